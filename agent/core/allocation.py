@@ -7,7 +7,6 @@ not yet got stay free.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from agent.core import ids, tag
 from agent.core.classes import DeviceClass
@@ -83,37 +82,13 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
-class Allocator(Protocol):
-    """Creates and extends volumes. Sizes are in bytes, of whole extents."""
-
-    def maximum_bytes(self, group: report.Group) -> int:
-        """The size of the largest volume that can be created now. Raises PoolSilent."""
-        ...
-
-    def maximum_growth_bytes(self, volume: Volume) -> int:
-        """The bytes that a volume can grow by. Raises PoolSilent."""
-        ...
-
-    def purpose(self, group: report.Group) -> str:
-        """The kind of room, for the text of NoRoom. Raises PoolSilent."""
-        ...
-
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """Create, tag and activate a volume, under the group's lock with a fresh report."""
-        ...
-
-    def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume, under the group's lock with a fresh report."""
-        ...
-
-    def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Complete a volume whose `create` was killed."""
-        ...
-
-
 @dataclass(frozen=True)
 class Thick:
-    """Volumes that have all their extents from the start."""
+    """Volumes that have all their extents from the start.
+
+    Sizes are in bytes, of whole extents. A group's lock is held for `create` and `extend`, and its
+    report was read under it. `finish` completes a volume whose `create` was killed.
+    """
 
     layout: Layout
     kept: Kept
@@ -189,7 +164,10 @@ class Cached(Thick):
 
 @dataclass(frozen=True)
 class Thin:
-    """Volumes that allocate from their class's pool when they are written to."""
+    """Volumes that allocate from their class's pool when they are written to.
+
+    Has all that `Thick` has. What needs the pool's status raises PoolSilent.
+    """
 
     device_class: str
     group: str
@@ -357,6 +335,9 @@ class CachedThin(Thin):
         return {tag.CACHE: self.cache.tag_value(group.extents * extent, extent)}
 
 
+Allocator = Thick | Thin
+
+
 class Allocators:
     """Returns the allocator of a class or a volume."""
 
@@ -373,7 +354,7 @@ class Allocators:
             case None, Cache() as cache:
                 return Cached(one.layout, kept, cache)
             case Policy() as policy, None:
-                return self._thin(one, policy)
+                return Thin(one.name, one.group, policy, kept, self._inventory)
             case Policy() as policy, Cache() as cache:
                 return CachedThin(one.name, one.group, policy, kept, self._inventory, cache)
         raise AssertionError(one)  # pragma: no cover - there is no other class
@@ -392,35 +373,30 @@ class Allocators:
         gone = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
-    def _thin(self, one: DeviceClass, policy: Policy) -> Thin:
-        kept = partial(self._kept, one)
-        return Thin(one.name, one.group, policy, kept, self._inventory)
-
     def thin(self, group: str = "") -> list[Thin]:
         """The allocators of all classes with a pool, in one group or in any."""
-        found = (one for one in self._classes if group in ("", one.group))
-        return [self._thin(one, one.pool) for one in found if one.pool is not None]
+        return [
+            Thin(one.name, one.group, one.pool, partial(self._kept, one), self._inventory)
+            for one in self._classes
+            if one.pool is not None and group in ("", one.group)
+        ]
 
     def beside_bytes(self, volume: Volume) -> int:
         """The bytes for snapshots of a volume, beside the reserve and the pools' promises."""
         group = volume.group
         if closed(group):
             return 0
-        kept = self._promised(group)
+        kept = self.promised_extents(group)
         for one in self._classes:
             if one.name == volume.own_tags.get(tag.CLASS):
                 kept += one.reserve.extents(group)
         return layout.maximum_bytes(group, reserve_extents=kept)
 
-    def promised_extents(self, group: report.Group) -> int:
-        """The extents that the pools of a group have promised and not yet got."""
-        return self._promised(group)
-
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
         """The extents that a class leaves free: its reserve, and other pools' promises."""
-        return one.reserve.extents(group) + self._promised(group, but=one.name)
+        return one.reserve.extents(group) + self.promised_extents(group, but=one.name)
 
-    def _promised(self, group: report.Group, but: str = "") -> int:
-        """The extents that pools have promised and not yet got."""
+    def promised_extents(self, group: report.Group, but: str = "") -> int:
+        """The extents that the pools of a group have promised and not yet got."""
         others = (one for one in self.thin(group.name) if one.device_class != but)
         return sum(one.outstanding_extents(group) for one in others)

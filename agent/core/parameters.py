@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from agent.core import classes, errors, fields, tag, values
+from agent.core import classes, errors, tag, values
 from agent.core.classes import DeviceClass
 from lvm import tags
 from lvm.layout import Reserve
@@ -48,6 +48,14 @@ class Parameter:
 def _optional(*allowed: str) -> Callable[[str], str]:
     """Read one of a few texts, or an empty one."""
     return lambda text: values.choice(*allowed)(text) if text else ""
+
+
+def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
+    """Raise BadField for options that the file system, or any, does not have."""
+    try:
+        options.parse(flags, fs_type)
+    except mount_errors.BadOption as error:
+        raise errors.BadField(field, str(error)) from None
 
 
 def _mount_options(text: str) -> tuple[str, ...]:
@@ -216,7 +224,7 @@ class Parameters:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
-        fields.mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
+        check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
     def applied(self, one: DeviceClass, field: str) -> DeviceClass:
         """A class with what the parameters override; raises BadField."""
@@ -318,7 +326,11 @@ def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dic
         if name in given:
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
         _check_fits(field, name, text)
-        given[name] = fields.parsed(f"{field}[{name}]", text, known[name].read)
+        try:
+            given[name] = known[name].read(text)
+        except ValueError as error:
+            why = f"{text!r} is not allowed: {error}"
+            raise errors.BadField(f"{field}[{name}]", why) from None
     return given
 
 

@@ -1,11 +1,14 @@
-"""CSI requests as frozen records, checked when read. All raise BadField."""
+"""CSI requests as frozen records, checked when read by `from_proto`; that raises BadField."""
+# ruff: noqa: D102
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from agent.core import errors, fields, secret
+from google.protobuf.message import Message
+
+from agent.core import errors, secret
 from agent.core.ids import VolumeId
 from agent.core.parameters import (
     EPHEMERAL,
@@ -14,13 +17,15 @@ from agent.core.parameters import (
     OF_SNAPSHOT,
     SIZE,
     Parameters,
+    check_mount_options,
     snapshot_parameters,
     tuning_of,
 )
 from agent.core.secret import Keys
 from lvm.layout import Reserve
 from lvm.tuning import AS_IT_IS, Tuning
-from mount import filesystem
+from mount import errors as mount_errors
+from mount import filesystem, target
 from proto import csi_pb2 as csi
 
 BLOCK = "block"
@@ -47,7 +52,6 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
-        """Read and check a capability; raises BadField."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:
@@ -61,28 +65,25 @@ class Capability:
         if wire.mount.volume_mount_group:
             raise errors.BadField(f"{field}.mount.volume_mount_group", "is not supported")
         flags = tuple(wire.mount.mount_flags)
-        fields.mount_options(f"{field}.mount.mount_flags", flags)
+        check_mount_options(f"{field}.mount.mount_flags", flags)
         return cls(MOUNT, mode, wire.mount.fs_type, flags)
 
     @classmethod
     def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
-        """Read and check the field `volume_capabilities`."""
         return tuple(
             cls.from_proto(one, f"volume_capabilities[{index}]") for index, one in enumerate(wire)
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
         """Check the mount flags against the one file system that they are for."""
-        fields.mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
+        check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
     @property
     def is_block(self) -> bool:
-        """Whether the volume is used as a raw block device."""
         return self.access == BLOCK
 
     @property
     def read_only(self) -> bool:
-        """Whether the access mode allows no writer."""
         return self.mode == READER_ONLY
 
     def __str__(self) -> str:
@@ -97,6 +98,35 @@ def _mode(wire: csi.VolumeCapability, field: str) -> str:
     if name not in ACCESS_MODES:
         raise errors.NotAllowed(f"{field}.access_mode.mode", name, ACCESS_MODES)
     return name
+
+
+# CSI spec, "Size Limits" and CreateVolumeRequest.name.
+_MAXIMUM_STRING_BYTES = 128
+_NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]")
+
+
+def required(wire: Message, field: str) -> Any:
+    """The value of a request's field; raises Missing for an empty one."""
+    if not (value := getattr(wire, field)):
+        raise errors.Missing(field)
+    return value
+
+
+def _check_name(field: str, text: str) -> None:
+    if not text:
+        raise errors.Missing(field)
+    if len(text.encode()) > _MAXIMUM_STRING_BYTES:
+        raise errors.BadField(field, f"is longer than {_MAXIMUM_STRING_BYTES} bytes")
+    if _NOT_IN_A_NAME.search(text):
+        raise errors.BadField(field, f"{text!r} has a control character")
+
+
+def _path(wire: Message, field: str) -> str:
+    """The path in a field; raises BadField for one that is not absolute and normalized."""
+    try:
+        return target.check(required(wire, field))
+    except mount_errors.BadPath as error:
+        raise errors.BadField(field, str(error)) from None
 
 
 T = TypeVar("T")
@@ -121,7 +151,6 @@ class Page:
         | csi.ListSnapshotsRequest
         | csi.ControllerListVolumeHealthRequest,
     ) -> Self:
-        """Read and check the request."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
         return cls(wire.max_entries, wire.starting_token)
@@ -180,12 +209,10 @@ class SizeRange:
     limit_bytes: int = 0
 
     def allows(self, size_bytes: int) -> bool:
-        """Whether a size is within the range."""
         return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
 
     @classmethod
     def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
-        """Read and check a range."""
         for name in ("required_bytes", "limit_bytes"):
             if getattr(wire, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
@@ -206,7 +233,6 @@ class Topology:
 
     @classmethod
     def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
-        """Read the requirement."""
         return cls(
             tuple(dict(one.segments) for one in wire.requisite),
             tuple(dict(one.segments) for one in wire.preferred),
@@ -227,7 +253,6 @@ class Source:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
-        """Read and check a request's source, if it has one."""
         field = "volume_content_source"
         if not wire.HasField("volume_content_source"):
             return None
@@ -257,14 +282,11 @@ class CreateVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
-        """Read and check the request."""
-        fields.name("name", wire.name)
-        if not wire.volume_capabilities:
-            raise errors.Missing("volume_capabilities")
+        _check_name("name", wire.name)
         return cls(
             name=wire.name,
+            capabilities=Capability.several(required(wire, "volume_capabilities")),
             size=SizeRange.from_proto(wire.capacity_range),
-            capabilities=Capability.several(wire.volume_capabilities),
             parameters=Parameters.from_proto(wire.parameters),
             topology=Topology.from_proto(wire.accessibility_requirements),
             source=Source.from_proto(wire),
@@ -286,12 +308,10 @@ class ValidateVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
-        """Read the request."""
-        volume_id = fields.volume_id(wire.volume_id)
-        if not wire.volume_capabilities:
-            raise errors.Missing("volume_capabilities")
+        volume_id = required(wire, "volume_id")
+        asked = required(wire, "volume_capabilities")
         try:
-            capabilities = Capability.several(wire.volume_capabilities)
+            capabilities = Capability.several(asked)
             parameters = Parameters.from_proto(wire.parameters)
             context = Parameters.from_context(wire.volume_context).context()
             tuning = tuning_of(wire.mutable_parameters)
@@ -309,11 +329,8 @@ class ModifyVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
-        """Read and check the request."""
-        volume_id = fields.volume_id(wire.volume_id)
-        if not wire.mutable_parameters:
-            raise errors.Missing(MUTABLE_FIELD)
-        return cls(volume_id, tuning_of(wire.mutable_parameters))
+        volume_id = required(wire, "volume_id")
+        return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
 
 
 @dataclass(frozen=True)
@@ -327,8 +344,7 @@ class ExpandVolume:
     def from_proto(
         cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read and check the request."""
-        volume_id = fields.volume_id(wire.volume_id)
+        volume_id = required(wire, "volume_id")
         if wire.HasField("volume_capability"):
             Capability.from_proto(wire.volume_capability)
         size = SizeRange.from_proto(wire.capacity_range)
@@ -371,13 +387,11 @@ class CreateSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
-        """Read and check the request."""
-        fields.name("name", wire.name)
-        if not wire.source_volume_id:
-            raise errors.Missing("source_volume_id")
+        _check_name("name", wire.name)
+        source_id = required(wire, "source_volume_id")
         size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
         topology = Topology.from_proto(wire.accessibility_requirements)
-        return cls(wire.name, wire.source_volume_id, size, about, topology)
+        return cls(wire.name, source_id, size, about, topology)
 
 
 @dataclass(frozen=True)
@@ -391,18 +405,16 @@ class CreateGroupSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
-        """Read and check the request."""
-        fields.name("name", wire.name)
+        _check_name("name", wire.name)
         field = "source_volume_ids"
-        if not wire.source_volume_ids:
-            raise errors.Missing(field)
-        for index, one in enumerate(wire.source_volume_ids):
+        sources = required(wire, field)
+        for index, one in enumerate(sources):
             if not one:
                 raise errors.Missing(f"{field}[{index}]")
-            if one in wire.source_volume_ids[:index]:
+            if one in sources[:index]:
                 raise errors.BadField(f"{field}[{index}]", f"{one!r} is named twice")
         size, about = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
-        return cls(wire.name, tuple(sorted(wire.source_volume_ids)), size, about)
+        return cls(wire.name, tuple(sorted(sources)), size, about)
 
 
 @dataclass(frozen=True)
@@ -416,10 +428,7 @@ class KnownGroupSnapshot:
     def from_proto(
         cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
     ) -> Self:
-        """Read and check the request."""
-        if not wire.group_snapshot_id:
-            raise errors.Missing("group_snapshot_id")
-        return cls(wire.group_snapshot_id, tuple(wire.snapshot_ids))
+        return cls(required(wire, "group_snapshot_id"), tuple(wire.snapshot_ids))
 
 
 @dataclass(frozen=True)
@@ -435,20 +444,16 @@ class GetMetadata:
     def from_proto(
         cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
     ) -> Self:
-        """Read and check the request."""
         if isinstance(wire, csi.GetMetadataDeltaRequest):
-            base, of = "base_snapshot_id", "target_snapshot_id"
+            base_id = required(wire, "base_snapshot_id")
+            snapshot_id = required(wire, "target_snapshot_id")
         else:
-            base, of = "", "snapshot_id"
-        for name in filter(None, (base, of)):
-            if not getattr(wire, name):
-                raise errors.Missing(name)
+            base_id, snapshot_id = "", required(wire, "snapshot_id")
         if wire.starting_offset < 0:
             raise errors.NotBeyond(wire.starting_offset)
         if wire.max_results < 0:
             raise errors.BadField("max_results", "must not be negative")
-        base_id = getattr(wire, base) if base else ""
-        return cls(base_id, getattr(wire, of), wire.starting_offset, wire.max_results)
+        return cls(base_id, snapshot_id, wire.starting_offset, wire.max_results)
 
 
 @dataclass(frozen=True)
@@ -461,7 +466,6 @@ class ListSnapshots:
 
     @classmethod
     def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
-        """Read and check the request."""
         return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
 
 
@@ -480,10 +484,9 @@ class StageVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
-        """Read and check the request."""
         return cls(
-            volume_id=fields.volume_id(wire.volume_id),
-            staging_path=fields.path("staging_target_path", wire.staging_target_path),
+            volume_id=required(wire, "volume_id"),
+            staging_path=_path(wire, "staging_target_path"),
             capability=_capability(wire),
             parameters=Parameters.from_context(wire.volume_context),
             keys=keys_of(wire.secrets),
@@ -504,13 +507,12 @@ class PublishVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check the request."""
-        volume_id = fields.volume_id(wire.volume_id)
-        target_path = fields.path("target_path", wire.target_path)
+        volume_id = required(wire, "volume_id")
+        target_path = _path(wire, "target_path")
         capability = _capability(wire)
         return cls(
             volume_id=volume_id,
-            staging_path=fields.path("staging_target_path", wire.staging_target_path),
+            staging_path=_path(wire, "staging_target_path"),
             target_path=target_path,
             capability=capability,
             parameters=Parameters.from_context(wire.volume_context),
@@ -532,7 +534,6 @@ class PublishInline:
 
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
-        """Whether kubelet marks the volume as inline."""
         marked = wire.volume_context.get(EPHEMERAL, "false")
         if marked not in {"true", "false"}:
             raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", marked, ("true", "false"))
@@ -541,10 +542,10 @@ class PublishInline:
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
         """Read and check the request; `readonly` becomes the access mode READER_ONLY."""
-        fields.name("volume_id", wire.volume_id)
+        _check_name("volume_id", wire.volume_id)
         if VolumeId.parse(wire.volume_id) is not None:
             raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
-        target_path = fields.path("target_path", wire.target_path)
+        target_path = _path(wire, "target_path")
         capability = _capability(wire)
         if capability.is_block:
             raise errors.BadField("volume_capability", "an inline volume is mounted, never block")
@@ -565,39 +566,34 @@ class VolumeAt:
 
     @classmethod
     def from_unstage(cls, wire: csi.NodeUnstageVolumeRequest) -> Self:
-        """Read and check NodeUnstageVolume."""
-        path = fields.path("staging_target_path", wire.staging_target_path)
-        return cls(fields.volume_id(wire.volume_id), path)
+        path = _path(wire, "staging_target_path")
+        return cls(required(wire, "volume_id"), path)
 
     @classmethod
     def from_unpublish(cls, wire: csi.NodeUnpublishVolumeRequest) -> Self:
-        """Read and check NodeUnpublishVolume."""
-        return cls(fields.volume_id(wire.volume_id), fields.path("target_path", wire.target_path))
+        return cls(required(wire, "volume_id"), _path(wire, "target_path"))
 
     @classmethod
     def from_volume_path(
         cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
         """Read NodeGetVolumeStats, or the path of NodeExpandVolume, which may be invalid."""
-        if not wire.volume_path:
-            raise errors.Missing("volume_path")
-        return cls(fields.volume_id(wire.volume_id), wire.volume_path)
+        path = required(wire, "volume_path")
+        return cls(required(wire, "volume_id"), path)
 
 
 @dataclass(frozen=True)
 class HealthAt:
-    """NodeGetVolumeHealth, with the paths of the volume's stage and publication."""
+    """NodeGetVolumeHealth, with the paths of the volume's stage and publication, if given."""
 
     volume_id: str
     paths: tuple[str, ...] = ()
 
     @classmethod
     def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
-        """Read and check the request; both paths are optional."""
         named = ("volume_publish_path", "staging_target_path")
-        given = ((one, getattr(wire, one)) for one in named)
-        paths = tuple(fields.path(field, path) for field, path in given if path)
-        return cls(fields.volume_id(wire.volume_id), paths)
+        paths = tuple(_path(wire, field) for field in named if getattr(wire, field))
+        return cls(required(wire, "volume_id"), paths)
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:

@@ -91,118 +91,112 @@ class Setting:
     """A setting: a key in the file, a variable CARVER_KEY, a flag --key."""
 
     parse: Callable[[Any], Any]
-    default: Callable[[], Any]
+    default: Any
     help: str
 
 
 SETTINGS: Mapping[str, Setting] = {
     "node_id": Setting(
-        values.parse_node_id, socket.gethostname, "this node's name, as the cluster knows it"
+        values.parse_node_id, socket.gethostname(), "this node's name, as the cluster knows it"
     ),
     "driver_name": Setting(
         values.parse_driver_name,
-        lambda: DRIVER_NAME,
+        DRIVER_NAME,
         "the name by which the cluster knows this driver; another one for a second Carver",
     ),
-    "endpoint": Setting(
-        values.parse_absolute_path, lambda: DEFAULT_SOCKET, "the unix socket to serve"
-    ),
+    "endpoint": Setting(values.parse_absolute_path, DEFAULT_SOCKET, "the unix socket to serve"),
     "registration": Setting(
         values.choice("self", "none"),
-        lambda: "self",
+        "self",
         "who registers Carver with kubelet; none: not Carver; perhaps a node-driver-registrar",
     ),
     "registration_directory": Setting(
-        values.parse_absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"
+        values.parse_absolute_path, REGISTRY, "where kubelet looks for sockets of plugins"
     ),
     "kubelet_dir": Setting(
         values.parse_paths,
-        lambda: (str(KUBELET_DIRECTORY),),
+        (str(KUBELET_DIRECTORY),),
         "where volumes may be staged and published; /: anywhere",
     ),
     "metrics_address": Setting(
         values.parse_address,
-        lambda: "",
+        "",
         "serve /metrics, /healthz and /readyz there, such as 127.0.0.1:9898; empty: nowhere",
     ),
     "health_address": Setting(
         values.parse_address,
-        lambda: "",
+        "",
         "serve /healthz and /readyz there too, without metrics; empty: only where the metrics are",
     ),
-    "log_format": Setting(values.choice("text", "json"), lambda: "text", "text or json"),
+    "log_format": Setting(values.choice("text", "json"), "text", "text or json"),
     "log_level": Setting(
-        values.choice("debug", "info", "warning", "error"),
-        lambda: "info",
-        "the least that is logged",
+        values.choice("debug", "info", "warning", "error"), "info", "the least that is logged"
     ),
     "controller_expand": Setting(
         values.parse_flag,
-        lambda: True,
+        True,
         "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
         " grows the volume on its node",
     ),
-    "max_volumes_per_node": Setting(
-        values.parse_count, lambda: 0, "volumes on this node; 0: no limit"
-    ),
+    "max_volumes_per_node": Setting(values.parse_count, 0, "volumes on this node; 0: no limit"),
     "inline_volume_limit": Setting(
-        values.parse_size, lambda: "10GiB", "how large an inline volume may be; 0: no limit"
+        values.parse_size, "10GiB", "how large an inline volume may be; 0: no limit"
     ),
     "inline_total_limit": Setting(
         values.parse_reserve,
-        lambda: "50%",
+        "50%",
         "how large a node's inline volumes may be together: a size, or a part of all groups;"
         " 0: no limit",
     ),
     "lvm": Setting(
-        values.choice("direct", "host"), lambda: "direct", "where lvm2 is; host: through nsenter"
+        values.choice("direct", "host"), "direct", "where lvm2 is; host: through nsenter"
     ),
     "lvm_session": Setting(
         values.parse_flag,
-        lambda: True,
+        True,
         "keep a shell of lvm2's open for each group; false: a process for each command",
     ),
     "devices": Setting(
         lambda value: values.parse_device_names(value) if value else (),
-        lambda: (),
+        (),
         "confine lvm2 to these block devices; empty: to each group's own disks",
     ),
     "wipe": Setting(
-        values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
+        values.choice("zero", "none"), "zero", "what is done to a deleted volume's blocks"
     ),
     "oldest_kernel": Setting(
         values.parse_kernel,
-        lambda: "4.18",
+        "4.18",
         "the oldest Linux that must be able to mount new file systems, such as 5.10",
     ),
     "header_backups": Setting(
-        lambda value: values.parse_absolute_path(value) if value else None,
-        lambda: "",
+        values.parse_optional_path,
+        "",
         "the directory for copies of the headers of encrypted volumes; empty: none are kept",
     ),
     "kubeconfig": Setting(
-        lambda value: values.parse_absolute_path(value) if value else None,
-        lambda: "",
+        values.parse_optional_path,
+        "",
         "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
     ),
     "orphan_interval_seconds": Setting(
         values.parse_period,
-        lambda: 0,
+        0,
         "how often the service looks for orphans, and measures them; 0: never",
     ),
     "orphan_grace_seconds": Setting(
         values.parse_grace,
-        lambda: 3600,
+        3600,
         "how long something must be an orphan before it counts as one; 60 or more",
     ),
     "file": Setting(
         values.parse_absolute_path,
-        lambda: EMBEDDED_FILE,
+        EMBEDDED_FILE,
         "the sparse file that holds the group where no class is configured",
     ),
     "file_size": Setting(
         values.parse_file_size,
-        lambda: HALF,
+        HALF,
         f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
     ),
 }
@@ -323,4 +317,4 @@ def _value(
     ):
         if raw is not None:
             return values.checked(source, key, setting.parse, raw)
-    return values.checked("default", key, setting.parse, setting.default())
+    return values.checked("default", key, setting.parse, setting.default)

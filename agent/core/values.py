@@ -111,6 +111,11 @@ def parse_absolute_path(value: object) -> Path:
     return path
 
 
+def parse_optional_path(value: object) -> Path | None:
+    """An absolute path; None for an empty text."""
+    return parse_absolute_path(value) if value else None
+
+
 def parse_paths(value: object) -> tuple[str, ...]:
     """Absolute paths, at least one."""
     found = tuple(str(parse_absolute_path(one)) for one in parse_words(value))

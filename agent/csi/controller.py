@@ -1,9 +1,10 @@
 """CSI Controller: parse the request, lock the volume, call the operation, answer."""
+# ruff: noqa: D102, N802
 
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent.core import fields, ids, requests, tag
+from agent.core import ids, requests, tag
 from agent.core.context import Context
 from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
@@ -42,10 +43,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self._health = health
         self._locks = context.locks
 
-    def CreateVolume(  # noqa: N802
+    def CreateVolume(
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
-        """Create a volume, or find the one that an earlier call made."""
         call = requests.CreateVolume.from_proto(request)
         names = [self._creator.logical_name(call.name)]
         if call.source is not None:
@@ -56,21 +56,19 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         volume = self._creator.complete(made, lambda: self._locks.hold(names[0]))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
-    def DeleteVolume(  # noqa: N802
+    def DeleteVolume(
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
-        """Erase and remove a volume."""
-        volume_id = fields.volume_id(request.volume_id)
+        volume_id = requests.required(request, "volume_id")
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
         self._locks.wait_until(lambda: not self._deleter.is_mounted(volume_id))
         with self._locks.hold(ids.logical_name(volume_id)):
             self._deleter.delete(volume_id)
         return csi.DeleteVolumeResponse()
 
-    def ValidateVolumeCapabilities(  # noqa: N802
+    def ValidateVolumeCapabilities(
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
-        """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
         volume = self._listing.get(call.volume_id)
         if refusal := call.unsupported or validate.refusal(self._config, volume, call):
@@ -83,10 +81,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         )
         return csi.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
 
-    def ListVolumes(  # noqa: N802
+    def ListVolumes(
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
-        """List this node's volumes, page by page."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
@@ -94,26 +91,23 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             answers.put_volume(answer.entries.add().volume, volume, here)
         return answer
 
-    def ControllerListVolumeHealth(  # noqa: N802
+    def ControllerListVolumeHealth(
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
-        """List the volumes with a health condition, page by page."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(answers.volume_health, part.entries), next_token=part.next_token
         )
 
-    def ControllerGetVolumeHealth(  # noqa: N802
+    def ControllerGetVolumeHealth(
         self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeHealthResponse:
-        """The health of one volume."""
-        found = self._health.get(fields.volume_id(request.volume_id))
+        found = self._health.get(requests.required(request, "volume_id"))
         return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
-    def GetCapacity(  # noqa: N802
+    def GetCapacity(
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
-        """The capacity for CreateVolume with the same parameters."""
         capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
@@ -121,16 +115,15 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             minimum_volume_size=wrappers_pb2.Int64Value(value=capacity.minimum_volume_bytes),
         )
 
-    def ControllerGetVolume(  # noqa: N802
+    def ControllerGetVolume(
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
-        """One volume."""
-        volume = self._listing.get(fields.volume_id(request.volume_id))
+        volume = self._listing.get(requests.required(request, "volume_id"))
         # The status must be set (CSI spec), though it is empty.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
-    def ControllerExpandVolume(  # noqa: N802
+    def ControllerExpandVolume(
         self, request: csi.ControllerExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerExpandVolumeResponse:
         """Grow the logical volume; its file system, if it has one, is the node's part."""
@@ -144,55 +137,49 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             node_expansion_required=volume.own_tags.get(tag.ACCESS) != BLOCK,
         )
 
-    def ControllerModifyVolume(  # noqa: N802
+    def ControllerModifyVolume(
         self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerModifyVolumeResponse:
-        """Change a volume's mutable parameters, all that are given or none."""
         call = requests.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             modify.modify(self._context, call)
         return csi.ControllerModifyVolumeResponse()
 
-    def CreateSnapshot(  # noqa: N802
+    def CreateSnapshot(
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
-        """Take a snapshot, or find the one that an earlier call took."""
         call = requests.CreateSnapshot.from_proto(request)
         name = self._snapshotter.logical_name(call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
         return csi.CreateSnapshotResponse(snapshot=self._snapshot(snapshot))
 
-    def DeleteSnapshot(  # noqa: N802
+    def DeleteSnapshot(
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
-        """Erase and remove a snapshot."""
-        snapshot_id = fields.snapshot_id(request.snapshot_id)
+        snapshot_id = requests.required(request, "snapshot_id")
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
         return csi.DeleteSnapshotResponse()
 
-    def ListSnapshots(  # noqa: N802
+    def ListSnapshots(
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
-        """List all snapshots, those of a volume, or one; page by page if asked for that."""
         part = self._snapshotter.list(requests.ListSnapshots.from_proto(request))
         entries = [
             csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
         ]
         return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
 
-    def GetSnapshot(  # noqa: N802
+    def GetSnapshot(
         self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetSnapshotResponse:
-        """One snapshot."""
-        snapshot = self._snapshotter.get(fields.snapshot_id(request.snapshot_id))
+        snapshot = self._snapshotter.get(requests.required(request, "snapshot_id"))
         return csi.GetSnapshotResponse(snapshot=self._snapshot(snapshot))
 
-    def ControllerGetCapabilities(  # noqa: N802
+    def ControllerGetCapabilities(
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
-        """The implemented parts of the Controller service."""
         offered = [
             _Rpc.CREATE_DELETE_VOLUME,
             _Rpc.LIST_VOLUMES,

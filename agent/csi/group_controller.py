@@ -1,4 +1,5 @@
 """CSI GroupController: parse the request, lock the volumes, call the operation, answer."""
+# ruff: noqa: D102, N802
 
 import grpc
 
@@ -20,38 +21,34 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self._snapshotter = snapshotter
         self._locks = context.locks
 
-    def GroupControllerGetCapabilities(  # noqa: N802
+    def GroupControllerGetCapabilities(
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GroupControllerGetCapabilitiesResponse:
-        """The implemented parts of the GroupController service: all."""
         rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
         return csi.GroupControllerGetCapabilitiesResponse(
             capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
         )
 
-    def CreateVolumeGroupSnapshot(  # noqa: N802
+    def CreateVolumeGroupSnapshot(
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeGroupSnapshotResponse:
-        """Take snapshots of several volumes at one moment, or find those of an earlier call."""
         call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
         with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
             made = self._snapshotter.create(call)
         return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(made))
 
-    def DeleteVolumeGroupSnapshot(  # noqa: N802
+    def DeleteVolumeGroupSnapshot(
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
-        """Erase and remove all snapshots of a group."""
         call = requests.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)
         return csi.DeleteVolumeGroupSnapshotResponse()
 
-    def GetVolumeGroupSnapshot(  # noqa: N802
+    def GetVolumeGroupSnapshot(
         self, request: csi.GetVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetVolumeGroupSnapshotResponse:
-        """One group snapshot."""
         found = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
 

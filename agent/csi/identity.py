@@ -1,4 +1,5 @@
 """CSI Identity: the plugin's name, version, capabilities and readiness."""
+# ruff: noqa: D102, N802
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -30,16 +31,14 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         # Read from a file, so only once.
         self._version = version("carver")
 
-    def GetPluginInfo(  # noqa: N802
+    def GetPluginInfo(
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """Name and version."""
         return csi.GetPluginInfoResponse(name=self._name, vendor_version=self._version)
 
-    def GetPluginCapabilities(  # noqa: N802
+    def GetPluginCapabilities(
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """Optional services; volumes and snapshots belong to one node, and volumes grow in use."""
         services = (
             _Service.CONTROLLER_SERVICE,
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
@@ -55,9 +54,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         )
         return csi.GetPluginCapabilitiesResponse(capabilities=capabilities)
 
-    def Probe(  # noqa: N802
-        self, request: csi.ProbeRequest, context: grpc.ServicerContext
-    ) -> csi.ProbeResponse:
+    def Probe(self, request: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
         """Whether the start is over; NotReady says why nothing can be served.
 
         The sidecars' ProbeForever (csi-lib-utils, rpc) asks again where it is not, and ends where

@@ -19,9 +19,7 @@ from agent.core.trace import Trace, Traces
 from mount import command
 from proto import csi_pb2 as csi
 
-_log = logging.getLogger(__name__)
-
-
+_log = logging.getLogger("carver.calls")
 STRIPPED = "***stripped***"
 
 
@@ -54,16 +52,12 @@ def _replace(message: Message, field: FieldDescriptor) -> None:
         message.ClearField(field.name)
 
 
-_log = logging.getLogger("carver.calls")
-
 # A call that leaves less than this to lvm2 would only be cut off.
 _RESERVE_SECONDS = 0.2
 _IDENTITY_THREADS = 2
 # Each reads a disk as fast as it can, or waits for it: of one group so many at once.
 _STREAMS, _STREAMS_OF_A_GROUP = 24, 8
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
-
-
 _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 

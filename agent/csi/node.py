@@ -1,4 +1,5 @@
 """CSI Node: parse the request, lock the volume, call the operation, answer."""
+# ruff: noqa: D102, N802
 
 import grpc
 
@@ -41,29 +42,26 @@ class Node(csi_pb2_grpc.NodeServicer):
         self._storage = storage
         self._locks = context.locks
 
-    def NodeStageVolume(  # noqa: N802
+    def NodeStageVolume(
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
-        """Make the volume ready on this node: active, formatted, mounted."""
         call = requests.StageVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
         with call.keys.used(), held:
             self._stager.stage(call)
         return csi.NodeStageVolumeResponse()
 
-    def NodeUnstageVolume(  # noqa: N802
+    def NodeUnstageVolume(
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
-        """Unmount the volume's staging path."""
         call = requests.VolumeAt.from_unstage(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._stager.unstage(call)
         return csi.NodeUnstageVolumeResponse()
 
-    def NodePublishVolume(  # noqa: N802
+    def NodePublishVolume(
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
-        """Publish a staged volume, or an inline one, at a workload's path."""
         if requests.PublishInline.is_meant(request):
             inline = requests.PublishInline.from_proto(request)
             held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
@@ -76,10 +74,9 @@ class Node(csi_pb2_grpc.NodeServicer):
             self._publisher.publish(call)
         return csi.NodePublishVolumeResponse()
 
-    def NodeUnpublishVolume(  # noqa: N802
+    def NodeUnpublishVolume(
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        """Unpublish a volume from a workload's path; delete it if it is inline."""
         call = requests.VolumeAt.from_unpublish(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
@@ -87,28 +84,25 @@ class Node(csi_pb2_grpc.NodeServicer):
                 self._inline_volumes.ensure_absent(call.volume_id)
         return csi.NodeUnpublishVolumeResponse()
 
-    def NodeGetVolumeStats(  # noqa: N802
+    def NodeGetVolumeStats(
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        """Measure how large and how full the volume is."""
         call = requests.VolumeAt.from_volume_path(request)
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
-    def NodeGetVolumeHealth(  # noqa: N802
+    def NodeGetVolumeHealth(
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
-        """The health of a volume of this node, in use or not."""
         found = self._health.on_node(requests.HealthAt.from_proto(request))
         return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
-    def NodeGetStorageHealth(  # noqa: N802
+    def NodeGetStorageHealth(
         self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetStorageHealthResponse:
-        """The health of this node's groups, and of what else Carver needs."""
         found = self._storage.conditions()
         return csi.NodeGetStorageHealthResponse(backend_health=map(answers.storage_health, found))
 
-    def NodeExpandVolume(  # noqa: N802
+    def NodeExpandVolume(
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
         """Grow the volume where it is smaller than asked, then its file system, always."""
@@ -121,10 +115,9 @@ class Node(csi_pb2_grpc.NodeServicer):
             size_bytes = self._expander.expand_in_use(call, at, own)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
-    def NodeGetCapabilities(  # noqa: N802
+    def NodeGetCapabilities(
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
-        """The implemented parts of the Node service."""
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
@@ -136,10 +129,9 @@ class Node(csi_pb2_grpc.NodeServicer):
         capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=one)) for one in offered]
         return csi.NodeGetCapabilitiesResponse(capabilities=capabilities)
 
-    def NodeGetInfo(  # noqa: N802
+    def NodeGetInfo(
         self, request: csi.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetInfoResponse:
-        """The node's id and topology."""
         return csi.NodeGetInfoResponse(
             node_id=self._config.node_id,
             max_volumes_per_node=self._config.max_volumes_per_node,
