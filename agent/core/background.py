@@ -250,14 +250,11 @@ class GroupTasks:
         for one in self._tasks.values():
             one.start()
 
-    def stop(self) -> None:
-        """Begin no further run."""
+    def stop(self, wait_seconds: float = 0.0) -> None:
+        """Begin no further run, and wait so long at most until all have ended."""
         for one in self._tasks.values():
             one.stop()
-
-    def join(self, seconds: float) -> None:
-        """Wait so long at most until all have ended."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + wait_seconds
         for one in self._tasks.values():
             one.join(max(0.0, until - time.monotonic()))
 

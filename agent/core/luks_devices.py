@@ -13,7 +13,7 @@ from lvm.devices import Device
 from mount import luks, table
 from mount.errors import CryptFailed
 from mount.kernel import Kernel
-from mount.luks import Cryptsetup
+from mount.luks import Cryptsetup, Header
 
 _log = logging.getLogger(__name__)
 
@@ -127,10 +127,18 @@ def own_uuid(device: Device) -> str:
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
+def header(kernel: Kernel, path: str, volume_id: str) -> Header:
+    """The header of a volume on its device; raises HeaderDamaged if it is not whole."""
+    found = luks.read(kernel, path)
+    if found is None:
+        raise errors.HeaderDamaged(volume_id, "its header is not whole")
+    return found
+
+
 def progress(kernel: Kernel, device: Device) -> str:
     """The progress of a re-encryption by the header on the volume's device; no command."""
-    header = luks.read(kernel, device.path)
-    if header is None or not header.is_reencrypting:
+    found = luks.read(kernel, device.path)
+    if found is None or not found.is_reencrypting:
         return "not begun"
-    size_bytes = kernel.device_size_bytes(device.path) - header.offset_bytes
-    return f"{100 * header.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"
+    size_bytes = kernel.device_size_bytes(device.path) - found.offset_bytes
+    return f"{100 * found.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"

@@ -188,11 +188,11 @@ class Service:
         # Before anything slow: writes the tags that calls deferred.
         self.volume_groups.stop()
         works: Mapping[str, Callable[[], None]] = {
-            "growth": self.autoextender.stop,
-            "repair": self.auto_repair.stop,
+            "growth": partial(self.autoextender.tasks.stop, _ENDING_SECONDS),
+            "repair": partial(self.auto_repair.tasks.stop, _ENDING_SECONDS),
             "zeroing": self.growth_zeroer.jobs.stop,
             "copying": self.copier.stop,
-            "re-encryption": self.reencrypter.stop,
+            "re-encryption": self.reencrypter.jobs.stop,
             "wiping": self.eraser.jobs.stop,
             "the removal of pools": self.pool_remover.jobs.stop,
             "the sweeping of groups": self.freed_eraser.jobs.stop,

@@ -37,8 +37,6 @@ _LOOK_SECONDS = 2.0
 _RETRY_SECONDS = 10.0
 _SOON_SECONDS = 2.0
 _PATIENCE_SECONDS = 60.0
-# How long the end of the service waits for an extension under way.
-_ENDING_SECONDS = 10.0
 _FAILURE = "volume group %s: cannot tell how full its pools and snapshots are: %s"
 # How often all snapshots are asked: an operator may have the kernel count no I/O (queue/iostats).
 _ALL_SECONDS = 60.0
@@ -54,15 +52,15 @@ OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
 class _Part:
     """A pool's data or metadata, or a COW store.
 
-    `extend` takes a report and how full the part is. It returns by how many bytes it extended it: 0
-    if there is no room, None if there is nothing to extend.
+    `extend` takes how full the part is. It returns by how many bytes it extended it: 0 if there is
+    no room, None if there is nothing to extend.
     """
 
     group: str
     name: str
     kind: str
     policy: Policy = field(compare=False)
-    extend: Callable[[report.Report, float], int | None] = field(compare=False)
+    extend: Callable[[Lvm, report.Group, float], int | None] = field(compare=False)
 
     def __str__(self) -> str:
         return f"the {self.kind} of {self.group}/{self.name}"
@@ -93,15 +91,6 @@ class Autoextender:
         self._areas = {one: _Areas() for one in own}
         self.tasks = GroupTasks("grow", own, self.look, _LOOK_SECONDS, _FAILURE)
 
-    def start(self) -> None:
-        """Look periodically."""
-        self.tasks.start()
-
-    def stop(self) -> None:
-        """Look no more, and wait a moment for an extension under way."""
-        self.tasks.stop()
-        self.tasks.join(_ENDING_SECONDS)
-
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed."""
         with self._counting:
@@ -127,15 +116,14 @@ class Autoextender:
     def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
         """The parts of a group that are too full, with percentages."""
         for name, percent in self._full_areas(group, clock()):
-            how = partial(self._extend_area, group, name)
-            yield _Part(group, name, AREA, _OF_SNAPSHOTS, how), percent
+            yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
         for one in self._allocators.thin(group):
             pool = pool_name(one.device_class)
             status = self._inventory.status(group, pool)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
-                how, percent = partial(self._extend_pool, one.group, extend), _percent(kind, status)
+                percent = _percent(kind, status)
                 if percent > one.policy.autoextend_threshold:
-                    yield _Part(one.group, pool, kind, one.policy, how), percent
+                    yield _Part(group, pool, kind, one.policy, extend), percent
 
     def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
         """The snapshots whose COW stores are too full; these are asked each time."""
@@ -159,7 +147,9 @@ class Autoextender:
         due = self._due[part.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
-                more_bytes = part.extend(self._inventory.state(part.group), percent)
+                known = self._inventory.state(part.group)
+                lvm = self._volume_groups.lvm(part.group)
+                more_bytes = part.extend(lvm, known.group(part.group), percent)
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
@@ -189,36 +179,21 @@ class Autoextender:
         with self._counting:
             self._counts[part.kind, outcome] += 1
 
-    def _extend_pool(
-        self,
-        group: str,
-        extend: Callable[[Lvm, report.Group, float], int | None],
-        known: report.Report,
-        percent: float,
-    ) -> int | None:
-        return extend(self._volume_groups.lvm(group), known.group(group), percent)
-
-    def _extend_area(
-        self, group: str, name: str, known: report.Report, percent: float
-    ) -> int | None:
+    def _extend_area(self, name: str, lvm: Lvm, group: report.Group, percent: float) -> int | None:
         """Extend the COW store of a snapshot, at most to what it can use."""
-        for snapshot in self._inventory.all_snapshots(known):
-            if (snapshot.group.name, snapshot.name) == (group, name):
-                break
-        else:
+        known = report.Report({group.name: group})
+        found = (one for one in self._inventory.all_snapshots(known) if one.name == name)
+        if (snapshot := next(found, None)) is None:
             return None
-        extent = snapshot.group.extent_size_bytes
-        useful = layout.copy_on_write_bytes(snapshot.size_bytes, _ALL_OF_IT, snapshot.group)
-        wanted = thin.wanted_extents(snapshot.area_bytes // extent, percent, _OF_SNAPSHOTS)
+        extent, present = group.extent_size_bytes, snapshot.area_bytes
+        useful = layout.copy_on_write_bytes(snapshot.size_bytes, _ALL_OF_IT, group)
+        wanted = thin.wanted_extents(present // extent, percent, _OF_SNAPSHOTS)
         origin = self._inventory.get(known, str(snapshot.source_id))
-        room = min(self._allocators.beside_bytes(origin), useful - snapshot.area_bytes)
+        room = min(self._allocators.beside_bytes(origin), useful - present)
         more = max(0, min(wanted * extent, room))
         if more:
-            size = snapshot.area_bytes + more
-            disks = layout.anywhere(snapshot.group)
-            volumes.extend(
-                self._volume_groups.lvm(group), group, name, size_bytes=size, disks=disks
-            )
+            size, disks = present + more, layout.anywhere(group)
+            volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
         return more
 
 

@@ -23,7 +23,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from agent.core import errors, tag
+from agent.core import errors, luks_devices, tag
 from agent.core.classes import BYPASSES, DeviceClass
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid
@@ -40,6 +40,7 @@ from mount.luks import Header
 _log = logging.getLogger(__name__)
 
 _LARGE_SECTOR_BYTES = 4096
+_FAILURES = (errors.AgentError, mount_errors.CommandError, mount_errors.MountError, OSError)
 _PENDING = {tag.ROTATING: "yes"}
 _USUAL = tuple(one for one in luks.SLOTS if one != luks.RECOVERY)
 
@@ -138,12 +139,7 @@ class EncryptedDevices:
             except mount_errors.WrongKey:
                 self._record(volume, _PENDING)
                 raise
-        except (
-            errors.AgentError,
-            mount_errors.CommandError,
-            mount_errors.MountError,
-            OSError,
-        ) as error:
+        except _FAILURES as error:
             _log.warning("cannot give volume %s the key of its secret yet: %s", volume_id, error)
         else:
             self._known[volume_id] = keys.digests()
@@ -159,9 +155,7 @@ class EncryptedDevices:
         returns False.
         """
         logical = mapping.logical
-        header = luks.read(self._kernel, logical.path)
-        if header is None:
-            raise errors.HeaderDamaged(volume_id, "its header is not whole")
+        header = luks_devices.header(self._kernel, logical.path, volume_id)
         size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
@@ -200,7 +194,13 @@ class EncryptedDevices:
             return {tag.SEALED: own}
         # Crash point: a re-encryption has given the header the volume's UUID, not the tag.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
-            _check(volume, header, sealed or ("" if volume.is_copied else own))
+            expected = sealed or ("" if volume.is_copied else own)
+            if expected and header.uuid != expected:
+                why = f"there is another header, {header.uuid}, not {expected}"
+                raise errors.HeaderDamaged(str(volume.id), why)
+            if volume.header_bytes and header.offset_bytes != volume.header_bytes:
+                why = f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}"
+                raise errors.HeaderDamaged(str(volume.id), why)
         return {} if sealed else {tag.SEALED: header.uuid}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
@@ -286,10 +286,7 @@ class EncryptedDevices:
         )
 
     def _header(self, volume: Volume, device: Device) -> Header:
-        header = luks.read(self._kernel, device.path)
-        if header is None:
-            raise errors.HeaderDamaged(str(volume.id), "its header is not whole")
-        return header
+        return luks_devices.header(self._kernel, device.path, str(volume.id))
 
     @contextmanager
     def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:
@@ -372,15 +369,3 @@ def _other(previous: Key | None, present: Key) -> Key | None:
 def _is_newer(volume: Volume, keys: Keys) -> bool:
     """Whether the name of a call's key is not the one that the volume's tags record."""
     return keys.generation not in ("", volume.own_tags.get(tag.KEY_GENERATION))
-
-
-def _check(volume: Volume, header: Header, expected: str) -> None:
-    """Raise HeaderDamaged for a header with another UUID, or other data, than the volume's."""
-    if expected and header.uuid != expected:
-        raise errors.HeaderDamaged(
-            str(volume.id), f"there is another header, {header.uuid}, not {expected}"
-        )
-    if volume.header_bytes and header.offset_bytes != volume.header_bytes:
-        raise errors.HeaderDamaged(
-            str(volume.id), f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}"
-        )

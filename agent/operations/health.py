@@ -81,6 +81,7 @@ class Reason(enum.Enum):
         self.of_volume = of_volume
         self.of_storage = of_storage
         self.access = access
+        self.rank = _WORST_FIRST.index(of_volume or of_storage)
 
     def __str__(self) -> str:
         return self.word
@@ -113,7 +114,12 @@ class Condition:
             seconds = max(0.0, now_seconds - self.seen_seconds)
             moment = datetime.fromtimestamp(self.seen_seconds, UTC)
             age = f" (seen {seconds:.0f} s ago, at {moment:%Y-%m-%dT%H:%M:%SZ})"
-        return _shortened(self.message, _MOST_BYTES - len(age)) + age
+        message, most_bytes = self.message.encode(), _MOST_BYTES - len(age)
+        if len(message) <= most_bytes:
+            return self.message + age
+        # Cut between two characters.
+        cut = message[: most_bytes - len("…".encode())].decode(errors="ignore")
+        return f"{cut}…{age}"
 
 
 def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
@@ -122,18 +128,8 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
     for one in found:
         same = merged.get(one.reason)
         merged[one.reason] = one if same is None else _both(same, one)
-    return tuple(sorted(merged.values(), key=_rank)[:_MOST_CONDITIONS])
-
-
-def _rank(one: Condition) -> int:
-    return _WORST_FIRST.index(one.reason.of_volume or one.reason.of_storage)
-
-
-def _shortened(text: str, most_bytes: int) -> str:
-    """Cut the end of a text that is too long, between two characters."""
-    if len(text.encode()) <= most_bytes:
-        return text
-    return text.encode()[: most_bytes - len("…".encode())].decode(errors="ignore") + "…"
+    worst_first = sorted(merged.values(), key=lambda one: one.reason.rank)
+    return tuple(worst_first[:_MOST_CONDITIONS])
 
 
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
@@ -187,7 +183,7 @@ _OF_FILE_SYSTEMS = {
 
 
 class _Kernels(NamedTuple):
-    """The kernel's conditions of a volume, and whether device-mapper reports on its disks."""
+    """What the kernel says; `has_status` if device-mapper reports on the volume."""
 
     conditions: tuple[Condition, ...] = ()
     has_status: bool = False
@@ -256,8 +252,11 @@ class Diagnosis:
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
+        # A volume hangs together with its pool, or with its group.
+        group, pool = _group_of(volume_id, volume), _pool_of(volume)
+        place = f"{group}/{pool}" if pool else group
         named = f"logical volume {ids.logical_name(volume_id)}"
-        return self._waited(volume_id, _place(volume_id, volume), named, look, until_seconds)
+        return self._waited(volume_id, place, named, look, until_seconds)
 
     def _waited(
         self,
@@ -339,22 +338,14 @@ class Diagnosis:
 
 def _group_of(volume_id: str, volume: Volume | None) -> str:
     """The group's name; empty for an inline volume that no report has yet."""
-    parsed = ids.VolumeId.parse(volume_id)
-    if parsed is not None:
+    if (parsed := ids.VolumeId.parse(volume_id)) is not None:
         return parsed.group
     return volume.group.name if volume is not None else ""
 
 
-def _pool_of(volume: Volume) -> str:
-    """The thin pool that a volume is in; empty for none."""
-    logical = volume.group.volumes.get(volume.name)
+def _pool_of(volume: Volume | None) -> str:
+    logical = volume.group.volumes.get(volume.name) if volume is not None else None
     return logical.pool if logical is not None else ""
-
-
-def _place(volume_id: str, volume: Volume | None) -> str:
-    """What a volume hangs together with: its pool, or its group."""
-    group, pool = _group_of(volume_id, volume), _pool_of(volume) if volume is not None else ""
-    return f"{group}/{pool}" if pool else group
 
 
 def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
@@ -365,9 +356,7 @@ def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition
     """
     name = f"{volume.group.name}/{volume.name}"
     if volume.health == "partial":
-        yield Condition(
-            _of_missing(volume), f"logical volume {name} is partial: {_missing(volume)}"
-        )
+        yield _of_missing(volume, f"logical volume {name} is partial")
     elif volume.health and not has_status:
         special = _REPORTED_OF_POOL if volume.layout.is_thin else _REPORTED_OF_CACHE
         unknown = (Reason.LVM_REPORTS, _LOOK_CLOSER)
@@ -429,24 +418,20 @@ def overflowed(snapshot: records.Snapshot) -> Condition:
     )
 
 
-def _of_missing(volume: Volume) -> Reason:
-    holder = volume.on_disks
-    if raid.level(holder.layout) is None:
-        return Reason.DISK_MISSING
-    return Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
-
-
-def _missing(volume: Volume) -> str:
-    holder = volume.on_disks
+def _of_missing(volume: Volume, partial: str) -> Condition:
+    holder, reason = volume.on_disks, Reason.DISK_MISSING
+    if raid.level(holder.layout) is not None:
+        reason = Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
     gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
-    again = f"{disks} is missing; attach it again (`pvs`)"
-    if raid.level([volume.layout.kind]) is not None:
-        return f"{again}, or replace it: `vgextend`, then `lvconvert --repair`"
+    remedy = "restore the volume from a backup"
     cache = tags.decode(holder.tags).get(tag.CACHE, "")
-    if caches.is_copy(cache) and gone and all(one.fast for one in gone):
-        return f"{again}, or see `A fast disk is lost` in docs/operations.md: no data are lost"
-    return f"{again}, or restore the volume from a backup"
+    if raid.level([volume.layout.kind]) is not None:
+        remedy = "replace it: `vgextend`, then `lvconvert --repair`"
+    elif caches.is_copy(cache) and gone and all(one.fast for one in gone):
+        remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost"
+    why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"
+    return Condition(reason, f"{partial}: {why}")
 
 
 def has_all(group: report.Group, pool: str) -> bool:

@@ -121,7 +121,11 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
         # Where kubelet has volumes; in a container these two are the mounts that lead to the host.
         places = [f"{directory.rstrip('/')}/{one}" for one in ("pods", "plugins")]
         holders = {one: mounts.holding(node.kernel.real_path(one)) for one in places}
-        private = {place: one for place, one in holders.items() if not _is_shared(one)}
+        private = {
+            place: one
+            for place, one in holders.items()
+            if one is None or not any(word.startswith("shared:") for word in one.propagation)
+        }
         for place, holder in private.items():
             seen = "/" if holder is None else holder.path
             yield (
@@ -134,10 +138,6 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
             )
         if not private:
             yield _pass(f"{directory} is in a shared mount")
-
-
-def _is_shared(mount: table.Mount | None) -> bool:
-    return mount is not None and any(one.startswith("shared:") for one in mount.propagation)
 
 
 def _registration(node: Node) -> Iterator[Seen]:
@@ -202,10 +202,9 @@ def _devices(node: Node) -> Iterator[Seen]:
 
 def _udev(node: Node) -> Iterator[Seen]:
     """Whether udev runs; either is fine."""
-    if node.at("/run/udev/control").exists():
-        yield _pass("udev runs, and lvm2 waits for it")
-    else:
-        yield _pass("there is no udev here: lvm2 is run without it, and makes nodes itself")
+    runs = node.at("/run/udev/control").exists()
+    without = "there is no udev here: lvm2 is run without it, and makes nodes itself"
+    yield _pass("udev runs, and lvm2 waits for it" if runs else without)
 
 
 def _lvm2(node: Node) -> Iterator[Seen]:
@@ -388,8 +387,11 @@ def _modules(node: Node) -> Iterator[Seen]:
 
 def _file_systems(node: Node) -> Iterator[Seen]:
     """The programs of each file system, FAIL if a class uses it; and libblkid."""
-    if not _has_libblkid(node):
-        yield FAIL, "libblkid is missing, so nothing is ever formatted", "install libblkid1"
+    try:
+        node.kernel.signatures(os.devnull)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            yield FAIL, "libblkid is missing, so nothing is ever formatted", "install libblkid1"
     used = {one.fs_type for one in node.settings.classes}
     for fs_type in filesystem.FILE_SYSTEMS:
         if missing := missing_programs(node, fs_type):
@@ -400,14 +402,6 @@ def _file_systems(node: Node) -> Iterator[Seen]:
             )
         else:
             yield _pass(f"{fs_type}: found {' and '.join(_programs(fs_type))}")
-
-
-def _has_libblkid(node: Node) -> bool:
-    try:
-        node.kernel.signatures(os.devnull)
-    except OSError as error:
-        return error.errno != errno.ENOSYS
-    return True
 
 
 def missing_programs(node: Node, fs_type: str) -> list[str]:

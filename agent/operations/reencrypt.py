@@ -21,7 +21,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from agent.core import errors, tag
+from agent.core import errors, luks_devices, tag
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid, progress
 from agent.core.records import Volume
@@ -29,7 +29,7 @@ from agent.core.secret import Key, Keys
 from agent.core.task_queue import Job, TaskQueue
 from lvm import volumes
 from lvm.devices import Device
-from mount import command, luks
+from mount import command
 from mount import errors as mount_errors
 from mount.luks import Header
 
@@ -72,7 +72,10 @@ class Reencrypter:
             return False
         job = self.jobs.of(str(volume.id))
         if job is None or job.ended.done():
-            job = self._start(volume, device, self._fitting(header, device, keys))
+            key = next((one for one in keys if self._opens(header, device, one)), None)
+            if key is None:
+                raise mount_errors.WrongKey(device.path)
+            job = self._start(volume, device, key)
         remaining, seconds = command.remaining_seconds(), self.grace_seconds
         wait([job.ended], seconds if remaining is None else min(seconds, remaining))
         if not job.ended.done():
@@ -91,10 +94,6 @@ class Reencrypter:
             yield
         finally:
             self.jobs.allow(volume_id)
-
-    def stop(self) -> None:
-        """End at a safe point; the next stage of the volume goes on."""
-        self.jobs.stop()
 
     def _start(self, volume: Volume, device: Device, key: Key) -> _Reencryption:
         # A copy of the key, because the call's is overwritten at its end; and of the report only
@@ -115,12 +114,6 @@ class Reencrypter:
             job.secret.wipe()
             raise
 
-    def _fitting(self, header: Header, device: Device, keys: Sequence[Key]) -> Key:
-        for key in keys:
-            if self._opens(header, device, key):
-                return key
-        raise mount_errors.WrongKey(device.path)
-
     def _opens(self, header: Header, device: Device, key: Key) -> bool:
         try:
             return self._cryptsetup.check(device.path, key.data)
@@ -139,7 +132,7 @@ class Reencrypter:
     def _work(self, job: _Reencryption) -> None:
         own = own_uuid(job.device)
         with Keys(job.secret).used():
-            header = self._header(job)
+            header = luks_devices.header(self._kernel, job.device.path, job.key)
             if header.is_torn:
                 self._cryptsetup.recover(job.device.path, job.secret.data)
             if header.is_reencrypting or header.uuid != own:
@@ -160,7 +153,7 @@ class Reencrypter:
         self._cryptsetup.reencrypt(
             self._stream, job.device.path, job.secret.data, slot, lambda: self.jobs.check(job)
         )
-        if self._header(job).is_reencrypting:
+        if luks_devices.header(self._kernel, job.device.path, job.key).is_reencrypting:
             raise mount_errors.CryptFailed("reencrypt", job.device.path, "it ended before its time")
 
     def _only_slot(self, job: _Reencryption, header: Header) -> int:
@@ -173,9 +166,3 @@ class Reencrypter:
             if other != slot:
                 self._cryptsetup.kill(device, key, other)
         return slot
-
-    def _header(self, job: _Reencryption) -> Header:
-        header = luks.read(self._kernel, job.device.path)
-        if header is None:
-            raise errors.HeaderDamaged(job.key, "its header is not whole")
-        return header

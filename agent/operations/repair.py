@@ -6,7 +6,7 @@ background, so repeating the call completes the repair, also after a kill.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from agent.core import errors, ids, tag, users
@@ -36,13 +36,13 @@ def rebuilding(known: Inventory, group: report.Group) -> str:
     """The RAID volumes of a group that are not in sync, with percentages; empty if all are."""
     found = []
     for name, logical in sorted(group.volumes.items()):
-        status = raid_of(known, group.name, name) if "raid" in logical.layout else None
+        status = _raid(known, group.name, name) if "raid" in logical.layout else None
         if status is not None and status.is_syncing:
             found.append(f"{name} {status.synced_percent:.0f} %")
     return ", ".join(found)
 
 
-def raid_of(known: Inventory, group: str, name: str) -> Raid | None:
+def _raid(known: Inventory, group: str, name: str) -> Raid | None:
     """The kernel's status of an active RAID volume; no command."""
     return next((one for one in known.status(group, name) if isinstance(one, Raid)), None)
 
@@ -70,12 +70,12 @@ class Repairer:
                     self._require_room(volume, logical)
                 return self.next_step(volume.group, volume.name, self._candidates(volume, logical))
             path = f"{group}/{logical.pool or volume.name}"
-            if gone := volume.missing_disks:
+            if gone := ", ".join(volume.missing_disks):
+                lost = "its volumes" if logical.pool else "the volume"
                 raise errors.NotRepairable(
                     path,
-                    f"a part of it was on the missing disk {', '.join(gone)} alone; attach that"
-                    f" again, or restore {'its volumes' if logical.pool else 'the volume'} from a"
-                    " backup",
+                    f"a part of it was on the missing disk {gone} alone; attach that again, or"
+                    f" restore {lost} from a backup",
                 )
             if logical.pool:
                 return self._repair_pool(volume.group, logical.pool, is_confirmed=pool_metadata)
@@ -95,7 +95,7 @@ class Repairer:
             self._inventory.ensure_active(group.name, name)
         # The kernel's status: a refresh leaves no trace in lvm2's metadata, so the report would be
         # as before.
-        status = raid_of(self._inventory, group.name, name)
+        status = _raid(self._inventory, group.name, name)
         if status is not None and status.is_syncing:
             # lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
@@ -121,11 +121,8 @@ class Repairer:
 
     def _candidates(self, volume: Volume, logical: report.LogicalVolume) -> list[str]:
         """The disks for new images: each has room for one, and no part of the volume."""
-        return [
-            disk.name
-            for disk in volume.group.disks
-            if disk.uuid not in logical.disks and disk.image_extents >= _image_extents(volume)
-        ]
+        vacant = [one for one in volume.group.disks if one.uuid not in logical.disks]
+        return [one.name for one in vacant if one.image_extents >= _image_extents(volume)]
 
     def _require_room(self, volume: Volume, logical: report.LogicalVolume) -> None:
         """Raise NoRoom unless each lost image has a disk, without the room promised to pools."""
@@ -135,12 +132,11 @@ class Repairer:
         free -= self._allocators.promised_extents(group)
         room = min(len(self._candidates(volume, logical)), max(0, free) // each)
         if room < lost:
-            raise errors.NoRoom(
-                group.name,
-                *(lost * each * extent, room * each * extent),
+            where = (
                 "on disks that have no image of the volume yet, for its lost images (add one:"
-                " `carver group replace-disk`)",
+                " `carver group replace-disk`)"
             )
+            raise errors.NoRoom(group.name, lost * each * extent, room * each * extent, where)
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
         """Have lvm2 rewrite the metadata of a thin pool, none of whose volumes is in use."""
@@ -182,24 +178,22 @@ class Repairer:
                 # lvm2 has thin_check(8) look at them first.
                 return f"it cannot be activated: {error}"
         status = thin.status_of(self._inventory.status(group.name, pool))
-        is_writable = status is None or status.mode in ("rw", "out_of_data_space")
-        if status is None or (is_writable and not status.needs_check):
+        if status is None:
+            return ""
+        if status.mode in ("rw", "out_of_data_space") and not status.needs_check:
             return ""
         return f"the kernel reports {status.mode}{', needs_check' * status.needs_check}"
 
 
 def _image_extents(volume: Volume) -> int:
     """The extents that a RAID image takes on its disk, its metadata included."""
-    shape = volume.layout
-    data = volume.size_bytes // volume.group.extent_size_bytes // shape.stripes
-    return data + shape.metadata_extents
+    data = volume.size_bytes // volume.group.extent_size_bytes // volume.layout.stripes
+    return data + volume.layout.metadata_extents
 
 
 _LOOK_SECONDS = 30.0
 _RETRY_SECONDS = 300.0
 _PATIENCE_SECONDS = 60.0
-# How long the end of the service waits for a repair that is being started.
-_ENDING_SECONDS = 10.0
 _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
@@ -222,21 +216,12 @@ class AutoRepair:
         self._repairer = repairer
         classes = [one for one in context.config.classes if one.repair == AUTO]
         # The delays in seconds, by class.
-        self._after: Mapping[str, float] = {one.name: one.repair_after_seconds for one in classes}
+        self._after = {one.name: one.repair_after_seconds for one in classes}
         self._seen = {one: _Seen() for one in sorted({one.group for one in classes})}
         self.tasks = GroupTasks("repair", tuple(self._seen), self.look, _LOOK_SECONDS, _FAILURE)
 
-    def start(self) -> None:
-        """Look periodically, if a class asks for it."""
-        self.tasks.start()
-
-    def stop(self) -> None:
-        """Start no more repairs; the kernel goes on with those it has begun."""
-        self.tasks.stop()
-        self.tasks.join(_ENDING_SECONDS)
-
     def step(self, now_seconds: float) -> None:
-        """Look once at each group, as if it were then; for tests."""
+        """Look once at each group, as if it were then."""
         for one in self._seen:
             self.look(one, lambda: now_seconds)
 
@@ -266,21 +251,19 @@ class AutoRepair:
             known = self._inventory.state(max_age=MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError, OSError):
             return
-        for volume in self._inventory.present(known):
-            if volume.group.name != group or volume.own_tags.get(tag.CLASS, "") not in self._after:
-                continue
-            if volume.is_listed and volume.layout.is_raid and volume.missing_disks:
-                yield volume
+        for one in self._inventory.present(known):
+            is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
+            if is_own and one.is_listed and one.layout.is_raid and one.missing_disks:
+                yield one
 
     def _repair(self, volume_id: str, seen: _Seen) -> None:
         try:
             with command.time_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message
-        except (errors.AgentError, mount_errors.CommandError) as error:
-            message = f"it is not repaired yet: {error}"
         except Exception as error:
             # The next volume may well be repaired.
-            message = f"it is not repaired yet: {error!r}"
+            is_known = isinstance(error, errors.AgentError | mount_errors.CommandError)
+            message = f"it is not repaired yet: {error if is_known else repr(error)}"
         if seen.logged.get(volume_id) != message:
             _log.warning("volume %s has lacked a disk for long: %s", volume_id, message)
         seen.logged[volume_id] = message

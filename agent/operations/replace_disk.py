@@ -84,11 +84,9 @@ class Replacement:
         """
         own = names or self._volume_groups.names
         known = self._inventory.state(*own)
-        left = [
-            one.name for one in self._inventory.own_groups(known) if one.name in own and one.moves
-        ]
-        for name in left:
-            groups.watch_moves(self._lvm(name))
+        left = [one for one in self._inventory.own_groups(known) if one.name in own and one.moves]
+        for one in left:
+            groups.watch_moves(self._lvm(one.name))
         return len(left)
 
     def _group_of(self, old: str, new: str) -> str:
@@ -106,9 +104,8 @@ class Replacement:
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
         """A disk of the group, by its UUID or any path of its device."""
-        for one in group.disks:
-            if one.uuid == disk:
-                return one
+        if (by_uuid := next((one for one in group.disks if one.uuid == disk), None)) is not None:
+            return by_uuid
         number = self._number(disk)
         for one in group.disks:
             is_same = one.name == disk if number is None else self._number(one.name) == number
@@ -125,10 +122,8 @@ class Replacement:
     def _add(self, group: Group, leaving: PhysicalVolume, new: str) -> None:
         """Add a vacant disk to the group."""
         if not self._volume_groups.allows(new):
-            raise errors.BadField(
-                "new_disk",
-                f"{new} is not among the configured `devices`, or a filter of lvm.conf rejects it",
-            )
+            why = "is not among the configured `devices`, or a filter of lvm.conf rejects it"
+            raise errors.BadField("new_disk", f"{new} {why}")
         mounts.require_unused(self._kernel, new)
         path = self._kernel.real_path(new)
         label = self._volume_groups.scan().get(path)
@@ -196,13 +191,9 @@ class Replacement:
         return self._settled(self._look(group.name))
 
     def _how_far(self, group: Group) -> str:
-        percents = [
-            f"{one.synced_percent:.0f} %"
-            for name in sorted(group.moves)
-            for one in self._inventory.status(group.name, name)
-            if isinstance(one, Mirror)
-        ]
-        return ", ".join(percents) or "begun"
+        found = [self._inventory.status(group.name, name) for name in sorted(group.moves)]
+        moves = [one for each in found for one in each if isinstance(one, Mirror)]
+        return ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
 
     def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
         """Rebuild the RAID images of a lost disk, and remove it from the group."""
@@ -216,12 +207,12 @@ class Replacement:
         group = self._look(group.name)
         if _by_uuid(group, leaving.uuid).allocated_extents:
             return Progress(False, "; ".join(steps) or "a repair is awaited")
-        others = [one for one in group.disks if one.missing and one.allocated_extents]
-        if others:
+        missing = [one for one in group.disks if one.missing and one.allocated_extents]
+        if others := ", ".join(one.uuid for one in missing):
             return Progress(
                 False,
-                f"nothing lies on {leaving.uuid} any more; it is taken out with"
-                f" {', '.join(one.uuid for one in others)}, which are missing too: replace them",
+                f"nothing lies on {leaving.uuid} any more; it is taken out with {others}, which"
+                " are missing too: replace them",
             )
         groups.reduce_missing(lvm, group.name)
         self._volume_groups.outdate()
@@ -262,12 +253,11 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
     lost: list[str] = []
     waiting: list[str] = []
     for name, one in sorted(group.volumes.items()):
-        holder = group.volumes.get(one.pool, one)
+        holder, is_pool = group.volumes.get(one.pool, one), is_own_pool(one)
         if leaving.uuid not in holder.disks or group.survives(holder):
             continue
-        if (is_own_pool(one) and thin.members(group, name)) or erase.is_sweep(group, name):
-            continue  # the volumes in a pool count, and the sweep holds no data
-        is_deleted = is_own_pool(one) or erase.is_deleted(one)
-        (waiting if is_deleted else lost).append(name)
+        # The volumes in a pool count, and the sweep holds no data.
+        if not (is_pool and thin.members(group, name)) and not erase.is_sweep(group, name):
+            (waiting if is_pool or erase.is_deleted(one) else lost).append(name)
     if lost or waiting:
         raise errors.WouldBeLost(leaving.uuid, lost, waiting)

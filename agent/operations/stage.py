@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_FS_TYPE = "ext4"
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
+# A copy, or a volume that grew, may be larger than its file system.
+_GREW = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 
 
 class Stager:
@@ -118,7 +120,8 @@ class Stager:
                 self._record_later(seen, {tag.FORMATTED: fs_type})
         # Crash point: mounted, and its file system smaller. So growth is not only for the first
         # mount.
-        if _may_be_larger(seen) and not call.capability.read_only:
+        may_be_larger = seen is None or not _GREW.isdisjoint(seen.own_tags)
+        if may_be_larger and not call.capability.read_only:
             self._grow(call, seen)
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
@@ -266,15 +269,6 @@ class Stager:
         with self._reencrypter.halted(call.volume_id):
             # Crash point: unmounted and open; the next unstage or stage closes it.
             self._mappings.close_unused(call.volume_id)
-
-
-def _may_be_larger(volume: Volume | None) -> bool:
-    """Whether a volume may be larger than its file system, as a copy, or one that grew, may be.
-
-    True where the volume is not known.
-    """
-    grew = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
-    return volume is None or bool(grew & volume.own_tags.keys())
 
 
 def _own_uuid(device: Device) -> str:

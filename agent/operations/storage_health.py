@@ -53,10 +53,6 @@ class Readiness:
             raise errors.NotReady(str(error)) from None
 
 
-# Where lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
-_BACKUPS = "etc/lvm/backup"
-
-
 class StorageHealth:
     """Carries out NodeGetStorageHealth."""
 
@@ -109,13 +105,12 @@ class StorageHealth:
             )
 
     def _was_here(self, volume_group: VolumeGroup) -> bool:
-        """Whether the group ever was on this node; some clusters have nodes without disks.
-
-        This process saw it, lvm2 has a backup of its metadata, or volumes of it are active.
-        """
-        if volume_group.last_seen is not None or self._inventory.is_any_active(volume_group.name):
+        """Whether the group ever was on this node; some clusters have nodes without disks."""
+        name = volume_group.name
+        if volume_group.last_seen is not None or self._inventory.is_any_active(name):
             return True
-        return (self.node.lvm_root / _BACKUPS / volume_group.name).exists()
+        # lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
+        return (self.node.lvm_root / "etc/lvm/backup" / name).exists()
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
         for one in group.volumes.values():

@@ -45,7 +45,7 @@ class VolumeHealth:
 
 
 class VolumesHealth:
-    """Carries out ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
+    """ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
     `check` raises for a volume that is being deleted, or is incomplete.
     """
@@ -79,7 +79,15 @@ class VolumesHealth:
             found = self._inline(call.volume_id)
         else:
             found = self._of(call.volume_id, parsed, by_node=True)
-        gone = self._gone(places) if places else ()
+        gone = [
+            Condition(
+                Reason.DEVICE_GONE,
+                f"{one} shows a device that went away; look at `dmesg`, stop the workload, and have"
+                " the volume unpublished and published again",
+            )
+            for one in places
+            if any(mounted.is_stale_node for mounted in table.read(self._kernel).at(one))
+        ]
         return VolumeHealth(call.volume_id, health.distinct([*found.conditions, *gone]))
 
     def list(self, page: Page) -> Part[VolumeHealth]:
@@ -120,11 +128,9 @@ class VolumesHealth:
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._check(volume_id)
         self._inventory.keep_fresh()
-        volume_group = self._volume_groups.known(parsed.group) or self._volume_groups.of(
-            parsed.group
-        )
-        if volume_group is None:
-            raise errors.OtherGroup(volume_id, f"group {parsed.group} is not on this node")
+        groups, name = self._volume_groups, parsed.group
+        if (volume_group := groups.known(name) or groups.of(name)) is None:
+            raise errors.OtherGroup(volume_id, f"group {name} is not on this node")
         self._require_seen(volume_group)
         if volume_group.cached is None or not parsed.is_of(volume_group.cached.uuid):
             return self._of_away(volume_id, parsed, volume_group, by_node=by_node)
@@ -146,13 +152,12 @@ class VolumesHealth:
         self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
         """The health of a volume whose group is away, or whose group's name another has now."""
-        was = volume_group.last_seen
-        if was is not None and not parsed.is_of(was.uuid):
-            was = None
-        if was is None and not by_node:
+        was, volume = volume_group.last_seen, None
+        if was is not None and parsed.is_of(was.uuid):
+            volume = self._reported(was, volume_id)
+        elif not by_node:
             # It may be well on the node where it is.
             raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
-        volume = None if was is None else self._reported(was, volume_id)
         if volume is None:
             found = self._diagnosis.by_kernel(volume_id)
         else:
@@ -249,16 +254,6 @@ class VolumesHealth:
             if one.status == "unknown":
                 raise one.silence
 
-    def _gone(self, places: Iterable[str]) -> Iterable[Condition]:
-        mounts = table.read(self._kernel)
-        for place in places:
-            if any(one.is_stale_node for one in mounts.at(place)):
-                yield Condition(
-                    Reason.DEVICE_GONE,
-                    f"{place} shows a device that went away; look at `dmesg`, stop the workload,"
-                    " and have the volume unpublished and published again",
-                )
-
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
     """Why a group cannot be used here: absent, or one of several with its name; usually nothing."""
@@ -266,8 +261,6 @@ def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
         return ()
     reason, why = Reason.GROUP_REFUSED, str(volume_group.problem)
     if volume_group.status != "refused":
-        reason = Reason.GROUP_MISSING
-        why = (
-            f"volume group {volume_group.name} is not on this node: attach its disks (`pvs --all`)"
-        )
+        reason, name = Reason.GROUP_MISSING, volume_group.name
+        why = f"volume group {name} is not on this node: attach its disks (`pvs --all`)"
     return (Condition(reason, why, volume_group.time_seconds),)

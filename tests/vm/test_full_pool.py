@@ -60,7 +60,7 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.eraser.grace_seconds = 600
     running.start(config.endpoint)
-    running.autoextender.start()
+    running.autoextender.tasks.start()
     yield running
     running.stop()
 

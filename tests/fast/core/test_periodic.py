@@ -46,9 +46,8 @@ def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
     tasks.start()
     expect.soon(lambda: hanging.counts["b"] > 5)
     assert hanging.counts["a"] == 1
-    tasks.stop()
     began = time.monotonic()
-    tasks.join(0.1)
+    tasks.stop(0.1)
     assert time.monotonic() - began < 5, "an end does not wait for what hangs"
     assert tasks.is_alive
     hanging.over.set()
@@ -79,8 +78,7 @@ def test_nothing_that_a_look_raises_ends_it(
     assert tasks.failures()["a"] >= 5
     look.problem = None
     expect.soon(lambda: any("test a: well again after" in one for one in caplog.messages))
-    tasks.stop()
-    tasks.join(60)
+    tasks.stop(60)
     assert not tasks.is_alive
 
 

@@ -313,10 +313,10 @@ def test_looks_that_nobody_asked_for_are_counted_where_they_fail(
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.001)
     monkeypatch.setattr(measured.service.autoextender, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
-    measured.service.autoextender.start()
+    measured.service.autoextender.tasks.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
     assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
-    measured.service.autoextender.stop()
+    measured.service.autoextender.tasks.stop(10)
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:

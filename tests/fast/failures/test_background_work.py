@@ -111,7 +111,7 @@ def test_a_pool_grows_while_lvm2_hangs_for_another_group(
     pool = filled(client, fake, "b")
     asked = hang()
     before = pool.length
-    service.autoextender.start()
+    service.autoextender.tasks.start()
     assert asked.wait(60)
     expect.soon(lambda: pool.length > before)
 
@@ -131,7 +131,7 @@ def test_a_pool_grows_while_device_mapper_hangs_for_another_group(
 
     monkeypatch.setattr(fake.lvm2, "status", status)
     before = pool.length
-    service.autoextender.start()
+    service.autoextender.tasks.start()
     try:
         assert asked.wait(60)
         expect.soon(lambda: pool.length > before)
@@ -188,7 +188,7 @@ def test_a_pool_grows_after_a_fork_that_failed(
     before = pool.length
     fake.lvm2.groups["b"].seqno += 1
     fake.intercept = once
-    service.autoextender.start()
+    service.autoextender.tasks.start()
     expect.soon(lambda: pool.length > before)
     assert failed
     assert service.autoextender.counts()["data", "failed"] == 1
@@ -202,7 +202,7 @@ def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
         fake.lose_disk(one, 0)
     service.inventory.state()
     asked = hang()
-    service.auto_repair.start()
+    service.auto_repair.tasks.start()
     assert asked.wait(60)
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
 
@@ -223,7 +223,7 @@ def test_a_repair_that_raises_what_nobody_foresaw_is_tried_again(
         return None
 
     fake.intercept = once
-    service.auto_repair.start()
+    service.auto_repair.tasks.start()
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
     assert failed
 

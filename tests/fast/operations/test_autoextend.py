@@ -260,10 +260,10 @@ def test_the_thread_looks_by_itself_and_ends_with_the_service(
 ) -> None:
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.0)
     fill(pool, 100)
-    service.autoextender.start()
+    service.autoextender.tasks.start()
     while service.autoextender.counts()["data", "extended"] == 0:
         time.sleep(0.01)
-    service.autoextender.stop()
+    service.autoextender.tasks.stop(10)
     assert pool.length == 15
 
 

@@ -298,6 +298,6 @@ def test_a_repair_without_room_is_told_once_and_tried_again(
 
 def test_where_no_class_asks_for_it_nothing_looks(tmp_path: Path, fake: FakeHost) -> None:
     service = serving.start(configured.carver(tmp_path), fake)
-    service.auto_repair.start()
+    service.auto_repair.tasks.start()
     assert not service.auto_repair.tasks.is_alive
     service.stop()
