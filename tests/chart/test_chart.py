@@ -75,7 +75,7 @@ def kinds(path: Path) -> set[str]:
 
 
 def sidecars(path: Path) -> set[str]:
-    return {one["name"] for pod in manifest.pod_specs(path) for one in pod["containers"]}
+    return {one["name"] for one in manifest.containers(path)}
 
 
 # Every value
@@ -94,16 +94,7 @@ def test_what_helm_makes_is_as_kubernetes_and_the_sidecars_take_it(
 ) -> None:
     made = template(read(file), "carver", SNAPSHOTS)
     manifest.check_schemas(made)
-    for pod in manifest.pod_specs(made):
-        for one in pod["containers"]:
-            if one["name"] != "carver":
-                manifest.check_flags(one)
-        mounted = {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-        paths = manifest.host_paths(pod)
-        for one in pod["containers"]:
-            for mount in one["volumeMounts"]:
-                assert paths.get(mount["name"], mount["mountPath"]) == mount["mountPath"]
+    manifest.check_pods(made)
     for pod, loaded in manifest.configurations(made, tmp_path):
         assert not loaded.controller_expand
         # The sidecars' socket is the one that Carver serves.

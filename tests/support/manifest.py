@@ -42,9 +42,18 @@ def pod_specs(path: Path) -> Iterator[Object]:
             yield one["spec"]
 
 
+def containers(path: Path) -> list[Object]:
+    return [one for pod in pod_specs(path) for one in pod["containers"]]
+
+
 def container(path: Path, name: str) -> Object:
-    [found] = [one for pod in pod_specs(path) for one in pod["containers"] if one["name"] == name]
-    return dict(found)
+    [found] = [one for one in containers(path) if one["name"] == name]
+    return found
+
+
+def node_pod(path: Path) -> Object:
+    """The pod of the only DaemonSet."""
+    return dict(the(path, "DaemonSet")["spec"]["template"]["spec"])
 
 
 def host_paths(pod: Mapping[str, Any]) -> dict[str, str]:
@@ -149,6 +158,20 @@ def flags(one: Mapping[str, Any]) -> dict[str, str]:
     """A sidecar's arguments, each as it is at last."""
     pairs = (word.removeprefix("--").partition("=") for word in one["args"])
     return {name: value if equals else "true" for name, equals, value in pairs}
+
+
+def check_pods(path: Path) -> None:
+    """Sidecars have the flags that they are given; volumes and mounts fit together."""
+    for pod in pod_specs(path):
+        mounted, paths = [one["volumeMounts"] for one in pod["containers"]], host_paths(pod)
+        mounts_of_pod = [mount for one in mounted for mount in one]
+        assert {one["name"] for one in mounts_of_pod} == {one["name"] for one in pod["volumes"]}
+        # A folder of the host has the same path in every container.
+        for mount in mounts_of_pod:
+            assert paths.get(mount["name"], mount["mountPath"]) == mount["mountPath"]
+    for one in containers(path):
+        if one["name"] != "carver":
+            check_flags(one)
 
 
 def check_flags(one: Mapping[str, Any]) -> None:
