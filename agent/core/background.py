@@ -338,17 +338,15 @@ class Probes(Generic[T]):
     def _do(self, what: str, work: Callable[[], T]) -> T:
         try:
             value = work()
-        except BaseException:
+            with self._guard:
+                self._last[what] = value
+                self._last.move_to_end(what)
+                while len(self._last) > _MOST_KEPT:
+                    self._last.popitem(last=False)
+            return value
+        finally:
             with self._guard:
                 del self._running[what]
-            raise
-        with self._guard:
-            del self._running[what]
-            self._last[what] = value
-            self._last.move_to_end(what)
-            while len(self._last) > _MOST_KEPT:
-                self._last.popitem(last=False)
-        return value
 
 
 # How many run at once for one group: more would not make its disks faster.

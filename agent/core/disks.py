@@ -81,9 +81,13 @@ def locate(
     not answer.
     """
     silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
-    if known is not None and _was_given_up(found, name, known, sequences):
-        known = None
-    unreadable = _unreadable(found, known, sequences)
+    unreadable = frozenset[str]()
+    if known is not None:
+        now = sequences({*known.disks, *(path for _, _, path in known.attached.values())})
+        if _was_given_up(found, name, known, now):
+            known = None
+        else:
+            unreadable = _unreadable(found, known, now)
     labels = _Labels(_labels(found), name, known, frozenset(listed), unreadable, backed_up)
     if (group := labels.group()) is None:
         if silent:
@@ -93,7 +97,9 @@ def locate(
     disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = known is not None and missing <= known.missing
-    if missing and silent and not (was_missing and not set(silent) & set(_paths(known))):
+    # Where it missed the same before, the silent disks are others', unless they were its own.
+    is_known_silent = known is not None and not set(silent).isdisjoint(known.disks)
+    if missing and silent and (is_known_silent or not was_missing):
         raise errors.GroupSilent(name, silent)
     return Location(
         group.uuid,
@@ -108,10 +114,6 @@ def locate(
 
 def _labels(found: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
     return {path: one for path, one in sorted(found.items()) if isinstance(one, PhysicalLabel)}
-
-
-def _paths(known: Location | None) -> Iterable[str]:
-    return () if known is None else known.disks
 
 
 # The lower, the better proved.
@@ -368,18 +370,13 @@ _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
 
 def _unreadable(
-    found: Mapping[str, Found],
-    known: Location | None,
-    sequences: Callable[[Collection[str]], Mapping[str, str]],
+    found: Mapping[str, Found], known: Location, sequences: Mapping[str, str]
 ) -> frozenset[str]:
     """The UUIDs of the group's disks that are attached as before and cannot be read now."""
-    if known is None:
-        return frozenset()
-    there = sequences([path for _, _, path in known.attached.values()])
     return frozenset(
         uuid
         for uuid, (_, sequence, path) in known.attached.items()
-        if there.get(path) == sequence and isinstance(found.get(path), Unreadable | Damaged)
+        if sequences.get(path) == sequence and isinstance(found.get(path), Unreadable | Damaged)
     )
 
 
@@ -389,21 +386,17 @@ def _number(sequence: str) -> int:
 
 
 def _was_given_up(
-    found: Mapping[str, Found],
-    name: str,
-    known: Location,
-    sequences: Callable[[Collection[str]], Mapping[str, str]],
+    found: Mapping[str, Found], name: str, known: Location, sequences: Mapping[str, str]
 ) -> bool:
     """Whether the group's disks are still there but no longer its.
 
     It was renamed or removed by hand, or they were removed from it. A blank disk proves that, too;
     an unreadable or missing one does not.
     """
-    labels, there = _labels(found), sequences(known.disks)
-    away = False
+    labels, away = _labels(found), False
     for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
-        _, sequence, _ = known.attached.get(uuid, (None, there.get(path), path))
-        if path not in there or there[path] != sequence:
+        _, sequence, _ = known.attached.get(uuid, (None, sequences.get(path), path))
+        if path not in sequences or sequences[path] != sequence:
             away = True
             continue
         away = away or isinstance(found.get(path), Unreadable | Damaged)

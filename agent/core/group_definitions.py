@@ -131,7 +131,7 @@ def create(
         known = report.read(own)
         with _noted(definitions.failures, name):
             _make(own, definitions, known, one)
-    volume_group.outdate()
+    volume_group.metadata.is_outdated = True
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
         with _noted(definitions.failures, name):

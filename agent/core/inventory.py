@@ -24,14 +24,96 @@ from mount import errors as mount_errors
 _POOL_SECONDS = 5.0
 
 
-class Activation:
-    """Activates logical volumes, and asks the kernel for their status without lvm2."""
+# Metrics and health checks: how old a state may be, and how long they wait for a new one.
+MONITOR_AGE_SECONDS = 60.0
+_MONITOR_WAIT_SECONDS = 5.0
 
-    def __init__(self, volume_groups: VolumeGroups, kernel_devices: devices.Devices) -> None:
+
+class Inventory:
+    """Finds volumes and snapshots: by id, by name, all of them.
+
+    A call reads the fresh state of the groups that it decides about, which is seldom a command
+    (agent.core.metadata_cache). Monitoring uses the cached state.
+    """
+
+    def __init__(
+        self,
+        volume_groups: VolumeGroups,
+        kernel_devices: devices.Devices,
+        definitions: GroupDefinitions = group_definitions.NONE,
+    ) -> None:
         self._volume_groups = volume_groups
         self._devices = kernel_devices
+        self._definitions = definitions
         self._groups = volume_groups.names
         self._pools: Probes[ThinPool | None] = Probes()
+        self._guard = threading.Lock()
+        self._held: frozenset[tuple[str, str]] = frozenset()
+        # The volumes of each group's last state, by its name: lists are frequent.
+        self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
+        # The groups whose cached state was used since `refresh` had them read.
+        self._in_use: set[str] = set()
+
+    def state(
+        self,
+        *groups: str,
+        max_age: float = 0.0,
+        quick: bool = False,
+        complete: bool = False,
+        resume: bool = False,
+    ) -> report.Report:
+        """The state of these groups now, or of all where none is named.
+
+        Other groups are in it as far as they can be read without a wait for a disk that hangs. One
+        command for each group that was written to since it was read. `quick`: all groups, with the
+        cached state of one that takes longer than three seconds; with `complete` an error where
+        that state may lack something. `max_age` (seconds): the cached state where it is not
+        older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
+        is due before a change. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls,
+        Starting.
+        """
+        if max_age:
+            return self._cached_state(max_age)
+        locks.enter(*groups)
+        if quick:
+            return _present(begin_states(self._volume_groups, complete=complete)())
+        wanted = groups or self._groups
+        others = (one for one in self._volume_groups if one.name not in wanted)
+        end_others = begin_states(others)
+        found = {name: self._volume_groups.of(name) for name in wanted}
+        states = {name: one.state() for name, one in found.items() if one is not None}
+        known = _present(end_others() | states)
+        if resume:
+            self._resume(known, wanted)
+        return known
+
+    def search(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
+        """What `find` finds in the fresh state of the group that has it, or of all groups.
+
+        So a volume in one group is found while another group hangs. Raises as `state` does.
+        """
+        seen = find(self.state(quick=True))
+        return find(self.state() if seen is None else self.state(seen.group.name))
+
+    def _resume(self, known: report.Report, groups: Collection[str]) -> None:
+        """Resume devices that a killed lvm2 left suspended; one command for each.
+
+        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
+        so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
+        that a report shows as suspended is left over, not under way.
+        """
+        for group in self.own_groups(known):
+            if group.name in groups:
+                self._deactivate_parts(group)
+        for group, logical in self._logical(known):
+            held = (group.name, logical.name) in self._held
+            if (
+                group.name in groups
+                and logical.suspended
+                and not held
+                and tags.decode(logical.tags)
+            ):
+                volumes.refresh(self._volume_groups.lvm(group.name), group.name, logical.name)
 
     def device(self, volume_id: str) -> devices.Device | None:
         """The device of an active volume, found without a command; None proves nothing.
@@ -65,14 +147,20 @@ class Activation:
     ) -> devices.Device:
         """The device of any logical volume; a command only where it is not active.
 
-        `by` names another volume whose activation activates it; `partial` activates what is left
-        of a volume on missing disks. Raises Inactive.
+        If lvm2 fails, parts that a killed lvm2 left are removed, and it is retried once. `by` names
+        another volume whose activation activates it; `partial` activates what is left of a volume
+        on missing disks. Raises Inactive.
         """
-        found = self._devices.find(group, name)
-        if found is None:
-            volumes.activate(self._volume_groups.lvm(group), group, by or name, partial=partial)
-            found = self._devices.find(group, name)
-        if found is None:
+        if (found := self._devices.find(group, name)) is not None:
+            return found
+        lvm = self._volume_groups.lvm
+        try:
+            volumes.activate(lvm(group), group, by or name, partial=partial)
+        except mount_errors.CommandFailed:
+            if not self._deactivate_parts(self.state(group).group(group)):
+                raise
+            volumes.activate(lvm(group), group, by or name, partial=partial)
+        if (found := self._devices.find(group, name)) is None:
             raise lvm_errors.Inactive(group, name)
         return found
 
@@ -154,106 +242,6 @@ class Activation:
         """Whether an active snapshot has overflowed, by device-mapper; no command."""
         status = self._devices.own_status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(status)
-
-
-# Metrics and health checks: how old a state may be, and how long they wait for a new one.
-MONITOR_AGE_SECONDS = 60.0
-_MONITOR_WAIT_SECONDS = 5.0
-
-
-class Inventory(Activation):
-    """Finds volumes and snapshots: by id, by name, all of them.
-
-    A call reads the fresh state of the groups that it decides about, which is seldom a command
-    (agent.core.metadata_cache). Monitoring uses the cached state.
-    """
-
-    def __init__(
-        self,
-        volume_groups: VolumeGroups,
-        kernel_devices: devices.Devices,
-        definitions: GroupDefinitions = group_definitions.NONE,
-    ) -> None:
-        super().__init__(volume_groups, kernel_devices)
-        self._definitions = definitions
-        self._guard = threading.Lock()
-        self._held: frozenset[tuple[str, str]] = frozenset()
-        # The volumes of each group's last state, by its name: lists are frequent.
-        self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
-        # The groups whose cached state was used since `refresh` had them read.
-        self._in_use: set[str] = set()
-
-    def state(
-        self,
-        *groups: str,
-        max_age: float = 0.0,
-        quick: bool = False,
-        complete: bool = False,
-        resume: bool = False,
-    ) -> report.Report:
-        """The state of these groups now, or of all where none is named.
-
-        Other groups are in it as far as they can be read without a wait for a disk that hangs. One
-        command for each group that was written to since it was read. `quick`: all groups, with the
-        cached state of one that takes longer than three seconds; with `complete` an error where
-        that state may lack something. `max_age` (seconds): the cached state where it is not
-        older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
-        is due before a change. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls,
-        Starting.
-        """
-        if max_age:
-            return self._cached_state(max_age)
-        locks.enter(*groups)
-        if quick:
-            return _present(begin_states(self._volume_groups, complete=complete)())
-        wanted = groups or self._groups
-        others = (one for one in self._volume_groups if one.name not in wanted)
-        end_others = begin_states(others)
-        found = {name: self._volume_groups.of(name) for name in wanted}
-        states = {name: one.state() for name, one in found.items() if one is not None}
-        known = _present(end_others() | states)
-        if resume:
-            self._resume(known, wanted)
-        return known
-
-    def search(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
-        """What `find` finds in the fresh state of the group that has it, or of all groups.
-
-        So a volume in one group is found while another group hangs. Raises as `state` does.
-        """
-        seen = find(self.state(quick=True))
-        return find(self.state() if seen is None else self.state(seen.group.name))
-
-    def _resume(self, known: report.Report, groups: Collection[str]) -> None:
-        """Resume devices that a killed lvm2 left suspended; one command for each.
-
-        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
-        so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
-        that a report shows as suspended is left over, not under way.
-        """
-        for group in self.own_groups(known):
-            if group.name in groups:
-                self._deactivate_parts(group)
-        for group, logical in self._logical(known):
-            held = (group.name, logical.name) in self._held
-            if (
-                group.name in groups
-                and logical.suspended
-                and not held
-                and tags.decode(logical.tags)
-            ):
-                volumes.refresh(self._volume_groups.lvm(group.name), group.name, logical.name)
-
-    def ensure_active(
-        self, group: str, name: str, by: str = "", *, partial: bool = False
-    ) -> devices.Device:
-        """Activate; if lvm2 fails, remove parts that a killed lvm2 left, and retry once."""
-        try:
-            return super().ensure_active(group, name, by, partial=partial)
-        except mount_errors.CommandFailed:
-            if not self._deactivate_parts(self.state(group).group(group)):
-                raise
-        return super().ensure_active(group, name, by, partial=partial)
 
     def _deactivate_parts(self, group: report.Group) -> bool:
         """Deactivate parts of inactive RAIDs and pools that a killed lvm2 left; whether any were.
@@ -338,7 +326,7 @@ class Inventory(Activation):
         """The disks that only claim to be a group's, by the groups; from the cached state."""
         return {
             volume_group.name: tuple(
-                f"{path} is not used: it {why}" for path, why in volume_group.ignored
+                f"{path} is not used: it {why}" for path, why in volume_group.metadata.ignored
             )
             for volume_group in self._volume_groups
         }

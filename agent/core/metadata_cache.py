@@ -51,8 +51,8 @@ class _Known:
 class MetadataCache:
     """The cached state of one group; one read at a time. `node` is lvm2 as called for it.
 
-    `scan` reads the labels of the node's disks; `listed` gives those that the operator named for
-    the group; `renew` restarts the session with lvm2, if any.
+    `scan` reads the labels of the node's disks; `renew` restarts the session with lvm2, if any;
+    `listed` gives the disks that the operator named for the group.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class MetadataCache:
         renew: Callable[[], None] | None = None,
         listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        # Whether a disk came, went or moved, perhaps.
+        # Whether a disk came, went or moved, perhaps: then the next read scans all.
         self.is_outdated = True
-        self._name = name
-        self._node = node
+        self.name = name
+        self.node = node
         self._disks = disks
         self._devices = devices
         self._scan = scan
@@ -139,7 +139,7 @@ class MetadataCache:
             self._renew()
             group = self._shown(location)
         if group is None:
-            raise errors.GroupRefused(self._name, _why_hidden(location))
+            raise errors.GroupRefused(self.name, _why_hidden(location))
         return self._remembered(group, location, mark, generation)
 
     def _may_have_moved(self, known: _Known) -> bool:
@@ -171,13 +171,13 @@ class MetadataCache:
         """
         if not known.group.readable_copy_on_write:
             return []
-        events, lost = self._devices.events(self._name), []
+        events, lost = self._devices.events(self.name), []
         for name in known.group.readable_copy_on_write:
             if (had := events.get(name)) is None:
                 return None
             if known.whole.get(name) == had:
                 continue
-            status = self._devices.own_status(self._name, name)
+            status = self._devices.own_status(self.name, name)
             if not status:
                 return None
             if devicemapper.has_overflowed(status):
@@ -193,11 +193,11 @@ class MetadataCache:
             disks = self._scan()
             found = locate(
                 disks,
-                self._name,
+                self.name,
                 self._before,
                 self._listed(),
                 sequences=self._disks.sequences,
-                backed_up=lambda: lvm2.backed_up(self._node.root, self._name),
+                backed_up=lambda: lvm2.backed_up(self.node.root, self.name),
             )
         except errors.GroupRefused:
             self.is_outdated, self._location = True, None
@@ -207,7 +207,7 @@ class MetadataCache:
             raise
         # In one step: commands that begin meanwhile see the disks as they were.
         self._location = found
-        self._ignore(claims(disks, self._name) if found is None else found.ignored)
+        self._ignore(claims(disks, self.name) if found is None else found.ignored)
         self._before = found or self._before
         return found
 
@@ -216,14 +216,14 @@ class MetadataCache:
         before, self.ignored = set(self.ignored), tuple(found)
         for path, why in self.ignored:
             if (path, why) not in before:
-                _log.warning("volume group %s: %s is ignored: it %s", self._name, path, why)
+                _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
         """lvm2's report of the group on these disks; None where it shows none, or another."""
         # A snapshot that overflows during the report is in it, or has one event more.
-        self._events = self._devices.events(self._name)
+        self._events = self._devices.events(self.name)
         every = report.read(self._lvm_at(location), self._devices.overflowed)
-        group = every.groups.get(self._name)
+        group = every.groups.get(self.name)
         return group if group is not None and group.uuid == location.uuid else None
 
     def _remembered(
@@ -259,7 +259,7 @@ class MetadataCache:
     def _lvm_at(self, location: Location | None) -> Lvm:
         disks = (_NO_DISK,) if location is None else location.disks
         return replace(
-            self._node, devices=disks, settings=(*self._node.settings, *_memory(self._text_bytes))
+            self.node, devices=disks, settings=(*self.node.settings, *_memory(self._text_bytes))
         )
 
 

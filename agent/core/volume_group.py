@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,13 +19,11 @@ from agent.core.locks import MOST_READING, GroupLock
 from agent.core.metadata_cache import MetadataCache
 from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
-from lvm.devices import Devices
-from lvm.disks import Disks, Found
 from lvm.lvm2 import Lvm
 from lvm.session import only_looks
 from mount import command
 from mount import errors as mount_errors
-from mount.command import Result, Run
+from mount.command import Result
 
 _log = logging.getLogger(__name__)
 
@@ -57,24 +55,11 @@ class _Stuck:
 
 
 class VolumeGroup:
-    """A volume group by its name. `node` is lvm2 as it is called on this node.
+    """The group that `metadata` reads, by commands that are watched from now on."""
 
-    `scan` reads the labels of the node's disks; `listed` gives those that the operator named for
-    the group. `run` runs lvm2 for this group, by a session if any; `renew` restarts the session.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        node: Lvm,
-        run: Run,
-        disks: Disks,
-        devices: Devices,
-        scan: Callable[[], Mapping[str, Found]],
-        renew: Callable[[], None] | None = None,
-        listed: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        self.name = name
+    def __init__(self, metadata: MetadataCache) -> None:
+        self.metadata = metadata
+        name = self.name = metadata.name
         self.lock = GroupLock(f"volume group {name}")
         # The state that was read last, and when (epoch, seconds).
         self.cached: report.Group | None = None
@@ -87,9 +72,8 @@ class VolumeGroup:
         # When a state was last read or failed to be read (epoch, seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
-        self._run = run
-        node = replace(node, run=self._watched)
-        self._cache = MetadataCache(name, node, disks, devices, scan, renew, listed)
+        self._run = metadata.node.run
+        metadata.node = replace(metadata.node, run=self._watched)
         # Held by the one thread that reads the state.
         self._readers = GroupLock(f"volume group {name}", MOST_READING)
         self._guard = threading.Lock()
@@ -110,11 +94,7 @@ class VolumeGroup:
     @property
     def lvm(self) -> Lvm:
         """lvm2, which sees this group's disks and no others."""
-        return self._cache.lvm
-
-    def lvm_with(self, disk: str) -> Lvm:
-        """lvm2, which sees this group's disks and another that is to join them."""
-        return self._cache.lvm_with(disk)
+        return self.metadata.lvm
 
     @property
     def status(self) -> Status:
@@ -134,24 +114,6 @@ class VolumeGroup:
     def is_changed(self) -> bool:
         """Whether something may have changed it since it was read with success."""
         return self._changed or bool(self._stuck) or self.problem is not None
-
-    @property
-    def ignored(self) -> Sequence[tuple[str, str]]:
-        """The disks that only claim to be the group's, each with the reason."""
-        return self._cache.ignored
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether a disk came, went or changed since it was read."""
-        return self._cache.is_outdated
-
-    def outdate(self) -> None:
-        """Have the next read scan all disks: one came or went, or may have."""
-        self._cache.is_outdated = True
-
-    def has(self, disk: str) -> bool:
-        """Whether that path was a disk of the group when it was read last."""
-        return self._cache.has(disk)
 
     def state(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
@@ -303,7 +265,7 @@ class VolumeGroup:
 
     def _report(self) -> report.Group | None:
         is_refused = isinstance(self.problem, errors.GroupRefused)
-        found = self._cache.state(is_refused=is_refused)
+        found = self.metadata.state(is_refused=is_refused)
         if found is None and self.is_awaited:
             raise errors.GroupAwaited(self.name)
         return found
@@ -329,17 +291,17 @@ class VolumeGroup:
         try:
             result = self._run(*words)
         except mount_errors.CommandStuck as error:
-            self._cache.forget()
+            self.metadata.forget()
             with self._guard:
                 self._stuck += (_Stuck(words, error.ended, time.monotonic()),)
             raise
         except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
-            self._cache.forget()
+            self.metadata.forget()
             raise
         else:
             # It may have failed half way, before a commit or after a device was suspended.
             if result.exit_code and is_change:
-                self._cache.forget()
+                self.metadata.forget()
             return result
         finally:
             # Not before: a read beside it may have seen the state before it.

@@ -12,6 +12,7 @@ from functools import partial
 from agent.core import locks
 from agent.core.background import run_all
 from agent.core.disks import names_of
+from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup
 from lvm import blockdevices, lvm2
 from lvm import errors as lvm_errors
@@ -119,7 +120,7 @@ class VolumeGroups:
         """
         found = self.of(name)
         is_listed = self.node.root is not None and lvm2.listed_disks(self.node.root) is not None
-        return self.node if found is None or is_listed else found.lvm_with(disk)
+        return self.node if found is None or is_listed else found.metadata.lvm_with(disk)
 
     def allows(self, disk: str) -> bool:
         """Whether lvm2 may see a disk: by the configuration, or else by lvm.conf.
@@ -203,10 +204,10 @@ class VolumeGroups:
         A group sees by itself, at its next read, a write to its own disks.
         """
         every = list(self._volume_groups.values())
-        if written is not None and any(one.has(written) for one in every):
+        if written is not None and any(one.metadata.has(written) for one in every):
             return
         for one in every:
-            one.outdate()
+            one.metadata.is_outdated = True
 
     def stop(self) -> None:
         """Do the deferred work that is left, in all groups at once; a group that hangs is left."""
@@ -226,22 +227,14 @@ class VolumeGroups:
         run_all(works, _CLOSING_SECONDS)
 
     def _add(self, name: str) -> VolumeGroup:
-        run, renew = self.node.run, None
+        node, renew = self.node, None
         if self._session is not None:
             session = self._session(name)
             self._sessions.append(session)
-            run, renew = session, session.renew
-        made = VolumeGroup(
-            name,
-            self.node,
-            run,
-            self._disks,
-            self._devices,
-            self.scan,
-            renew,
-            partial(self.listed, name),
-        )
-        self._volume_groups[name] = made
+            node, renew = replace(node, run=session), session.renew
+        listed = partial(self.listed, name)
+        metadata = MetadataCache(name, node, self._disks, self._devices, self.scan, renew, listed)
+        made = self._volume_groups[name] = VolumeGroup(metadata)
         return made
 
 

@@ -158,7 +158,7 @@ class Recovery:
             if not one.answers:
                 self._waiting.add(one.name)
             age_seconds = time.monotonic() - self._tried_at.get(one.name, -_RETRY_SECONDS)
-            due_seconds = _SOON_SECONDS if one.is_outdated else _RETRY_SECONDS
+            due_seconds = _SOON_SECONDS if one.metadata.is_outdated else _RETRY_SECONDS
             if one.name in self._waiting and age_seconds >= due_seconds:
                 self._try(one.name)
 

@@ -76,7 +76,7 @@ class StorageHealth:
 
     def _of_state(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
         named, problem = f"volume group {volume_group.name}", volume_group.problem
-        for path, why in volume_group.ignored:
+        for path, why in volume_group.metadata.ignored:
             yield Condition(
                 Reason.DISK_IGNORED,
                 f"{path} is not used for {named}: it {why}; {REMEDY}",

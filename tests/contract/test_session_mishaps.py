@@ -66,7 +66,7 @@ class Place:
         # As if someone had written to the group: calls that only look ask lvm2, too.
         volume_group = self.machine.service.volume_groups.of(self.machine.group)
         assert volume_group is not None
-        volume_group._cache.forget()
+        volume_group.metadata.forget()
 
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""

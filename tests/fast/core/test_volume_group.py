@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from agent.core import errors, metadata_cache
 from agent.core import volume_group as module
 from agent.core.disks import Location, locate
+from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
@@ -107,7 +108,7 @@ def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: Fa
     assert disks(fake).scans == scans
 
     volume_groups.outdate(written="/dev/nobodys")
-    assert {one.is_outdated for one in every} == {True}
+    assert {one.metadata.is_outdated for one in every} == {True}
 
 
 def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
@@ -126,7 +127,7 @@ def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
 ) -> None:
     known.state()
     [old], new = known.lvm.devices, fake.new_device(40 * MIB)
-    known.lvm_with(new)("vgextend", "--", "data", new)
+    known.metadata.lvm_with(new)("vgextend", "--", "data", new)
     known.state()
     assert sorted(known.lvm.devices) == sorted([old, new])
     known.lvm("vgreduce", "--", "data", old)
@@ -226,10 +227,10 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "data"
     known.state()
-    assert not known.ignored
+    assert not known.metadata.ignored
     now += metadata_cache._BLIND_SECONDS
     known.state()
-    [ignored] = known.ignored
+    [ignored] = known.metadata.ignored
     assert ignored[0] == twin.disks[0].name
     assert "another group of that name" in ignored[1]
 
@@ -237,14 +238,14 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
 def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: VolumeGroup) -> None:
     known.state()
     fake.lvm2.add_group("twin", [10]).name = "data"
-    known.outdate()
+    known.metadata.is_outdated = True
     assert known.state() is not None
-    assert len(known.ignored) == 1
+    assert len(known.metadata.ignored) == 1
     del fake.lvm2.groups["twin"]
-    known.outdate()
+    known.metadata.is_outdated = True
     assert known.state() is not None
     assert known.status == "ready"
-    assert not known.ignored
+    assert not known.metadata.ignored
 
 
 def test_twins_that_nothing_tells_apart_are_refused_until_one_is_gone(
@@ -275,7 +276,7 @@ def test_forget_during_a_look_has_the_next_one_ask_lvm2(
         if next(calls) == is_read_anew:
             # Another call's lvm2 is killed over a change: no commit tells of the suspended device.
             fake.suspend("data", "a")
-            known._cache.forget()
+            known.metadata.forget()
         return mark
 
     monkeypatch.setattr(fake.disks, "fingerprint", fingerprint)
@@ -639,7 +640,7 @@ def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptur
     made = fake.lvm2.add_group("data", [10, 10])
     assert known.state() is not None
     made.disks[1].missing = True
-    known.outdate()
+    known.metadata.is_outdated = True
     found = known.state()
     assert found is not None
     assert found.missing_disks == 1
@@ -773,8 +774,8 @@ def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
         during.append(known.lvm.devices)
         return fake.disks.scan()
 
-    known._cache._scan = scan
-    known.outdate()
+    known.metadata._scan = scan
+    known.metadata.is_outdated = True
     known.state()
     assert during == [before]
 
@@ -793,12 +794,14 @@ def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_a
 
     heals = [True]
     scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, []).scan
-    volume_group = VolumeGroup("data", fake.lvm, run, fake.disks, fake.devices, scan, renew)
+    volume_group = VolumeGroup(
+        MetadataCache("data", replace(fake.lvm, run=run), fake.disks, fake.devices, scan, renew)
+    )
     assert volume_group.state() is not None
     assert len(renewed) == 1
     # One that stays hidden is asked for by one shell at each look, and refused.
     blind[0], heals[0] = True, False
-    volume_group.outdate()
+    volume_group.metadata.is_outdated = True
     fake.lvm2.groups["data"].seqno += 1
     for _ in range(3):
         with pytest.raises(errors.GroupRefused, match="does not show it"):

@@ -490,7 +490,7 @@ def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging |= {f"/dev/fake-{one}-0" for one in hangs.split(" and ")}
     for one in service.volume_groups:
-        one.outdate()
+        one.metadata.is_outdated = True
         one.time_seconds = one.tried_seconds = 1.0
     found = scraped(service, config, tmp_path)
     if hangs == "a":

@@ -418,7 +418,7 @@ def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
     for listed, state in (("", "absent"), (f"PVID={disk.uuid.replace('-', '')}\n", "ready")):
         file.write_text(listed)
         for one in known:
-            one.outdate()
+            one.metadata.is_outdated = True
             one.state()
             assert one.status == state
 

@@ -286,11 +286,11 @@ def test_before_a_group_was_ever_seen_it_is_looked_at_and_what_hangs_is_told(
     made = client.create("pvc-1", 16 * MIB, block())
     for one in service.volume_groups:
         one.cached, one.time_seconds = None, 0.0
-        one._cache.forget()
+        one.metadata.forget()
     assert not client.volume_health(made.volume_id).health_statuses
     for one in service.volume_groups:
         one.cached, one.time_seconds = None, 0.0
-        one._cache.forget()
+        one.metadata.forget()
     service.inventory.outdate()
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging |= {"/dev/fake-data-0", "/dev/fake-other-0"}
