@@ -7,12 +7,12 @@ import configured
 import pytest
 from callers.directories import Directories
 from callers.plugin import Answer, Plugin
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client
 from agent.daemon.server import Service
 from agent.operations import preflight
 

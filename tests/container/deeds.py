@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from csi_client import Client
 from vm.deeds import (
     FAILURES,
     MIB,
@@ -31,7 +32,7 @@ from vm.deeds import (
 )
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 from mount import table
 from mount.kernel import Kernel
 from proto import pluginregistration_pb2 as kubelet

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import configured
 import pytest
 from clocks import Clock
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, mounted
+from agent.csi.client import mounted
 from agent.daemon.server import Service
 from mount import luks
 from mount.command import Result

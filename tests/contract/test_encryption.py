@@ -6,11 +6,12 @@ import chosen
 import configured
 import expect
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.csi.client import block, mounted, of_snapshot, of_volume
 from lvm import report, tags
 from lvm.devices import Device
 from lvm.layout import Layout

@@ -8,13 +8,14 @@ from dataclasses import replace
 import chosen
 import expect
 import pytest
+from csi_client import Client
 from fakes import kubelet
 from real.any import AnyHost, device
 
 from agent.core import quiesce
 from agent.core.classes import DeviceClass
 from agent.core.settings import TOPOLOGY_KEY, Config
-from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.layout import Layout

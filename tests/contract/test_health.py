@@ -2,9 +2,10 @@
 
 import expect
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 

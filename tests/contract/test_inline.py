@@ -13,12 +13,13 @@ import configured
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, Mode, block, mounted
+from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
 from agent.operations.inline import InlineVolumes
 from lvm import report, tags

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import expect
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.volume_groups import VolumeGroups
-from agent.csi.client import Client, block, of_volume
+from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from lvm import groups, report
 

@@ -8,13 +8,14 @@ import chosen
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, Mode, mounted
+from agent.csi.client import Mode, mounted
 from lvm import report, tags
 from mount import table
 from mount.table import Mount

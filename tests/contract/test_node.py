@@ -9,11 +9,12 @@ from pathlib import Path
 import chosen
 import expect
 import pytest
+from csi_client import Client
 from fakes import kubelet
 from real.any import AnyHost, device
 
 from agent.core.settings import TOPOLOGY_KEY, Config
-from agent.csi.client import Client, Mode, block, mounted
+from agent.csi.client import Mode, block, mounted
 from lvm import report
 from mount import filesystem, loop, table
 from proto import csi_pb2 as csi

@@ -9,6 +9,7 @@ import chosen
 import configured
 import expect
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from agent.cli import status, terminal
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import configured
 import pytest
+from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import expect
 import pytest
+from csi_client import Client
 from real.any import AnyHost, device
 
 from agent.core.settings import TOPOLOGY_KEY
-from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report, tags
 from proto import csi_pb2 as csi

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import configured
 import pytest
+from csi_client import Client
 from fakes import images
 from fakes.host import FakeHost
 from fakes.images import Area, Image, metadata
@@ -15,7 +16,7 @@ from real.any import AnyHost
 
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report
 from lvm.lvm2 import Lvm

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from csi_client import Client
 from faults import leftovers
 from faults.bench import Bench
 from faults.process import GONE, Fault, await_begun
 
 from agent.core.ids import VolumeId
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
-from agent.csi.client import Client, Mode, block, mounted
+from agent.csi.client import Mode, block, mounted
 from lvm.devices import Devices
 from mount import table
 from mount.kernel import Kernel

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import psutil
+from csi_client import Client
 from faults import load
 from faults.bench import Bench
 from faults.process import Fault, Process, Trial
@@ -20,7 +21,7 @@ from model.expected import Model
 from model.operations import MIB, Use
 
 from agent.core.ids import VolumeId
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from lvm import report
 from lvm.devices import Device
 from proto import csi_pb2 as csi

@@ -8,11 +8,11 @@ import sys
 import threading
 from dataclasses import asdict
 
+from csi_client import Client
 from faults import load
 from faults.process import await_begun
 
 from agent.core.settings import DEFAULT_SOCKET
-from agent.csi.client import Client
 
 _CLIENTS = 8
 

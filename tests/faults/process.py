@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
+from csi_client import Client
 from model import operations as do
 from model.expected import Model
 from model.machine import Machine
 from model.operations import Outcome, State
 from model.stopping import Switch
-
-from agent.csi.client import Client
 
 _KILLABLE = Path(__file__).with_name("killable.py")
 _START_SECONDS = 120

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import configured
 import grpc
 import histories
+from csi_client import Client
 from model.machine import bury, die
 from model.stopping import Switch
 from real.any import AnyHost, device
@@ -23,7 +24,7 @@ from agent.cli.volumes import VolumeVerbs
 from agent.core import errors
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.transfer import streams_command

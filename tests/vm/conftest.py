@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from csi_client import Client
 from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
@@ -15,7 +16,6 @@ from vm import deeds
 from vm.told import EXTENT_BYTES
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
-from agent.csi.client import Client
 from mount import table
 from mount.kernel import Kernel
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 import pyudev
+from csi_client import Client
 
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 from mount import loop, table
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import chosen
 import pytest
+from csi_client import Client
 from real.host import RealHost
 from vm import deeds, foreign
 from vm.conftest import Restart
 
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 
 MIB = 1 << 20
 GROUP = "carver_foreign"

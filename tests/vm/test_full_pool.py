@@ -15,12 +15,13 @@ from pathlib import Path
 import configured
 import expect
 import pytest
+from csi_client import Client
 from real.host import RealHost, lab, real_host
 
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from lvm import report, thin
 from lvm.devicemapper import ThinPool

@@ -8,11 +8,10 @@ unit.
 from pathlib import Path
 
 import pytest
+from csi_client import Client
 from vm import deeds
 from vm.conftest import Restart
 from vm.deeds import Case
-
-from agent.csi.client import Client
 
 # The rest is like these, and each case starts the service twice.
 USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}

@@ -15,11 +15,12 @@ from typing import Any
 
 import grpc
 import pytest
+from csi_client import Client
 from google.protobuf.descriptor import Descriptor
 from vm.tracing import traced
 
 from agent.core.settings import DEFAULT_SOCKET
-from agent.csi.client import Client, Mode, mounted
+from agent.csi.client import Mode, mounted
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -11,12 +11,13 @@ import expect
 import grpc
 import pytest
 import serving
+from csi_client import Client
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve

@@ -8,13 +8,14 @@ import configured
 import expect
 import pytest
 import serving
+from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi

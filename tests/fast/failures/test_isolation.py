@@ -14,6 +14,7 @@ import laying
 import pytest
 import serving
 from changed_blocks import blocks
+from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fast.daemon.test_beginning import Started
@@ -24,7 +25,7 @@ from agent.core.classes import DeviceClass
 from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.values import Address
-from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon import monitor, startup
 from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration

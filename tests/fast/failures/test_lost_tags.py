@@ -7,11 +7,12 @@ import configured
 import expect
 import pytest
 import serving
+from csi_client import Client
 from fakes.host import FakeHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block, of_snapshot
+from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
 from lvm.layout import Layout
 from lvm.thin import Policy

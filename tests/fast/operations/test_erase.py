@@ -12,11 +12,12 @@ from typing import Any
 import expect
 import pytest
 import serving
+from csi_client import Client
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
 from agent.core.settings import Config
-from agent.csi.client import Client, block, of_volume
+from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from lvm import errors as lvm_errors
 from lvm import report

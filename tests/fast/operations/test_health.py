@@ -9,12 +9,13 @@ from pathlib import Path
 
 import expect
 import pytest
+from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeDisk
 
 from agent.core.inventory import MONITOR_AGE_SECONDS
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import block, mounted
 from agent.daemon.server import Service
 from mount.command import Result
 from mount.errors import CommandError

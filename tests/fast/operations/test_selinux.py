@@ -6,11 +6,12 @@ from pathlib import Path
 import configured
 import expect
 import pytest
+from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.core.host import Host
-from agent.csi.client import Client, Mode, block, mounted
+from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
 from mount import errors, options, table
 from mount import kernel as syscalls

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import configured
 import pytest
+from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
@@ -12,7 +13,7 @@ from fakes.sysfs import Sysfs
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from lvm.disks import DiskErrors
 from lvm.layout import Layout

@@ -8,6 +8,7 @@ from typing import Any
 import configured
 import expect
 import pytest
+from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
@@ -20,7 +21,7 @@ from agent.core.errors import GroupRefused
 from agent.core.records import Volume
 from agent.core.settings import Config
 from agent.core.volume_group import VolumeGroup
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon.server import Service
 from agent.operations import health as conditions
 from agent.operations.health import Condition

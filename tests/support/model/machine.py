@@ -9,6 +9,7 @@ from typing import Any
 
 import configured
 import grpc
+from csi_client import Client
 from fakes import kubelet
 from model import operations as do
 from model.operations import Outcome, State, Use
@@ -21,7 +22,6 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
 from agent.csi import client
-from agent.csi.client import Client
 from agent.daemon.server import Service
 from lvm import report, tags
 from mount import loop, mounts, table

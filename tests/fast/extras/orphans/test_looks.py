@@ -24,13 +24,14 @@ from api_server import (
     kubeconfig,
     status,
 )
+from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.core import errors, ids
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, mounted
+from agent.csi.client import mounted
 from agent.daemon.server import Service
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists

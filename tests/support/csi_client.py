@@ -1,0 +1,80 @@
+"""The product's client, and the calls that only tests make."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agent.csi import client
+from agent.csi.client import mounted
+from proto import csi_pb2 as csi
+
+
+class Client(client.Client):
+    """Calls of kubelet and the sidecars, beside those of the command line."""
+
+    def node_health(
+        self, volume_id: str, publish_path: Path | str = "", staging_path: Path | str = ""
+    ) -> csi.VolumeHealth:
+        """A volume's health by the Node, in use or not."""
+        request = csi.NodeGetVolumeHealthRequest(
+            volume_id=volume_id,
+            volume_publish_path=str(publish_path),
+            staging_target_path=str(staging_path),
+        )
+        return self.node.NodeGetVolumeHealth(request).volume_health
+
+    def storage_health(self) -> list[csi.NodeGetStorageHealthResponse.StorageBackendHealth]:
+        """The health of the node's storage."""
+        answer = self.node.NodeGetStorageHealth(csi.NodeGetStorageHealthRequest())
+        return list(answer.backend_health)
+
+    def group_snapshot(
+        self, name: str, volume_ids: Sequence[str], parameters: Mapping[str, str] | None = None
+    ) -> csi.VolumeGroupSnapshot:
+        """Take snapshots of several volumes at one moment."""
+        request = csi.CreateVolumeGroupSnapshotRequest(
+            name=name, source_volume_ids=volume_ids, parameters=parameters or {}
+        )
+        answer = self.group_controller.CreateVolumeGroupSnapshot(request)
+        return answer.group_snapshot
+
+    def find_group_snapshot(
+        self, group_snapshot_id: str, snapshot_ids: Sequence[str] = ()
+    ) -> csi.VolumeGroupSnapshot:
+        """One group snapshot."""
+        request = csi.GetVolumeGroupSnapshotRequest(
+            group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
+        )
+        answer = self.group_controller.GetVolumeGroupSnapshot(request)
+        return answer.group_snapshot
+
+    def delete_group_snapshot(
+        self, group_snapshot_id: str, snapshot_ids: Sequence[str] = ()
+    ) -> None:
+        """Delete all snapshots of a group."""
+        request = csi.DeleteVolumeGroupSnapshotRequest(
+            group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
+        )
+        self.group_controller.DeleteVolumeGroupSnapshot(request)
+
+    def publish_inline(
+        self,
+        volume_id: str,
+        target_path: Path | str,
+        attributes: Mapping[str, str] | None = None,
+        capability: csi.VolumeCapability | None = None,
+        *,
+        read_only: bool = False,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish an inline volume, as kubelet does for a pod."""
+        pod = {"ephemeral": "true", "pod.name": "web-0", "pod.namespace": "shop", "pod.uid": "17"}
+        context = {f"csi.storage.k8s.io/{key}": value for key, value in pod.items()}
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume_id,
+            target_path=str(target_path),
+            volume_capability=capability or mounted(),
+            volume_context={**(attributes or {}), **context},
+            readonly=read_only,
+            secrets=secrets or {},
+        )
+        self.node.NodePublishVolume(request)
