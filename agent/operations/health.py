@@ -89,10 +89,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Condition:
-    """A reason, and a sentence that says what is wrong and what to do.
-
-    `seen_seconds` (epoch) is when that was seen; 0 for just now.
-    """
+    """A reason, what is wrong and what to do; `seen_seconds` (epoch) is 0 for just now."""
 
     reason: Reason
     message: str
@@ -126,8 +123,13 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
     """Merge conditions of the same reason, as CSI demands, with the oldest age; the worst first."""
     merged: dict[Reason, Condition] = {}
     for one in found:
-        same = merged.get(one.reason)
-        merged[one.reason] = one if same is None else _both(same, one)
+        if (same := merged.setdefault(one.reason, one)) is one:
+            continue
+        message = same.message
+        if one.message not in message.split("; and "):
+            message = f"{message}; and {one.message}"
+        ages = [each.seen_seconds for each in (same, one) if each.seen_seconds]
+        merged[one.reason] = Condition(one.reason, message, min(ages, default=0.0))
     worst_first = sorted(merged.values(), key=lambda one: one.reason.rank)
     return tuple(worst_first[:_MOST_CONDITIONS])
 
@@ -135,14 +137,6 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Set when these conditions were seen (epoch, seconds)."""
     return (replace(one, seen_seconds=seen_seconds) for one in found)
-
-
-def _both(first: Condition, second: Condition) -> Condition:
-    ages = [one.seen_seconds for one in (first, second) if one.seen_seconds]
-    message = first.message
-    if second.message not in message.split("; and "):
-        message = f"{message}; and {second.message}"
-    return replace(first, message=message, seen_seconds=min(ages, default=0.0))
 
 
 # Carver extends pools long before.
@@ -157,10 +151,7 @@ SETTLING_SECONDS = 1.0
 # report it itself.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
 _REPORTED = {
-    "refresh needed": (
-        Reason.RAID_DEGRADED,
-        "a disk of it was away; run `lvchange --refresh {0}`",
-    ),
+    "refresh needed": (Reason.RAID_DEGRADED, "a disk of it was away; run `lvchange --refresh {0}`"),
     "mismatches exist": (
         Reason.RAID_MISMATCHES,
         "its copies differ; run `lvchange --syncaction repair {0}`",
@@ -259,12 +250,7 @@ class Diagnosis:
         return self._waited(volume_id, place, named, look, until_seconds)
 
     def _waited(
-        self,
-        what: str,
-        place: str,
-        named: str,
-        look: Callable[[], _Kernels],
-        until_seconds: float,
+        self, what: str, place: str, named: str, look: Callable[[], _Kernels], until_seconds: float
     ) -> _Kernels:
         seen = self._looks.probe(what, look, until_seconds, place)
         known = seen.value or _Kernels()

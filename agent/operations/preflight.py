@@ -38,7 +38,6 @@ _CAP_SYS_ADMIN = 21  # linux/capability.h
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 # From here on the check of a group's metadata area warns; from 94 % on nothing new is made.
 _NEARLY_FULL_PERCENT = 80
-_MAKE_LOOP = "`modprobe loop`; in a container, mount the host's /dev"
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _devices(node: Node) -> Iterator[Seen]:
             FAIL if any(one.file for one in node.settings.definitions) else WARN,
             "there are no loop devices, which read-only raw block volumes and a group on a file"
             " need",
-            _MAKE_LOOP,
+            "`modprobe loop`; in a container, mount the host's /dev",
         )
     elif is_kernels:
         yield _pass("/dev is the kernel's own, with loop devices")

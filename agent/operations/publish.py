@@ -157,11 +157,7 @@ class Publisher:
             raise
 
     def _require_plain(self, volume_id: str) -> None:
-        """Raise NotStaged for the device of an encrypted volume that is not open.
-
-        Raises what `Inventory.require` raises if the last report has no such volume, and a new one
-        has none either.
-        """
+        """Raise NotStaged for the device of an encrypted volume that is not open."""
         volume = self._inventory.cached(volume_id)
         if volume is None or not volume.is_listed:
             volume = self._inventory.require(volume_id)

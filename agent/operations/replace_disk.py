@@ -183,17 +183,15 @@ class Replacement:
             if not group.moves or since >= _WATCH_SECONDS:
                 groups.move(lvm, leaving.name, coming.name)
                 self._watched[leaving.uuid] = time.monotonic()
-            return Progress(False, f"{leaving.name} is moved: {self._how_far(group)}")
+            found = [self._inventory.status(group.name, name) for name in sorted(group.moves)]
+            moves = [one for each in found for one in each if isinstance(one, Mirror)]
+            how_far = ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
+            return Progress(False, f"{leaving.name} is moved: {how_far}")
         if self._filled.pop(pair, None) == coming.allocated_extents:
             erase.unmark_disk(lvm, group, coming.uuid)
         groups.reduce(lvm, group.name, leaving.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
-
-    def _how_far(self, group: Group) -> str:
-        found = [self._inventory.status(group.name, name) for name in sorted(group.moves)]
-        moves = [one for each in found for one in each if isinstance(one, Mirror)]
-        return ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
 
     def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
         """Rebuild the RAID images of a lost disk, and remove it from the group."""

@@ -187,15 +187,8 @@ class Stager:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
-            make = partial(
-                filesystem.make,
-                self._run,
-                device.path,
-                fs_type,
-                words,
-                uuid=_own_uuid(device),
-                oldest_kernel=self._oldest_kernel,
-            )
+            make = partial(filesystem.make, self._run, device.path, fs_type, words)
+            make = partial(make, uuid=_own_uuid(device), oldest_kernel=self._oldest_kernel)
             self._detached.do(str(volume.id), volume.group.name, "mkfs", make, look)
             return {tag.FORMATTED: fs_type}
         # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
@@ -213,8 +206,7 @@ class Stager:
     ) -> None:
         """Raise NoSuchVolume, UnexpectedContents where a volume changed since it was probed."""
         self._inventory.require_same(volume, device)
-        now = filesystem.probe(self._kernel, device.path)
-        if now != found:
+        if (now := filesystem.probe(self._kernel, device.path)) != found:
             raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
 
     def mount(
