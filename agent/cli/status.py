@@ -172,8 +172,7 @@ def read(settings: Config, host: Host) -> Overview:
 
 def known_to(settings: Config, host: Host) -> Inventory:
     """Make an inventory as the service does; raises NotReady."""
-    lvm = group_definitions.look(host.run, host.kernel, settings)
-    devices = group_definitions.found(host.kernel, settings)
+    lvm, devices = group_definitions.look(host.run, host.kernel, settings)
     volume_groups = VolumeGroups(
         lvm, host.disks, host.devices, settings.groups, listed=lambda name: devices.get(name, ())
     )

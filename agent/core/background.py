@@ -70,11 +70,17 @@ class DeferredWork:
     def wake(self) -> None:
         """Have the work done soon. Where no thread can be had, `catch_up` tries again."""
         self._woken.set()
-        try:
-            self._ensure_thread()
-        except RuntimeError as error:
-            # The caller's own work has succeeded all the same.
-            self._log(str(error))
+        with self._guard:
+            if self._thread is not None or self._is_ending:
+                return
+            thread = threading.Thread(target=self._run, name=f"deferred {self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The caller's own work has succeeded all the same.
+                self._log(str(error))
+            else:
+                self._thread = thread
 
     def catch_up(self) -> None:
         """Begin work for which there was no thread; returns at once."""
@@ -90,15 +96,6 @@ class DeferredWork:
         if thread is not None:
             self._woken.set()
             thread.join(_ENDING_SECONDS)
-
-    def _ensure_thread(self) -> None:
-        with self._guard:
-            if self._thread is None and not self._is_ending:
-                thread = threading.Thread(
-                    target=self._run, name=f"deferred {self._name}", daemon=True
-                )
-                thread.start()
-                self._thread = thread
 
     def _run(self) -> None:
         patience: float | None = None

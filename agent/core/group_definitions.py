@@ -75,18 +75,14 @@ class GroupDefinitions:
 
     def absent(self, group: report.Group) -> list[str]:
         """The listed devices of a group that are not among its disks."""
-        there = self._numbers(disk.name for disk in group.disks)
-        listed = self.devices.get(group.name, ())
-        return [one for one in listed if not self._numbers([one]) & there]
+        there = _numbers(self.kernel, (disk.name for disk in group.disks))
+        return [one for one in self.listed(group.name) if not _numbers(self.kernel, [one]) & there]
 
     def _is_meant(self, group: report.Group) -> bool:
         """Whether Carver made the group, by its tag, or it has a listed disk."""
         if tags.decode(group.tags).items() & _MADE.items():
             return True
         return len(self.absent(group)) < len(self.devices[group.name])
-
-    def _numbers(self, paths: Iterable[str]) -> set[DeviceNumber]:
-        return _numbers(self.kernel, paths)
 
 
 # All groups are the operator's.
@@ -95,7 +91,12 @@ NONE = GroupDefinitions(Kernel())
 
 def on_node(run: Run, config: Config) -> Lvm:
     """lvm2 on this node, not yet confined to devices."""
-    return Lvm(run, (), _settings(config), config.lvm_root)
+    root = config.lvm_root
+    settings = (*lvm2.without_udev(), *lvm2.without_archives(root))
+    if config.lvm != "host":
+        # The host's lvm2 reads its own /etc/lvm, which says whether a devices file counts.
+        settings += lvm2.with_devices_file(root)
+    return Lvm(run, (), settings, root)
 
 
 def begin(
@@ -137,8 +138,8 @@ def create(
         with _noted(definitions.failures, name):
             definitions.require_meant(group)
             _log_absent(definitions, group)
-            slow = [disk.name for disk in group.disks if not disk.fast]
-            if unmarked := _same_as(kernel, slow, one.fast):
+            fast, slow = _numbers(kernel, one.fast), [d.name for d in group.disks if not d.fast]
+            if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
     definitions.pending.discard(name)
 
@@ -167,15 +168,13 @@ def _found_on(
         lvm.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
-def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
-    """lvm2 confined as by `create`, without creating anything; raises NotReady."""
-    devices = found(kernel, config)
-    return replace(on_node(run, config), devices=_confined(kernel, config, devices))
+def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
+    """lvm2 confined as by `create`, and the devices of each defined group; creates nothing.
 
-
-def found(kernel: Kernel, config: Config) -> Mapping[str, Sequence[str]]:
-    """The devices of each defined group, without creating anything; raises NotReady."""
-    return {one.group: _found(kernel, one) for one in config.definitions}
+    Raises NotReady.
+    """
+    devices = {one.group: _found(kernel, one) for one in config.definitions}
+    return replace(on_node(run, config), devices=_confined(kernel, config, devices)), devices
 
 
 @contextmanager
@@ -309,15 +308,6 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _settings(config: Config) -> tuple[str, ...]:
-    root = config.lvm_root
-    if config.lvm == "host":
-        # The host's lvm2 reads its own /etc/lvm, which says whether a devices file counts.
-        return (*lvm2.without_udev(), *lvm2.without_archives(root))
-    devices_file = lvm2.with_devices_file(root)
-    return (*lvm2.without_udev(), *lvm2.without_archives(root), *devices_file)
-
-
 def _confined(
     kernel: Kernel, config: Config, devices: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
@@ -331,12 +321,6 @@ def _confined(
     own = [kernel.real_path(device) for listed in devices.values() for device in listed]
     # With an empty list, lvm2 would scan all devices; one that is no disk prevents that.
     return (*config.devices, *own) or (_NO_DISK,)
-
-
-def _same_as(kernel: Kernel, disks: Iterable[str], devices: Iterable[str]) -> list[str]:
-    """The disks that are among the devices, by device number."""
-    wanted = _numbers(kernel, devices)
-    return [disk for disk in disks if _numbers(kernel, [disk]) & wanted]
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:

@@ -77,15 +77,14 @@ class Holds:
     def release(self, volume_id: str, word: str) -> None:
         """End the hold of that word."""
         with self._guard:
-            found = self._lease(volume_id)
-            if found is not None and found.word == word:
+            if self._lease(volume_id, word) is not None:
                 del self._held[volume_id]
 
     def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
         """Note that a held volume is unused, and the LVM UUIDs of its group's contents."""
         with self._guard:
-            found = self._lease(volume_id)
-            if found is not None and found.word == word and found.before is None:
+            found = self._lease(volume_id, word)
+            if found is not None and found.before is None:
                 self._held[volume_id] = replace(found, before=before)
 
     def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
@@ -94,8 +93,8 @@ class Holds:
         By the group's contents then, and not by the time: clocks step.
         """
         with self._guard:
-            found = self._lease(volume_id)
-            if found is None or found.word != word or found.before is None:
+            found = self._lease(volume_id, word)
+            if found is None or found.before is None:
                 return False
             return snapshot_uuid not in found.before
 
@@ -107,6 +106,13 @@ class Holds:
             elif one.moved:
                 self.moved(str(one.id), one.own_tags.get(tag.MOVE_TO, "another node"))
 
-    def _lease(self, volume_id: str) -> _Lease | None:
+    def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
+        """The hold of a volume, of that word if given, if it has not ended."""
         found = self._held.get(volume_id)
-        return found if found is not None and time.monotonic() < found.until_seconds else None
+        if (
+            found is None
+            or time.monotonic() >= found.until_seconds
+            or word not in (None, found.word)
+        ):
+            return None
+        return found

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from agent.core import errors, trace
@@ -75,16 +76,15 @@ _current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call"
 class Admission:
     """Admits calls to volume groups; open until `close`.
 
-    A call is admitted when it first needs a group, as most calls of the Node need none. Those wait
-    for a disk only where it is their own, such as the last unmount; they have threads of their own,
-    in `Shares`, too.
+    Most calls of the Node need no group. They wait for a disk only where it is their own, such as
+    the last unmount, and have threads of their own, in `Shares`, too.
     """
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
         self._places = self._free = places
-        # How many admitted calls use a group.
+        # How many admitted calls use each group.
         self._with: Counter[str] = Counter()
         self._others = Shares(_OTHERS)
         self.aside = Shares(_ASIDE)
@@ -164,15 +164,15 @@ class Admission:
             self._with = +self._with
 
 
+@dataclass
 class _Call:
     """A call under way, whether it has a place, and the groups that it uses."""
 
-    def __init__(self, admission: Admission, share: ExitStack) -> None:
-        self.admission = admission
-        # Its place among the calls that are not admitted.
-        self.share = share
-        self.admitted = False
-        self.groups: set[str] = set()
+    admission: Admission
+    # Its place among the calls that are not admitted.
+    share: ExitStack
+    admitted: bool = False
+    groups: set[str] = field(default_factory=set)
 
     def leave(self) -> None:
         """Give its place back, if any; to use a group again it has to enter anew."""
@@ -317,14 +317,10 @@ class GroupLock:
         self._what = what
         self._most = most
         self._guard = threading.Lock()
-        self._taken = False
+        # Whether the lock is held.
+        self.is_taken = False
         # Each is set when its waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the lock is held."""
-        return self._taken
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -333,12 +329,16 @@ class GroupLock:
         try:
             yield
         finally:
-            self._pass_on()
+            with self._guard:
+                if self._waiting:
+                    self._waiting.popleft().set()
+                else:
+                    self.is_taken = False
 
     def _await(self) -> None:
         with self._guard:
-            if not self._taken:
-                self._taken = True
+            if not self.is_taken:
+                self.is_taken = True
                 return
             if len(self._waiting) >= self._most:
                 raise errors.GroupBusy(self._what, f"{self._most} calls wait for it already")
@@ -354,10 +354,3 @@ class GroupLock:
                 self._waiting.remove(mine)
                 raise errors.GroupBusy(self._what, "another call was at work on it all the time")
         # The lock came at the moment of the deadline: the first command will fail with that.
-
-    def _pass_on(self) -> None:
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().set()
-            else:
-                self._taken = False

@@ -17,7 +17,7 @@ from agent.core import errors
 from agent.core.disks import Location, claims, locate
 from lvm import devicemapper, lvm2, report
 from lvm.devices import Devices, Events
-from lvm.disks import Disks, Fingerprint, Found
+from lvm.disks import PATIENCE_SECONDS, Disks, Fingerprint, Found
 from lvm.lvm2 import Lvm
 from mount import command
 
@@ -73,12 +73,12 @@ class MetadataCache:
         self._devices = devices
         self._scan = scan
         self._renew = renew
+        self._listed = listed
         self._location: Location | None = None
         # Where it was when last here: another group of its name is not taken for it.
         self._before: Location | None = None
         # The disks that only claim to be the group's, each with the reason.
         self.ignored: Sequence[tuple[str, str]] = ()
-        self._listed = listed
         # When its disks were last located (monotonic, seconds).
         self._located = 0.0
         # The length of its metadata text.
@@ -237,7 +237,9 @@ class MetadataCache:
         if group.missing_disks != len(location.missing):
             # The labels were read during a write, or lvm2 misses more disks.
             self.is_outdated = True
-        if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
+        # A resume writes no metadata.
+        is_suspended = any(one.suspended for one in group.volumes.values())
+        if mark is not None and mark == self._fingerprint(location) and not is_suspended:
             whole = {
                 one: self._events[one]
                 for one in group.readable_copy_on_write
@@ -248,10 +250,8 @@ class MetadataCache:
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
         remaining = command.remaining_seconds()
-        if remaining is None:
-            found = self._disks.fingerprint(location.disks)
-        else:
-            found = self._disks.fingerprint(location.disks, remaining)
+        patience = PATIENCE_SECONDS if remaining is None else remaining
+        found = self._disks.fingerprint(location.disks, patience)
         texts = [text.size_bytes for one in found or () for text in one.texts]
         self._text_bytes = max(texts, default=self._text_bytes)
         return found
@@ -292,8 +292,3 @@ def _why_hidden(location: Location) -> str:
         " (`lvm systemid`); `vgexport` it there and `vgimport` it here, or see `A group of another"
         " node` in docs/operations.md"
     )
-
-
-def _suspended(group: report.Group) -> bool:
-    """Whether a device was left suspended: a resume writes no metadata."""
-    return any(one.suspended for one in group.volumes.values())

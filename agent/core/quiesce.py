@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from agent.core import errors, ids
@@ -64,7 +63,9 @@ class Resumer:
                 return ended
         # No thread can be had, and users of the volume would wait for ever.
         self._do(one)
-        return _done()
+        ended = Future[None]()
+        ended.set_result(None)
+        return ended
 
     def _do(self, one: Held) -> None:
         try:
@@ -96,12 +97,7 @@ class Quiesce:
         self._timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._timer.cancel()
         self._end()
         wait(self._free.values(), _RESUME_SECONDS)
@@ -192,9 +188,3 @@ def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
 
 def _follow(free: Future[None], _: Future[None]) -> None:
     free.set_result(None)
-
-
-def _done() -> Future[None]:
-    ended = Future[None]()
-    ended.set_result(None)
-    return ended

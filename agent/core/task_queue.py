@@ -147,19 +147,16 @@ class TaskQueue(Generic[J]):
             job.cancelled.set()
         return job
 
-    def retry(self, failed: J) -> None:
-        """Retry a job after `retry_seconds`, unless it was done until then.
+    def retry(self, failed: J, seconds: float | None = None) -> None:
+        """Retry a job after so long, by default `retry_seconds`, unless it was done until then.
 
         Raises RuntimeError where no thread can be had.
         """
-        self._retry_in(self.retry_seconds, failed)
-
-    def _retry_in(self, seconds: float, failed: J) -> None:
         group = _group_of(failed.key)
         with self._fails:
             if self._stopping.is_set():
                 return
-            due_seconds = time.monotonic() + seconds
+            due_seconds = time.monotonic() + (self.retry_seconds if seconds is None else seconds)
             self._failed.setdefault(group, {})[failed.key] = (due_seconds, failed)
             if group in self._retried:
                 self._fails.notify_all()
@@ -226,14 +223,14 @@ class TaskQueue(Generic[J]):
             self._log(job, error)
             job.ended.set_exception(error)
             if job.on_record:
-                self._retry_later(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
+                self._retry_surely(job, self.soon_seconds if is_first_doubt else None)
         else:
             self._drop(job)
             job.ended.set_result(None)
 
-    def _retry_later(self, seconds: float, failed: J) -> None:
+    def _retry_surely(self, failed: J, seconds: float | None) -> None:
         try:
-            self._retry_in(seconds, failed)
+            self.retry(failed, seconds)
         except RuntimeError:
             # No thread can be had: this one retries, as no other would.
             group = _group_of(failed.key)
@@ -261,19 +258,16 @@ class TaskQueue(Generic[J]):
                         later, left = [*later, *left], []
                     later.append(one)
         for one, job in found:
+            job.logged = one.logged
             try:
-                self._resubmit(one, job)
+                with self._guard:
+                    if self._jobs.get(one.key) is one:
+                        self._submit(job)
             except RuntimeError as error:
                 self._log(one, error)
                 later.append(one)
         for one in later:
             self.retry(one)
-
-    def _resubmit(self, failed: J, job: J) -> None:
-        job.logged = failed.logged
-        with self._guard:
-            if self._jobs.get(failed.key) is failed:
-                self._submit(job)
 
     def _log(self, job: J, error: Exception) -> None:
         if job.logged != str(error):

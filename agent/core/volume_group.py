@@ -83,7 +83,7 @@ class VolumeGroup:
         self._stuck: tuple[_Stuck, ...] = ()
         # Tags that are still to be written, by the UUIDs of their volumes.
         self._unwritten_tags: dict[str, frozenset[str]] = {}
-        self._deferred = DeferredWork(name, self.run_deferred)
+        self.deferred = DeferredWork(name, self.run_deferred)
         # Whether a command that changes it ended since the last read began.
         self._changed = False
         # Whether `cached` lacks what such a command did.
@@ -167,7 +167,7 @@ class VolumeGroup:
 
     def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
         """Begin the refresh that `begin_states` waits for; None where the cache will do."""
-        if self._rests:
+        if time.monotonic() < self._rests_until:
             needs_refresh = complete and (self.cached is None or self._is_stale)
         else:
             needs_refresh = complete or not self._readers.is_taken
@@ -206,21 +206,15 @@ class VolumeGroup:
             found = group.volumes.get(name)
         if found is None:
             raise lvm_errors.VolumeMissing(self.name, name)
-        new = frozenset(tags.encode(own_tags))
         with self._guard:
-            self._unwritten_tags[found.uuid] = (
-                self._unwritten_tags.get(found.uuid, frozenset()) | new
-            )
-        self._deferred.wake()
+            before = self._unwritten_tags.get(found.uuid, frozenset())
+            self._unwritten_tags[found.uuid] = before | frozenset(tags.encode(own_tags))
+        self.deferred.wake()
 
     def refresh_later(self) -> None:
         """Refresh a changed group in the background, so that the next call need not."""
         if self._changed:
-            self._deferred.wake()
-
-    def catch_up(self) -> None:
-        """Begin deferred work for which there was no thread; returns at once."""
-        self._deferred.catch_up()
+            self.deferred.wake()
 
     def run_deferred(self, is_ending: bool = False) -> None:
         """Write the tags that are to be written, and refresh a changed group.
@@ -235,15 +229,8 @@ class VolumeGroup:
         if is_free and not is_ending:
             self.state()
 
-    def stop(self) -> None:
-        """Do the deferred work that is left, for five seconds at most, and defer none any more."""
-        self._deferred.stop()
-
     def _write_tags(self) -> None:
-        """Write tags, equal ones of several volumes by one command; the caller holds the group.
-
-        By UUIDs: a name may be another volume's by now.
-        """
+        """Write tags, equal ones by one command; by UUIDs, as a name may be another's by now."""
         unwritten = dict(self._unwritten_tags)
         if (group := self.state()) is None:
             raise lvm_errors.GroupMissing(self.name)
@@ -259,13 +246,8 @@ class VolumeGroup:
                 if self._unwritten_tags.get(uuid) == new:
                     del self._unwritten_tags[uuid]
 
-    @property
-    def _rests(self) -> bool:
-        return time.monotonic() < self._rests_until
-
     def _report(self) -> report.Group | None:
-        is_refused = isinstance(self.problem, errors.GroupRefused)
-        found = self.metadata.state(is_refused=is_refused)
+        found = self.metadata.state(is_refused=isinstance(self.problem, errors.GroupRefused))
         if found is None and self.is_awaited:
             raise errors.GroupAwaited(self.name)
         return found
@@ -285,7 +267,7 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """The seam `mount.command.Run`: after a command of unknown outcome, forget the cache."""
+        """Run a command; after one of unknown outcome, forget the cache."""
         self._require_none_stuck(words)
         is_change = not only_looks(words)
         try:
@@ -309,10 +291,9 @@ class VolumeGroup:
                 self._changed = self._is_stale = True
 
     def _require_none_stuck(self, words: tuple[str, ...]) -> None:
-        """Raise StillRunning for a change while any command hangs.
+        """Raise StillRunning for a change while any command hangs, CommandStuck for a report.
 
-        Raise CommandStuck for a report while a report hangs: another would hang as well, and each
-        leaves a process behind.
+        A report beside one that hangs would hang as well, and each leaves a process behind.
         """
         if not self._stuck:
             return

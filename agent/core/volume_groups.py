@@ -183,7 +183,7 @@ class VolumeGroups:
         return frozenset(os.path.realpath(one) for one in self._listed(name))
 
     def add_tags_later(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume soon ."""
+        """Add tags to a volume soon (`VolumeGroup.add_tags_later`)."""
         if (volume_group := self.of(group)) is None:
             raise lvm_errors.GroupMissing(group)
         volume_group.add_tags_later(name, own_tags)
@@ -196,7 +196,7 @@ class VolumeGroups:
     def catch_up(self) -> None:
         """Begin deferred work for which there was no thread."""
         for one in list(self._volume_groups.values()):
-            one.catch_up()
+            one.deferred.catch_up()
 
     def outdate(self, written: str | None = None) -> None:
         """Have all disks scanned: one came or went, or may have, or `written` has other contents.
@@ -211,9 +211,8 @@ class VolumeGroups:
 
     def stop(self) -> None:
         """Do the deferred work that is left, in all groups at once; a group that hangs is left."""
-        works = {
-            f"volume group {name}": one.stop for name, one in list(self._volume_groups.items())
-        }
+        every = list(self._volume_groups.values())
+        works = {f"volume group {one.name}": one.deferred.stop for one in every}
         run_all(works, _STOPPING_SECONDS)
 
     def rest(self) -> None:
