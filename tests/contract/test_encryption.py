@@ -26,10 +26,7 @@ KEY = {"passphrase": "correct horse battery staple"}
 OTHER = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
 MARK = b"not-for-the-disk"
-LAYOUTS = {
-    **configured.LAYOUTS,
-    "striped": Layout("striped", stripes=2, stripe_size_bytes=65536),
-}
+LAYOUTS = {**configured.LAYOUTS, "striped": Layout("striped", stripes=2, stripe_size_bytes=65536)}
 SIZES = {"ext4": 48 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
 
@@ -229,7 +226,7 @@ def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(
 
 @pytest.mark.variation
 def test_a_device_of_an_encrypted_volume_that_is_not_open_is_nobodys(
-    client: Client, host: AnyHost, staging: Path, target: Path
+    client: Client, staging: Path, target: Path
 ) -> None:
     volume = create(client, fs_type="")
     # As with a PersistentVolume made by hand, whose attributes say nothing.
@@ -360,7 +357,7 @@ def test_the_key_of_a_file_opens_where_no_secret_comes(
 
 @pytest.mark.variation
 def test_a_volume_that_grew_without_its_key_is_whole_when_it_is_staged_next(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, group: str, staging: Path
 ) -> None:
     volume = create(client)
     client.stage(volume, staging, mounted("ext4"), KEY)
@@ -416,9 +413,7 @@ def test_a_volume_in_use_is_neither_deleted_nor_closed(
     assert mapping(host, group) is None
 
 
-def test_what_is_made_of_an_encrypted_volume_is_encrypted(
-    client: Client, host: AnyHost, staging: Path
-) -> None:
+def test_what_is_made_of_an_encrypted_volume_is_encrypted(client: Client, staging: Path) -> None:
     volume = create(client)
     source = of_volume(volume.volume_id)
     with expect.code("INVALID_ARGUMENT", "is encrypted", "carver/encryption"):

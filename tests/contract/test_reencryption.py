@@ -42,12 +42,7 @@ def config(config: Config, group: str) -> Config:
         DeviceClass(name="shared", group=group, encryption="luks2"),
         DeviceClass(name="plain", group=group),
         DeviceClass(
-            "thin",
-            group,
-            layout=Layout("thin"),
-            pool=Policy(),
-            encryption="luks2",
-            reencrypt=True,
+            "thin", group, layout=Layout("thin"), pool=Policy(), encryption="luks2", reencrypt=True
         ),
     )
     return Config(**{**vars(config), "classes": every})
@@ -170,8 +165,7 @@ def at_last(call: Callable[[], object]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "of"),
-    [("shared", "own"), pytest.param("thin", "thin", marks=pytest.mark.variation)],
+    ("name", "of"), [("shared", "own"), pytest.param("thin", "thin", marks=pytest.mark.variation)]
 )
 @pytest.mark.parametrize("kind", chosen.kinds(["snapshot", "volume"], usual=["snapshot"]))
 def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
@@ -346,7 +340,7 @@ def test_keys_of_the_source_are_none_of_the_copys(
 
 @pytest.mark.variation
 def test_nothing_is_made_of_a_copy_before_it_has_its_own(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, group: str, staging: Path, source: csi.Volume
 ) -> None:
     made = copy(client, source)
     with expect.code("FAILED_PRECONDITION", "master key of its own"):

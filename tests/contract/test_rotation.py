@@ -125,9 +125,7 @@ def used(request: pytest.FixtureRequest, client: Client, host: AnyHost, config: 
     return made
 
 
-def test_a_key_rotates_while_pods_follow_each_other_and_the_volume_stays_staged(
-    used: Used,
-) -> None:
+def test_a_key_rotates_while_pods_follow_each_other_and_the_volume_stays_staged(used: Used) -> None:
     """A Deployment's rollout: the new pod comes before the old one goes, so nothing is unstaged."""
     used.publish("b", BOTH)
     used.unpublish("a")

@@ -7,12 +7,12 @@ from pathlib import Path
 import configured
 import pytest
 import serving
+from csi_client import Client
 from fakes.disk import Disk
 from fakes.host import FakeHost
 from hypothesis import HealthCheck, settings
 
 from agent.core.settings import Config
-from agent.csi.client import Client
 from agent.daemon.server import Service
 
 # The same cases everywhere, each time. A machine that is busy with other work is slow at anything,

@@ -83,10 +83,7 @@ def made_after_all(caller: Client, name: str, source: csi.VolumeContentSource) -
 
 @pytest.mark.variation
 def test_a_copy_that_is_killed_anywhere_is_made_whole_and_leaves_nothing(
-    client: Client,
-    directory: Path,
-    main_pid: Callable[[], int],
-    answering: Callable[[], None],
+    client: Client, directory: Path, main_pid: Callable[[], int], answering: Callable[[], None]
 ) -> None:
     free = client.capacity().available_capacity
     origin = client.create("test-origin", SIZE, block())

@@ -21,9 +21,7 @@ USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
     "case",
     [
         pytest.param(
-            one,
-            id=one.privilege,
-            marks=[] if one.privilege in USUAL else [pytest.mark.variation],
+            one, id=one.privilege, marks=[] if one.privilege in USUAL else [pytest.mark.variation]
         )
         for one in deeds.CASES
     ],

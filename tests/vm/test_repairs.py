@@ -118,10 +118,7 @@ def refused(call: Callable[[], object], code: str, *words: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(RAID1, id="raid1"),
-        pytest.param(RAID5, id="raid5", marks=pytest.mark.variation),
-    ],
+    [pytest.param(RAID1, id="raid1"), pytest.param(RAID5, id="raid5", marks=pytest.mark.variation)],
 )
 def test_a_disk_that_is_lost_is_replaced_under_a_raid_in_use(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk], layout: str

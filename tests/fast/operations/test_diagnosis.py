@@ -9,11 +9,7 @@ MIB = 1 << 20
 
 
 def raid(
-    health: str,
-    action: str = "idle",
-    synced: int = 200,
-    kind: str = "raid1",
-    mismatches: int = 0,
+    health: str, action: str = "idle", synced: int = 200, kind: str = "raid1", mismatches: int = 0
 ) -> Raid:
     return Raid(100 * MIB, kind, health, synced, 200, action, mismatches)
 
@@ -70,28 +66,13 @@ def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
             "metadata of the thin pool under the volume are 99 %",
             "lvextend",
         ),
-        (
-            pool("out_of_data_space"),
-            "PoolFull",
-            "no more writes (out_of_data_space)",
-            "make room",
-        ),
-        (
-            pool("fail"),
-            "PoolDataLost",
-            "the thin pool under the volume",
-            "lvconvert --repair",
-        ),
+        (pool("out_of_data_space"), "PoolFull", "no more writes (out_of_data_space)", "make room"),
+        (pool("fail"), "PoolDataLost", "the thin pool under the volume", "lvconvert --repair"),
         (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
         (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
         (raid("DD"), "RaidFailed", "2 of the 2 images", "lvconvert --repair"),
         (raid("AA", mismatches=8), "RaidMismatches", "differ in 8 sectors", "--syncaction repair"),
-        (
-            Snapshot(MIB, "Invalid"),
-            "SnapshotOverflowed",
-            "any more (Invalid)",
-            "delete it",
-        ),
+        (Snapshot(MIB, "Invalid"), "SnapshotOverflowed", "any more (Invalid)", "delete it"),
         (
             Cache(MIB, "ro"),
             "CacheFailing",

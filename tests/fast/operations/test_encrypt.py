@@ -99,7 +99,7 @@ def test_a_changed_byte_makes_a_copy_of_a_header_none(fake: FakeHost) -> None:
 
 
 def test_a_copy_of_each_header_is_kept_from_its_first_use_to_its_end(
-    client: Client, fake: FakeHost, volume: csi.Volume, config: Config, tmp_path: Path
+    client: Client, volume: csi.Volume, config: Config, tmp_path: Path
 ) -> None:
     staging, kept = tmp_path / "staging", config.header_backups
     assert kept is not None

@@ -62,10 +62,7 @@ def staged(client: Client, tmp_path: Path) -> csi.Volume:
 
 
 def seen(
-    client: Client,
-    volume_id: str,
-    reason: str,
-    status: "csi.VolumeHealthErrorType.ValueType",
+    client: Client, volume_id: str, reason: str, status: "csi.VolumeHealthErrorType.ValueType"
 ) -> str:
     """The message of the one thing that is wrong, as all three calls tell it."""
     [listed] = client.unhealthy()
@@ -301,9 +298,7 @@ def test_a_snapshot_that_ran_full_is_told_of_its_volume(
     assert not client.volume_health(staged.volume_id).health_statuses
 
 
-def test_a_raw_block_volume_that_is_staged_is_well(
-    client: Client, fake: FakeHost, tmp_path: Path
-) -> None:
+def test_a_raw_block_volume_that_is_staged_is_well(client: Client, tmp_path: Path) -> None:
     encrypted = {"carver/encryption": "luks2"}
     volume = client.create("pvc-1", 48 * MIB, block(), parameters=encrypted)
     client.stage(volume, tmp_path / "staging", block(), {"passphrase": "sesame"})

@@ -54,7 +54,7 @@ def test_every_reason_is_used(reason: Reason) -> None:
 # What cannot be had there.
 NOT_PROVOKED = {
     # By definition nobody knows what lvm2 would have to say.
-    Reason.LVM_REPORTS,
+    Reason.LVM_REPORTS
 }
 
 
@@ -71,10 +71,7 @@ def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
     other = Condition(Reason.RAID_RESYNCING, "it is resyncing")
     second = Condition(Reason.DISK_MISSING, "b is missing", 10.0)
     merged = health.distinct([first, other, second, first])
-    assert merged == (
-        Condition(Reason.DISK_MISSING, "a is missing; and b is missing", 10.0),
-        other,
-    )
+    assert merged == (Condition(Reason.DISK_MISSING, "a is missing; and b is missing", 10.0), other)
 
 
 def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:

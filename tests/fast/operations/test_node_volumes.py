@@ -26,11 +26,7 @@ def read(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_call_reads_the_mount_table_once_and_starts_neither_process_nor_thread(
-    client: Client,
-    fake: FakeHost,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    read: list[str],
+    client: Client, fake: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[str]
 ) -> None:
     volume = client.create("pvc-1", 32 * MIB, mounted("ext4"))
     client.stage(volume, tmp_path / "staging", mounted("ext4"))

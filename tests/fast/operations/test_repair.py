@@ -64,9 +64,7 @@ def repaired(client: Client, volume_id: str, *, pool_metadata: bool = False) -> 
     raise AssertionError(told)
 
 
-def test_a_volume_that_is_whole_is_left_alone(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_volume_that_is_whole_is_left_alone(client: Client, fake: FakeHost) -> None:
     for name in ("plain", "raid", "thin"):
         volume = make(client, name, name)
         fake.commands.clear()
@@ -74,9 +72,7 @@ def test_a_volume_that_is_whole_is_left_alone(
         assert {words[1] for words in fake.commands} <= {"fullreport"}
 
 
-def test_a_lost_image_is_built_anew_on_a_disk_with_room(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_lost_image_is_built_anew_on_a_disk_with_room(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid")
     fake.lose_disk("data", 0)
     told = repaired(client, volume)
@@ -87,9 +83,7 @@ def test_a_lost_image_is_built_anew_on_a_disk_with_room(
     ]
 
 
-def test_without_room_on_another_disk_nothing_is_begun(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_without_room_on_another_disk_nothing_is_begun(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid", 30)
     make(client, "b", "plain", 50)
     fake.lvm2.groups["data"].volumes["vol-b"].extents = {"/dev/fake-data-2": 39}
@@ -98,7 +92,7 @@ def test_without_room_on_another_disk_nothing_is_begun(
         client.repair(volume)
 
 
-def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost, service: Service) -> None:
+def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost) -> None:
     ids = {name: make(client, name, name) for name in ("plain", "thin")}
     lost = fake.lvm2.groups["data"].disks[0]
     fake.lose_disk("data", 0)
@@ -107,9 +101,7 @@ def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost, servic
             client.repair(volume)
 
 
-def test_an_image_that_failed_for_a_while_is_brought_in(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_an_image_that_failed_for_a_while_is_brought_in(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid")
     fake.fail_image("data", "vol-a", 1)
     repaired(client, volume)
@@ -117,7 +109,7 @@ def test_an_image_that_failed_for_a_while_is_brought_in(
 
 
 def test_an_image_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_metadata(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     volume = make(client, "a", "raid")
     fake.fail_image("data", "vol-a", 1)
@@ -127,7 +119,7 @@ def test_an_image_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_t
 
 
 @pytest.fixture
-def striped(client: Client, fake: FakeHost, service: Service) -> str:
+def striped(client: Client, fake: FakeHost) -> str:
     """A raid10 of four images on six disks: 0 and 1 are a pair, and so are 2 and 3."""
     volume = make(client, "a", "raid10", 8)
     assert len(images(fake)) == 4
@@ -194,9 +186,7 @@ def reasons(client: Client, volume_id: str) -> set[str]:
     return {one.reason for one in client.volume_health(volume_id).health_statuses}
 
 
-def test_copies_that_differ_are_made_alike(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_copies_that_differ_are_made_alike(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid")
     fake.lvm2.groups["data"].volumes["vol-a"].health = "mismatches exist"
     repaired(client, volume)
@@ -209,9 +199,7 @@ def pool_of(fake: FakeHost) -> FakePool:
     return found
 
 
-def test_a_pool_s_metadata_are_written_anew_only_when_told(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_pool_s_metadata_are_written_anew_only_when_told(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "thin")
     make(client, "b", "thin")
     pool = pool_of(fake)
@@ -226,7 +214,7 @@ def test_a_pool_s_metadata_are_written_anew_only_when_told(
 
 
 def test_a_pool_that_cannot_be_activated_is_known_as_damaged(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     volume = make(client, "a", "thin")
     fake.deactivate("data", "vol-a")
@@ -237,9 +225,7 @@ def test_a_pool_that_cannot_be_activated_is_known_as_damaged(
     repaired(client, volume, pool_metadata=True)
 
 
-def test_a_pool_in_use_is_not_repaired(
-    client: Client, fake: FakeHost, service: Service, tmp_path: Path
-) -> None:
+def test_a_pool_in_use_is_not_repaired(client: Client, fake: FakeHost, tmp_path: Path) -> None:
     volume = client.create("a", 4 * EXTENT, block(), parameters={"class": "thin"})
     client.stage(volume, tmp_path / "staging", block())
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())

@@ -72,7 +72,7 @@ def make(client: Client, fake: FakeHost, name: str, device_class: str, extents: 
 
 
 def test_what_lies_on_a_disk_that_still_reads_is_moved_while_it_is_in_use(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     for name, device_class in (("a", "plain"), ("b", "raid"), ("c", "thin")):
         make(client, fake, name, device_class)
@@ -101,9 +101,7 @@ def test_a_start_has_a_move_watched_again(
     following.stop()
 
 
-def test_a_disk_is_not_emptied_while_another_is_missing(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_disk_is_not_emptied_while_another_is_missing(client: Client, fake: FakeHost) -> None:
     make(client, fake, "a", "plain")
     gone = fake.lvm2.groups["data"].disks[1]
     fake.lose_disk("data", 1)
@@ -112,9 +110,7 @@ def test_a_disk_is_not_emptied_while_another_is_missing(
     assert len(disks(fake)) == 3
 
 
-def test_nothing_new_lies_on_a_disk_that_is_being_emptied(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_nothing_new_lies_on_a_disk_that_is_being_emptied(client: Client, fake: FakeHost) -> None:
     make(client, fake, "a", "plain")
     new = fake.new_device(61 * EXTENT)
     client.replace_disk(OLD, new)
@@ -124,7 +120,7 @@ def test_nothing_new_lies_on_a_disk_that_is_being_emptied(
 
 
 def test_raid_volumes_are_rebuilt_on_the_disk_in_place_of_one_that_is_lost(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "raid")
     make(client, fake, "b", "raid5")
@@ -139,7 +135,7 @@ def test_raid_volumes_are_rebuilt_on_the_disk_in_place_of_one_that_is_lost(
 
 
 def test_what_lay_on_a_lost_disk_alone_is_named_and_nothing_is_begun(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "raid")
     make(client, fake, "b", "plain")
@@ -155,7 +151,7 @@ def test_what_lay_on_a_lost_disk_alone_is_named_and_nothing_is_begun(
 
 
 def test_a_raid_that_lost_more_than_it_has_to_spare_is_named(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "raid")
     lost = fake.lvm2.groups["data"].disks[0]
@@ -166,7 +162,7 @@ def test_a_raid_that_lost_more_than_it_has_to_spare_is_named(
 
 
 def test_two_lost_disks_are_taken_out_when_nothing_lies_on_either(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "raid", 4)
     client.create("b", 4 * EXTENT, block(), parameters={"class": "raid"})
@@ -186,7 +182,7 @@ def test_two_lost_disks_are_taken_out_when_nothing_lies_on_either(
 
 
 def test_the_spare_metadata_of_pools_on_a_lost_disk_keep_it_not(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "raid")
     group = fake.lvm2.groups["data"]
@@ -197,18 +193,14 @@ def test_the_spare_metadata_of_pools_on_a_lost_disk_keep_it_not(
     assert group.spare == {}
 
 
-def test_a_disk_for_caches_is_replaced_by_one(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_disk_for_caches_is_replaced_by_one(client: Client, fake: FakeHost) -> None:
     fake.lvm2.groups["data"].disks[2].tags = {report.FAST}
     new = fake.new_device(61 * EXTENT)
     replaced(client, "/dev/fake-data-2", new)
     assert fake.lvm2.groups["data"].disks[-1].tags == {report.FAST}
 
 
-def test_a_new_disk_must_be_vacant_and_large_enough(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_new_disk_must_be_vacant_and_large_enough(client: Client, fake: FakeHost) -> None:
     make(client, fake, "a", "plain", 30)
     small, full, used = (fake.new_device(size * EXTENT) for size in (20, 61, 61))
     fake.write(full, "ext4")
@@ -231,9 +223,7 @@ def test_a_new_disk_must_be_vacant_and_large_enough(
     assert len(disks(fake)) == 3
 
 
-def test_a_labelled_disk_in_no_group_is_taken(
-    client: Client, fake: FakeHost, service: Service
-) -> None:
+def test_a_labelled_disk_in_no_group_is_taken(client: Client, fake: FakeHost) -> None:
     new = fake.new_device(61 * EXTENT)
     fake.label(new)
     replaced(client, OLD, new)
@@ -334,7 +324,7 @@ def test_a_replacement_is_taken_back_by_its_reverse(
 
 
 def test_a_disk_that_was_filled_without_a_pause_is_not_overwritten(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "plain")
     group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
@@ -357,7 +347,7 @@ def test_one_that_a_move_to_was_broken_off_is_overwritten_where_it_is_free(
 
 
 def test_a_move_that_an_earlier_version_began_is_put_on_record(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost
 ) -> None:
     make(client, fake, "a", "plain")
     group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)

@@ -74,7 +74,7 @@ def look(service: Service) -> None:
 
 
 def test_storage_that_is_well_has_no_entry_and_costs_no_process(
-    client: Client, service: Service, fake: FakeHost
+    client: Client, fake: FakeHost
 ) -> None:
     client.create("pvc-1", 16 * MIB, block())
     fake.commands.clear()
@@ -200,7 +200,7 @@ def test_a_pool_that_is_full_or_nearly_so_is_told_as_the_kernel_has_it(
 
 
 def test_errors_of_a_disk_are_told_of_its_group(
-    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+    client: Client, service: Service, tmp_path: Path
 ) -> None:
     sysfs = Sysfs(tmp_path / "sys")
     sysfs.add("fake-data-0", "8:0", badblocks="100 8")
@@ -212,9 +212,7 @@ def test_errors_of_a_disk_are_told_of_its_group(
     assert client.storage_health() == []
 
 
-def test_what_lacks_for_one_kind_of_use_names_that_kind(
-    client: Client, service: Service, root: Path
-) -> None:
+def test_what_lacks_for_one_kind_of_use_names_that_kind(client: Client, root: Path) -> None:
     (root / "usr/sbin/mkfs.ext4").unlink()
     (root / "dev/loop-control").unlink()
     tools, loops = client.storage_health()

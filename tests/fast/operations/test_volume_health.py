@@ -69,6 +69,19 @@ def words(health: csi.VolumeHealth) -> list[tuple[int, str]]:
     return [(one.status, one.reason) for one in health.health_statuses]
 
 
+def require_refused(client: Client, volume_id: str, code: str, *text: str) -> None:
+    """Both calls for one volume fail with the code."""
+    for ask in (client.volume_health, client.node_health):
+        with expect.code(code, *text):
+            ask(volume_id)
+
+
+def report(fake: FakeHost, service: Service) -> None:
+    """Have the service read a group that was changed behind its back."""
+    fake.lvm2.groups["data"].seqno += 1
+    service.inventory.state()
+
+
 def take(fake: FakeHost, service: Service, name: str = "data") -> FakeGroup:
     """The group's disks are gone, and that was seen."""
     for one in list(fake.lvm2.groups[name].volumes.values()):
@@ -82,7 +95,7 @@ def take(fake: FakeHost, service: Service, name: str = "data") -> FakeGroup:
 # Groups that are not here
 
 
-def test_a_group_that_is_gone_is_told_of_its_volumes_by_every_call_until_it_is_back(
+def test_every_call_reports_a_missing_group_until_it_is_back(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
     other = client.create("pvc-2", 16 * MIB, block(), parameters={"class": "other"})
@@ -107,7 +120,7 @@ def test_a_group_that_is_gone_is_told_of_its_volumes_by_every_call_until_it_is_b
     assert not client.node_health(volume.volume_id).health_statuses
 
 
-def test_a_group_that_never_was_here_is_told_of_by_the_node_alone(
+def test_only_the_node_reports_a_group_that_was_never_here(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     take(fake, service)
@@ -120,7 +133,7 @@ def test_a_group_that_never_was_here_is_told_of_by_the_node_alone(
     assert client.unhealthy() == []
 
 
-def test_a_volume_of_another_group_of_that_name_is_not_taken_for_deleted(
+def test_a_volume_of_another_group_of_the_same_name_does_not_count_as_deleted(
     client: Client, volume: csi.Volume
 ) -> None:
     another = "data@abcdefgh/vol-pvc-1"
@@ -131,13 +144,23 @@ def test_a_volume_of_another_group_of_that_name_is_not_taken_for_deleted(
         client.volume_health(another)
 
 
-def test_a_group_that_no_class_names_and_that_is_not_here_proves_nothing(client: Client) -> None:
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("FAILED_PRECONDITION", "group strange is not on this node"):
-            ask("strange@abcdefgh/vol-pvc-1")
+@pytest.mark.parametrize(
+    ("volume_id", "code", "text"),
+    [
+        ("strange@abcdefgh/vol-pvc-1", "FAILED_PRECONDITION", "group strange is not on this node"),
+        ("nothing", "NOT_FOUND", ""),
+        ("data@/x", "NOT_FOUND", ""),
+        ("csi-unknown", "NOT_FOUND", ""),
+        ("", "INVALID_ARGUMENT", "volume_id"),
+    ],
+)
+def test_an_id_that_cannot_be_a_volume_here_is_refused(
+    client: Client, volume_id: str, code: str, text: str
+) -> None:
+    require_refused(client, volume_id, code, text)
 
 
-def test_a_group_that_is_refused_is_told_with_why(
+def test_a_refused_group_is_reported(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
     fake.lvm2.groups["data"].exported = True
@@ -151,29 +174,7 @@ def test_a_group_that_is_refused_is_told_with_why(
 # No volume
 
 
-@pytest.mark.parametrize("volume_id", ["nothing", "data@/x", "csi-unknown"])
-def test_what_can_be_no_volume_is_not_found(client: Client, volume_id: str) -> None:
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("NOT_FOUND"):
-            ask(volume_id)
-
-
-def test_no_volume_id_is_a_missing_field(client: Client) -> None:
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("INVALID_ARGUMENT", "volume_id"):
-            ask("")
-
-
-def test_a_volume_that_was_deleted_since_the_last_report_is_not_found(
-    client: Client, volume: csi.Volume
-) -> None:
-    client.delete(volume.volume_id)
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("NOT_FOUND"):
-            ask(volume.volume_id)
-
-
-def test_an_inline_volume_is_found_as_long_as_its_pod_is_there(
+def test_an_inline_volume_is_found_as_long_as_its_pod_exists(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
@@ -188,37 +189,22 @@ def test_an_inline_volume_is_found_as_long_as_its_pod_is_there(
         client.node_health("csi-1")
 
 
-def test_a_volume_that_is_being_wiped_is_no_volume_any_more(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
-) -> None:
-    logical = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
-    logical.tags = {one.replace("state=ready", "state=wiping") for one in logical.tags}
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("NOT_FOUND"):
-            ask(volume.volume_id)
-    assert client.unhealthy() == []
-
-
-def test_a_volume_that_was_not_complete_then_and_is_now_is_one(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+@pytest.mark.parametrize(("state", "code"), [("wiping", "NOT_FOUND"), ("copying", "ABORTED")])
+def test_a_deleted_or_incomplete_volume_has_no_health(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, state: str, code: str
 ) -> None:
     logical = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
     complete = logical.tags
-    logical.tags = {one.replace("state=ready", "state=copying") for one in complete}
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("ABORTED"):
-            ask(volume.volume_id)
+    logical.tags = {one.replace("state=ready", f"state={state}") for one in complete}
+    report(fake, service)
+    require_refused(client, volume.volume_id, code)
     assert client.unhealthy() == []
     logical.tags = complete
     fake.lvm2.groups["data"].seqno += 1
     assert not client.volume_health(volume.volume_id).health_statuses
 
 
-def test_a_volume_that_was_made_since_the_last_report_is_known_without_a_process(
+def test_a_volume_created_since_the_last_report_is_known_without_a_command(
     client: Client, fake: FakeHost
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
@@ -228,7 +214,7 @@ def test_a_volume_that_was_made_since_the_last_report_is_known_without_a_process
     assert fake.commands == []
 
 
-def test_an_inactive_volume_is_known_without_a_process_until_the_group_is_changed(
+def test_an_inactive_volume_is_known_without_a_command_until_the_group_changes(
     client: Client, fake: FakeHost, volume: csi.Volume
 ) -> None:
     fake.deactivate("data", "vol-pvc-1")
@@ -239,17 +225,16 @@ def test_an_inactive_volume_is_known_without_a_process_until_the_group_is_change
     fake.commands.clear()
     for _ in range(3):
         assert not client.volume_health(volume.volume_id).health_statuses
-    assert [one[1] for one in fake.commands] == ["fullreport"], "and then it is proved again"
+    assert [one[1] for one in fake.commands] == ["fullreport"], "proved again after the change"
 
 
-def test_what_lvm2_does_not_tell_any_more_is_told_as_it_was_and_never_taken_for_deleted(
+def test_a_volume_of_a_group_that_hangs_is_reported_by_its_last_state_and_not_as_deleted(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
-    # What a command did that failed is not known before the next look.
+    report(fake, service)
+    # What a failed command did is not known before the next report.
     volume_group(service).lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
     assert volume_group(service).is_changed
     assert isinstance(fake.disks, FakeDisks)
@@ -259,7 +244,7 @@ def test_what_lvm2_does_not_tell_any_more_is_told_as_it_was_and_never_taken_for_
         client.node_health(volume.volume_id.replace("pvc-1", "pvc-9"))
 
 
-def test_no_call_asks_lvm2_or_reads_a_disk_for_a_volume_that_is_known(
+def test_no_call_asks_lvm2_or_reads_a_disk_for_a_known_volume(
     client: Client,
     fake: FakeHost,
     volume: csi.Volume,
@@ -281,28 +266,28 @@ def test_no_call_asks_lvm2_or_reads_a_disk_for_a_volume_that_is_known(
     monkeypatch.undo()
 
 
-def test_before_a_group_was_ever_seen_it_is_looked_at_and_what_hangs_is_told(
+def test_a_group_that_was_never_seen_is_read_and_one_that_hangs_is_an_error(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
-    for one in service.volume_groups:
-        one.cached, one.time_seconds = None, 0.0
-        one.metadata.forget()
+
+    def forget() -> None:
+        for one in service.volume_groups:
+            one.cached, one.time_seconds = None, 0.0
+            one.metadata.forget()
+
+    forget()
     assert not client.volume_health(made.volume_id).health_statuses
-    for one in service.volume_groups:
-        one.cached, one.time_seconds = None, 0.0
-        one.metadata.forget()
+    forget()
     service.inventory.outdate()
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging |= {"/dev/fake-data-0", "/dev/fake-other-0"}
-    for ask in (client.volume_health, client.node_health):
-        with expect.code("UNAVAILABLE", "do not answer"):
-            ask(made.volume_id)
+    require_refused(client, made.volume_id, "UNAVAILABLE", "do not answer")
     with expect.code("UNAVAILABLE", "do not answer"):
         client.unhealthy()
 
 
-def test_an_inline_volume_that_no_report_has_is_looked_for_in_each_group_that_answers(
+def test_an_inline_volume_without_a_report_is_searched_for_in_each_group_that_answers(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
@@ -319,40 +304,43 @@ def test_an_inline_volume_that_no_report_has_is_looked_for_in_each_group_that_an
 # Pages
 
 
-def test_the_list_comes_in_pages_and_a_token_that_is_none_is_refused(
+def page(client: Client, token: str = "", most: int = 0) -> tuple[list[str], str, int]:
+    """The ids on a page of ControllerListVolumeHealth, the next token, and the message's size."""
+    request = csi.ControllerListVolumeHealthRequest(max_entries=most, starting_token=token)
+    found = client.controller.ControllerListVolumeHealth(request)
+    return [one.volume_id for one in found.entries], found.next_token, found.ByteSize()
+
+
+def create_partial(client: Client, service: Service, fake: FakeHost, *names: str) -> list[str]:
+    """Create volumes of these names; all but those that begin with "w" lack a disk."""
+    ids = [client.create(one, 16 * MIB, block()).volume_id for one in names]
+    for one in names:
+        fake.lvm2.groups["data"].volumes[f"vol-{one}"].health = "" if one[0] == "w" else "partial"
+    service.inventory.state()
+    return ids
+
+
+def test_the_list_has_pages_and_an_unknown_token_is_refused(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(5)]
-    for number in (0, 1, 3):
-        fake.lvm2.groups["data"].volumes[f"vol-{number}"].health = "partial"
-    service.inventory.state()
-    request = csi.ControllerListVolumeHealthRequest(max_entries=2)
-    first = client.controller.ControllerListVolumeHealth(request)
-    assert [one.volume_id for one in first.entries] == [ids[0], ids[1]]
-    request.starting_token = first.next_token
-    rest = client.controller.ControllerListVolumeHealth(request)
-    assert [one.volume_id for one in rest.entries] == [ids[3]]
-    assert rest.next_token == ""
-    request.starting_token = first.next_token.replace("@", "/")
-    with expect.code("ABORTED", request.starting_token):
-        client.controller.ControllerListVolumeHealth(request)
+    first, second, _, third, _ = create_partial(client, service, fake, "a", "b", "w1", "x", "w2")
+    ids, token, _ = page(client, most=2)
+    assert ids == [first, second]
+    assert page(client, token, most=2)[:2] == ([third], "")
+    unknown = token.replace("@", "/")
+    with expect.code("ABORTED", unknown):
+        page(client, unknown, most=2)
     with expect.code("INVALID_ARGUMENT", "max_entries"):
-        client.controller.ControllerListVolumeHealth(
-            csi.ControllerListVolumeHealthRequest(max_entries=-1)
-        )
+        page(client, most=-1)
 
 
-def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is_looked_at_twice(
+def test_an_unbounded_list_comes_in_parts_that_fit_a_message_and_visits_each_volume_once(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(9)]
-    for number in range(9):
-        fake.lvm2.groups["data"].volumes[f"vol-{number}"].health = "partial"
-    service.inventory.state()
-    whole = client.controller.ControllerListVolumeHealth(csi.ControllerListVolumeHealthRequest())
-    assert [one.volume_id for one in whole.entries] == ids
-    most = whole.ByteSize() // 2
-    monkeypatch.setattr(requests, "_MOST_BYTES", most)
+    ids = create_partial(client, service, fake, *map(str, range(9)))
+    whole, _, size = page(client)
+    assert whole == ids
+    monkeypatch.setattr(requests, "_MOST_BYTES", most := size // 2)
     looked: list[str] = []
     real = service.diagnosis.of
 
@@ -361,22 +349,19 @@ def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is
         return real(volume, *words, **named)
 
     monkeypatch.setattr(service.diagnosis, "of", of)
-    request, seen = csi.ControllerListVolumeHealthRequest(), list[str]()
-    while True:
-        part = client.controller.ControllerListVolumeHealth(request)
-        assert part.entries
-        assert part.ByteSize() <= most
-        seen += [one.volume_id for one in part.entries]
-        if not (token := part.next_token):
-            break
-        # The one that did not fit is looked at again.
+    seen, token, size = page(client)
+    while token:
+        assert size <= most
+        # The volume that did not fit is diagnosed again.
         assert looked.pop() == token
-        request.starting_token = token
+        part, token, size = page(client, token)
+        assert part
+        seen += part
     assert seen == ids == looked
     assert [one.volume_id for one in client.unhealthy()] == ids
 
 
-def test_lists_without_a_bound_come_in_parts_and_who_wants_all_asks_for_all(
+def test_unbounded_lists_of_volumes_and_snapshots_come_in_parts(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "_MOST_ENTRIES", 2)
@@ -389,24 +374,10 @@ def test_lists_without_a_bound_come_in_parts_and_who_wants_all_asks_for_all(
     assert [one.snapshot_id for one in client.snapshots()] == snapshots
 
 
-# What the kernel tells
+# What the kernel reports
 
 
-def test_a_volume_that_was_left_suspended_is_inaccessible_until_it_is_resumed(
-    client: Client, fake: FakeHost, volume: csi.Volume
-) -> None:
-    fake.suspend("data", "vol-pvc-1")
-    fake.commands.clear()
-    [listed] = client.unhealthy()
-    for health in (client.volume_health(volume.volume_id), listed):
-        assert words(health) == [(csi.INACCESSIBLE, "DeviceSuspended")]
-        assert "dmsetup resume" in health.health_statuses[0].message
-    assert fake.commands == []
-    fake.devices.resume("data", "vol-pvc-1")
-    assert client.unhealthy() == []
-
-
-def test_a_volume_that_is_held_for_a_group_snapshot_or_for_a_moment_is_well(
+def test_a_volume_suspended_for_a_group_snapshot_or_for_a_moment_is_healthy(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -429,7 +400,7 @@ def test_a_volume_that_is_held_for_a_group_snapshot_or_for_a_moment_is_well(
     assert client.unhealthy() == []
 
 
-def test_a_volume_whose_device_does_not_answer_keeps_nobody_waiting_and_is_told_of(
+def test_a_device_that_hangs_delays_no_call_and_is_reported(
     client: Client, service: Service, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, hanging = threading.Event(), threading.Event()
@@ -456,7 +427,7 @@ def test_a_volume_whose_device_does_not_answer_keeps_nobody_waiting_and_is_told_
     assert not client.node_health(volume.volume_id).health_statuses
 
 
-def test_a_path_that_shows_a_device_that_went_away_is_told_of(
+def test_a_path_with_a_device_that_went_away_is_reported(
     client: Client,
     fake: FakeHost,
     volume: csi.Volume,
@@ -472,35 +443,31 @@ def test_a_path_that_shows_a_device_that_went_away_is_told_of(
     assert not client.node_health(volume.volume_id).health_statuses
 
 
-def test_a_volume_that_could_never_be_staged_is_answered_for_at_paths_that_are_not_there(
+def test_health_does_not_need_the_paths_of_the_call_to_exist(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume, tmp_path: Path
 ) -> None:
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
+    report(fake, service)
     found = client.node_health(volume.volume_id, tmp_path / "pods/x", tmp_path / "plugins/y")
     assert words(found) == [(csi.INACCESSIBLE, "DiskMissing")]
 
 
 @pytest.mark.parametrize("path", ["relative", "/", "/a/../b", "/outside/of/it"])
-def test_a_path_that_can_be_no_volume_s_is_refused(
-    client: Client, volume: csi.Volume, path: str
-) -> None:
+def test_an_invalid_path_is_refused(client: Client, volume: csi.Volume, path: str) -> None:
     with expect.code("INVALID_ARGUMENT"):
         client.node_health(volume.volume_id, path)
     with expect.code("INVALID_ARGUMENT"):
         client.node_health(volume.volume_id, staging_path=path)
 
 
-def test_two_things_that_are_wrong_are_two_entries(
+def test_two_problems_are_two_entries(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
-    snapshot = client.snapshot("s", volume.volume_id)
+    assert client.snapshot("s", volume.volume_id).snapshot_id
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     service.inventory.state()
     fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 16 * MIB)
-    assert snapshot.snapshot_id
     assert words(client.volume_health(volume.volume_id)) == [
         (csi.DATA_LOSS, "SnapshotOverflowed"),
         (csi.INACCESSIBLE, "DiskMissing"),
@@ -510,7 +477,9 @@ def test_two_things_that_are_wrong_are_two_entries(
 # Capabilities
 
 
-def test_the_health_calls_are_offered_and_the_old_condition_is_not(client: Client) -> None:
+def test_the_health_calls_are_offered_and_the_old_condition_capability_is_not(
+    client: Client,
+) -> None:
     controller = client.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
     rpc = csi.ControllerServiceCapability.RPC
     offered = {one.rpc.type for one in controller.capabilities}
