@@ -17,7 +17,7 @@ from changed_blocks import blocks
 from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
-from fast.daemon.test_beginning import Started
+from started import Started
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.core import volume_group

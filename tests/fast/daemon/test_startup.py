@@ -1,8 +1,8 @@
-"""What is served while lvm2 does not answer, or too many calls wait for it."""
+"""Start-up and recovery: what is served meanwhile, what is admitted, what an idle node costs."""
 
-import http.client
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,61 +14,26 @@ import pytest
 import serving
 from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
+from fast.daemon.conftest import Start
 
 from agent.core import background, errors, locks
-from agent.core.host import Host
+from agent.core.classes import DeviceClass
 from agent.core.locks import Admission
 from agent.core.settings import Config
 from agent.core.values import Address
+from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import Client, block, mounted
-from agent.daemon import process, server, startup
-from agent.daemon.monitor import Monitor
-from agent.operations import preflight
+from agent.daemon import server, startup
+from agent.daemon.metrics import Metrics
+from agent.daemon.registration import Registration
+from agent.daemon.startup import Recovery
 from mount import errors as mount_errors
 from mount.command import Result, time_limit
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 STAGES = 40
-
-
-class Started:
-    """`serve` in a thread, until it is ended as SIGTERM ends it."""
-
-    def __init__(self, config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.port = 0
-        self.served, self.begun, self._ended = (threading.Event() for _ in range(3))
-        start = Monitor.start
-
-        def noting(one: Monitor) -> int:
-            self.port = start(one)
-            return self.port
-
-        monkeypatch.setattr(Monitor, "start", noting)
-        monkeypatch.setattr(process, "notify", self._notify)
-        monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
-        host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-        self._thread = threading.Thread(target=process.serve, args=(config, host))
-        self._thread.start()
-        assert self.served.wait(20)
-
-    def _notify(self, state: str) -> None:
-        if state == "STATUS=ready":
-            self.begun.set()
-        if state == "READY=1":
-            self.served.set()
-
-    def page(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
+pytestmark = pytest.mark.usefixtures("well")
 
 
 class Hanging:
@@ -91,13 +56,6 @@ def config(tmp_path: Path) -> Config:
     return configured.carver(tmp_path, kubelet_dir=("/",), metrics_address=Address("127.0.0.1", 0))
 
 
-@pytest.fixture(autouse=True)
-def well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node on which all is well that lvm2 is not asked about."""
-    monkeypatch.setattr(preflight, "CHEAP", ())
-    monkeypatch.setattr(preflight, "CHECKS", {})
-
-
 @pytest.fixture
 def used(config: Config, fake: FakeHost, tmp_path: Path) -> tuple[csi.Volume, Path, Path]:
     """A volume that pods use, since an earlier process; and one whose wipe it left."""
@@ -114,32 +72,17 @@ def used(config: Config, fake: FakeHost, tmp_path: Path) -> tuple[csi.Volume, Pa
     return volume, staging, target
 
 
-@pytest.fixture
-def start(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], Started]]:
-    started: list[Started] = []
-
-    def one() -> Started:
-        started.append(Started(config, fake, monkeypatch))
-        return started[-1]
-
-    yield one
-    for running in started:
-        running.end()
-
-
 def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
     config: Config,
     fake: FakeHost,
     used: tuple[csi.Volume, Path, Path],
-    start: Callable[[], Started],
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(locks, "_PATIENCE_SECONDS", 0.1)
     volume, staging, target = used
     lvm2 = Hanging(fake, "lvm")
-    running = start()
+    running = start(recovers=False)
     assert lvm2.asked.acquire(timeout=20)
     with Client(config.endpoint) as client:
         assert client.info().name
@@ -155,7 +98,7 @@ def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
         status, text = running.page("/readyz")
         assert (status, "waits for lvm2" in text) == (503, True)
         assert "carver_lvm_up 0.0" in running.page("/metrics")[1]
-        # It was asked once, by the start: nobody else adds to what hangs.
+        # It was asked once, by the start: no call adds to what hangs.
         assert not lvm2.asked.acquire(blocking=False)
 
         lvm2.answering.set()
@@ -166,11 +109,11 @@ def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
         assert running.page("/readyz") == (200, "ok\n")
 
 
-def test_calls_that_come_a_moment_too_early_wait_for_the_start(
-    config: Config, fake: FakeHost, start: Callable[[], Started]
+def test_calls_that_arrive_early_wait_for_the_start(
+    config: Config, fake: FakeHost, start: Start
 ) -> None:
     lvm2 = Hanging(fake, "lvm")
-    start()
+    start(recovers=False)
     with Client(config.endpoint) as client, ThreadPoolExecutor(1) as callers:
         waiting = callers.submit(client.create, "new", 16 * MIB, block())
         assert lvm2.asked.acquire(timeout=20)
@@ -178,35 +121,34 @@ def test_calls_that_come_a_moment_too_early_wait_for_the_start(
         assert waiting.result(20).volume_id
 
 
-def test_what_was_left_is_gone_on_with_when_lvm2_answers_at_last(
+def test_recovery_follows_once_lvm2_answers(
     config: Config,
     fake: FakeHost,
     used: tuple[csi.Volume, Path, Path],
-    start: Callable[[], Started],
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(startup, "_FIRST_RETRY_SECONDS", 0.01)
     fails = iter([Result(5, "", "  a disk hangs\n")] * 3)
     fake.intercept = lambda words: next(fails, None) if words[0] == "lvm" else None
-    running = start()
-    assert running.begun.wait(20)
+    start()
     expect.soon(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
     assert caplog.text.count("no volume group can be used yet") == 1
     expect.soon(lambda: "startup: well again after" in caplog.text)
 
 
 def test_a_call_is_refused_at_once_where_the_start_has_failed(
-    config: Config, fake: FakeHost, start: Callable[[], Started], monkeypatch: pytest.MonkeyPatch
+    config: Config, fake: FakeHost, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "_FIRST_RETRY_SECONDS", 60.0)
     fake.intercept = lambda words: Result(5, "", "  a disk hangs\n")
-    start()
+    start(recovers=False)
     with Client(config.endpoint) as client, expect.code("UNAVAILABLE", "a disk hangs"):
         client.capacity()
 
 
-def test_what_lvm2_refuses_of_what_was_left_keeps_no_call_waiting(
+def test_a_refused_step_of_recovery_blocks_no_call(
     config: Config, fake: FakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = serving.start(config, fake)
@@ -220,16 +162,15 @@ def test_what_lvm2_refuses_of_what_was_left_keeps_no_call_waiting(
     running.stop()
 
 
-def test_forty_stages_whose_mkfs_hangs_leave_probe_unpublish_statistics_and_health_their_threads(
+def test_forty_hanging_mkfs_leave_other_calls_their_threads(
     config: Config,
     fake: FakeHost,
     used: tuple[csi.Volume, Path, Path],
-    start: Callable[[], Started],
+    start: Start,
     tmp_path: Path,
 ) -> None:
     volume, staging, target = used
     running = start()
-    assert running.begun.wait(20)
     with Client(config.endpoint) as client, ThreadPoolExecutor(STAGES) as callers:
         made = [client.create(f"new-{one}", 4 * MIB, mounted("ext4")) for one in range(STAGES)]
         mkfs = Hanging(fake, "mkfs.ext4")
@@ -254,12 +195,11 @@ def test_forty_stages_whose_mkfs_hangs_leave_probe_unpublish_statistics_and_heal
 
 
 def test_health_needs_no_thread_that_other_calls_use(
-    config: Config, fake: FakeHost, start: Callable[[], Started], monkeypatch: pytest.MonkeyPatch
+    config: Config, fake: FakeHost, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "THREADS", 2)
     lvm2 = Hanging(fake, "nothing")
     running = start()
-    assert running.begun.wait(20)
     lvm2._program = "lvm"
     with Client(config.endpoint) as client, ThreadPoolExecutor(4) as callers:
         waiting = [callers.submit(client.create, f"new-{one}", 4 * MIB) for one in range(4)]
@@ -270,10 +210,10 @@ def test_health_needs_no_thread_that_other_calls_use(
         assert all(one.result(20).volume_id for one in waiting)
 
 
-# Who is admitted
+# Admission
 
 
-def test_a_call_too_many_is_told_to_come_again_and_one_that_asks_no_group_is_not() -> None:
+def test_a_call_too_many_is_refused() -> None:
     admitting = Admission(places=1)
 
     def one_more() -> None:
@@ -332,7 +272,7 @@ def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
     assert admitting._with == {}
 
 
-def test_who_was_not_admitted_keeps_no_place() -> None:
+def test_a_call_that_was_not_admitted_keeps_no_place() -> None:
     admitting = Admission(places=1)
     admitting.close()
     for _ in range(2):
@@ -343,29 +283,126 @@ def test_who_was_not_admitted_keeps_no_place() -> None:
         locks.enter()
 
 
-def test_work_that_no_call_waits_for_is_not_held_back() -> None:
+def test_background_work_is_not_held_back() -> None:
     Admission().close()
     locks.enter()
 
 
 def test_a_node_is_not_ready_before_kubelet_has_registered_it(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: Config, start: Start, tmp_path: Path
 ) -> None:
     kubelet = FakeKubelet(tmp_path / "r")
     own = replace(config, registration="self", registration_directory=kubelet.directory)
-    running = Started(own, fake, monkeypatch)
-    assert running.begun.wait(20)
+    running = start(own)
     expect.soon(lambda: "waiting" in running.page("/readyz")[1])
     assert running.page("/readyz")[0] == 503
     assert running.page("/healthz") == (200, "ok\n")
     kubelet.look()
     assert running.page("/readyz") == (200, "ok\n")
-    running.end()
 
 
-def test_a_node_that_asks_for_no_metrics_starts_so_too(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+# Recovery of each group
+
+
+@pytest.fixture
+def volume_groups(tmp_path: Path) -> VolumeGroups:
+    fake = FakeHost(tmp_path)
+    for one in ("a", "b"):
+        fake.lvm2.add_group(one)
+    return VolumeGroups(fake.lvm, fake.disks, fake.devices, ["a", "b"])
+
+
+def test_a_group_without_a_thread_is_recovered_by_the_next_step(
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Started(replace(config, metrics_address=None), fake, monkeypatch)
-    assert running.begun.wait(20)
-    running.end()
+    recovered: list[str] = []
+
+    def recover(name: str) -> bool:
+        recovered.append(name)
+        return True
+
+    own = Recovery(volume_groups, recover)
+
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        for attempt in (own.begin, own.step):
+            with pytest.raises(RuntimeError):
+                attempt()
+    assert recovered == []
+    own.step()
+    expect.soon(lambda: sorted(recovered) == ["a", "b"])
+
+
+def test_a_group_that_appears_during_an_attempt_is_recovered_by_a_later_step(
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_RETRY_SECONDS", 0.0)
+    tried: list[str] = []
+
+    def recover(name: str) -> bool:
+        tried.append(name)
+        was_there = tried.count(name) > 1
+        # A call reads the group just then, and finds it.
+        for one in volume_groups:
+            one.state()
+        return was_there
+
+    own = Recovery(volume_groups, recover)
+    own.begin()
+    expect.soon(lambda: sorted(tried) == ["a", "b"])
+    assert all(one.answers for one in volume_groups)
+
+    def step_until_both_are_recovered() -> bool:
+        own.step()
+        return sorted(tried) == ["a", "a", "b", "b"]
+
+    expect.soon(step_until_both_are_recovered)
+    own.step()
+    assert len(tried) == 4
+
+
+def test_an_absent_group_is_not_taken_for_recovered(tmp_path: Path) -> None:
+    fake = FakeHost(tmp_path)
+    service = serving.start(configured.carver(tmp_path, "late"), fake)
+    try:
+        assert not server.resume(service, "late")
+        fake.lvm2.add_group("late")
+        assert server.resume(service, "late")
+    finally:
+        service.stop()
+
+
+# What an idle service costs
+
+
+def test_ten_idle_minutes_cost_one_command_at_most(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    classes = (DeviceClass("plain", "data", default=True), DeviceClass("away", "gone"))
+    config = configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+    service = serving.start(config, fake)
+    with Client(config.endpoint) as client:
+        client.create("1", 4 << 20, block())
+    metrics = Metrics()
+    metrics.watch(service, Registration(tmp_path / "registry", config.endpoint))
+    recovery = Recovery(service.volume_groups, lambda _name: True)
+    metrics.text()
+    fake.commands.clear()
+    began, real = time.time(), time.monotonic()
+    passed = [0.0]
+    monkeypatch.setattr(time, "time", lambda: began + passed[0])
+    monkeypatch.setattr(time, "monotonic", lambda: real + passed[0])
+    for second in range(0, 600, 5):
+        passed[0] = float(second)
+        if second % 15 == 0:
+            assert b'carver_group_present{group="data"} 1.0' in metrics.text()
+        if second % 10 == 0:
+            service.readiness.check()
+        recovery.step()
+        service.inventory.refresh(60.0)
+    assert len(fake.commands) <= 1
+    monkeypatch.undo()
+    service.stop()
