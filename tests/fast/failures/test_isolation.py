@@ -17,8 +17,8 @@ from changed_blocks import blocks
 from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
-from started import Started
 from prometheus_client.parser import text_string_to_metric_families
+from started import Started
 
 from agent.core import volume_group
 from agent.core.classes import DeviceClass
