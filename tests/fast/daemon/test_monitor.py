@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import configured
 import pytest
@@ -319,9 +321,10 @@ def test_a_hanging_lvm2_delays_a_scrape_by_seconds_only(
 
 @pytest.mark.parametrize("setting", ["metrics_address", "health_address"])
 def test_the_service_serves_its_pages_until_it_ends(
-    start: Start, tmp_path: Path, setting: str
+    config: Config, start: Start, setting: str
 ) -> None:
-    running = start(configured.carver(tmp_path, **{setting: HERE}), recovers=False)
+    address: dict[str, Any] = {setting: HERE}
+    running = start(replace(config, **address), recovers=False)
     assert running.page("/healthz") == (200, "ok\n")
     status, text = running.page("/metrics")
     if setting == "metrics_address":

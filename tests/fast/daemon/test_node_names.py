@@ -1,4 +1,4 @@
-"""Nodes with names as long as Kubernetes allows: what is told of them is what a label can hold."""
+"""Nodes with names as long as Kubernetes allows: their topology value fits in a label."""
 
 import re
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def create(client: Client, where: csi.Topology) -> csi.Volume:
     ).volume
 
 
-def test_a_long_node_name_is_told_whole_and_as_a_value_that_a_label_can_hold(
+def test_a_long_node_name_is_whole_as_the_id_and_a_valid_label_as_the_topology(
     client: Client, name: str
 ) -> None:
     info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
@@ -97,7 +97,7 @@ def test_a_node_whose_name_begins_with_the_same_63_characters_is_another(
     assert client.controller.GetCapacity(request).available_capacity == 0
 
 
-def test_the_value_never_changes_from_one_version_to_the_next() -> None:
+def test_the_value_is_the_same_in_every_version() -> None:
     """The volumes' PersistentVolumes have it; docs/configuration.md says how it is made."""
     assert ids.node_segment("n" * 63) == "n" * 63
     assert ids.node_segment("n" * 64) == f"{'n' * 46}-ce068a195ab380a8"

@@ -1,4 +1,4 @@
-"""The registration socket: whose it is, what is said over it, and what becomes of refusals."""
+"""The registration socket: who serves it, what is said over it, and retries after refusals."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import expect
@@ -19,7 +19,6 @@ from agent.daemon.registration import Registration, State
 from proto import pluginregistration_pb2 as wire
 
 ENDPOINT = Path("/var/lib/kubelet/plugins/lvm.csi.carver/csi.sock")
-Start = Callable[[], Registration]
 
 
 @pytest.fixture
@@ -38,12 +37,24 @@ def registration(registry: Path) -> Iterator[Registration]:
 
 
 @pytest.fixture
-def start(registration: Registration) -> Start:
-    def started() -> Registration:
-        registration.start()
-        return registration
+def waiting(registration: Registration) -> Registration:
+    """Served; kubelet has not answered yet."""
+    registration.start()
+    expect_state(registration, State.WAITING)
+    return registration
 
-    return started
+
+def expect_state(registration: Registration, state: State) -> None:
+    expect.soon(lambda: registration.state is state)
+
+
+@pytest.fixture
+def other(registry: Path) -> Iterator[socket.socket]:
+    """The registrar of another process, which serves the socket."""
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
+        served.listen(1000)
+        yield served
 
 
 def notify(registration: Registration, *, error: str = "") -> None:
@@ -52,46 +63,28 @@ def notify(registration: Registration, *, error: str = "") -> None:
         plugin.NotifyRegistrationStatus(status, timeout=20)
 
 
-def waiting(registration: Registration) -> Callable[[], bool]:
-    return lambda: registration.state is State.WAITING
-
-
-def test_kubelet_is_told_a_csi_driver_with_its_name_endpoint_and_version(start: Start) -> None:
-    registration = start()
-    expect.soon(waiting(registration))
-    with asked(registration.socket) as plugin:
+def test_kubelet_gets_name_endpoint_and_version_over_a_socket_for_root(
+    waiting: Registration, registry: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert [path.name for path in registry.iterdir()] == ["lvm.csi.carver-reg.sock"]
+    assert stat.S_IMODE(waiting.socket.stat().st_mode) == 0o600
+    with asked(waiting.socket) as plugin:
         info = plugin.GetInfo(wire.InfoRequest(), timeout=20)
     assert (info.type, info.name) == ("CSIPlugin", DRIVER_NAME)
     assert info.endpoint == str(ENDPOINT)
     assert list(info.supported_versions) == ["1.0.0"]
-
-
-def test_the_socket_has_kubelet_s_form_of_name_and_is_root_s_alone(
-    start: Start, registry: Path
-) -> None:
-    registration = start()
-    expect.soon(waiting(registration))
-    assert [path.name for path in registry.iterdir()] == ["lvm.csi.carver-reg.sock"]
-    assert stat.S_IMODE(registration.socket.stat().st_mode) == 0o600
-
-
-def test_what_kubelet_said_is_kept_and_logged(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    registration = start()
-    expect.soon(waiting(registration))
-    notify(registration)
-    assert registration.state is State.REGISTERED
+    notify(waiting)
+    assert waiting.state is State.REGISTERED
     assert f"kubelet has registered {DRIVER_NAME}" in caplog.text
 
 
 def test_a_refusal_is_logged_with_its_reason_and_tried_again_with_a_new_socket(
-    start: Start, registry: Path, caplog: pytest.LogCaptureFixture
+    registration: Registration, registry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kubelet = FakeKubelet(registry)
     kubelet.refusal = "the API server does not answer"
-    registration = start()
+    registration.start()
 
     def look_until_asked(times: int) -> bool:
         kubelet.look()
@@ -101,7 +94,7 @@ def test_a_refusal_is_logged_with_its_reason_and_tried_again_with_a_new_socket(
     assert kubelet.drivers == {}
     assert "the API server does not answer" in caplog.text
     kubelet.refusal = ""
-    # Kubelet calls the endpoint, which nobody serves here.
+    # Kubelet calls the endpoint, which is not served here.
     kubelet._take = lambda path, info: ""  # type: ignore[method-assign]
     expect.soon(lambda: look_until_asked(3))
     assert registration.state is State.REGISTERED
@@ -126,47 +119,21 @@ def test_each_refusal_doubles_the_wait_and_a_success_ends_that(
     assert refused() == 100
 
 
-def test_readiness_waits_for_kubelet_s_answer(start: Start, registry: Path, tmp_path: Path) -> None:
-    registration = start()
-    expect.soon(waiting(registration))
+def test_readiness_waits_for_kubelet_s_answer(waiting: Registration, tmp_path: Path) -> None:
     with pytest.raises(errors.NotReady, match=r"has not registered lvm\.csi\.carver \(waiting"):
-        registration.check()
-    notify(registration, error="no such path")
+        waiting.check()
+    notify(waiting, error="no such path")
     with pytest.raises(errors.NotReady, match=r"has not registered"):
-        registration.check()
-    expect.soon(waiting(registration))
-    notify(registration)
-    registration.check()
-
-
-def test_readiness_does_not_ask_what_only_another_registrar_knows(
-    start: Start, registry: Path
-) -> None:
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
-        other.listen()
-        registration = start()
-        expect.soon(lambda: registration.state is State.TAKEN)
-        registration.check()
-
-
-def test_a_node_without_kubelet_s_directory_is_not_ready(tmp_path: Path) -> None:
-    registration = Registration(tmp_path / "none", ENDPOINT)
+        waiting.check()
+    expect_state(waiting, State.WAITING)
+    notify(waiting)
+    waiting.check()
+    # No directory of kubelet's.
     with pytest.raises(errors.NotReady, match=r"docs/troubleshooting\.md"):
-        registration.check()
+        Registration(tmp_path / "none", ENDPOINT).check()
 
 
-def test_a_stale_socket_is_replaced(start: Start, registry: Path) -> None:
-    path = registry / f"{DRIVER_NAME}-reg.sock"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    registration = start()
-    expect.soon(waiting(registration))
-    notify(registration)
-    assert registration.state is State.REGISTERED
-
-
-def test_waiting_is_said_only_when_the_socket_is_served(
+def test_a_stale_socket_is_replaced_and_the_state_is_waiting_only_then(
     registration: Registration, registry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A socket that another process left is there before, and nothing can be said over it."""
@@ -181,12 +148,13 @@ def test_waiting_is_said_only_when_the_socket_is_served(
 
     monkeypatch.setattr(Path, "rename", rename)
     registration.start()
-    expect.soon(waiting(registration))
+    expect_state(registration, State.WAITING)
     assert said == [(State.OFF, False)]
     notify(registration)
+    assert registration.state is State.REGISTERED
 
 
-def test_an_answer_that_comes_as_soon_as_the_socket_is_there_is_kept(
+def test_an_answer_as_soon_as_the_socket_exists_is_kept(
     registration: Registration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[threading.Thread] = []
@@ -205,59 +173,64 @@ def test_an_answer_that_comes_as_soon_as_the_socket_is_there_is_kept(
     assert registration.state is State.REGISTERED
 
 
-def test_a_registrar_that_serves_the_socket_is_left_alone_and_followed_when_it_goes(
-    start: Start, registry: Path, caplog: pytest.LogCaptureFixture
+def test_another_registrar_is_left_alone_and_followed_when_it_goes(
+    registration: Registration,
+    registry: Path,
+    other: socket.socket,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = registry / f"{DRIVER_NAME}-reg.sock"
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path))
-        other.listen(1000)
-        registration = start()
-        expect.soon(lambda: registration.state is State.TAKEN)
-        inode = path.stat().st_ino
-        time.sleep(0.1)
-        assert path.stat().st_ino == inode
+    registration.start()
+    expect_state(registration, State.TAKEN)
+    # Readiness is not asked for what only the other knows.
+    registration.check()
+    inode = path.stat().st_ino
+    time.sleep(0.1)
+    assert path.stat().st_ino == inode
+    other.close()
     assert caplog.text.count("another process") == 1
-    expect.soon(waiting(registration))
+    expect_state(registration, State.WAITING)
     notify(registration)
 
 
-def test_a_registrar_that_takes_the_socket_over_keeps_it(start: Start, registry: Path) -> None:
-    registration = start()
-    expect.soon(waiting(registration))
-    other = registry / "other"
+def test_a_registrar_that_takes_the_socket_over_keeps_it(
+    waiting: Registration, registry: Path
+) -> None:
+    path = registry / "other"
     with socket.socket(socket.AF_UNIX) as taker:
-        taker.bind(str(other))
+        taker.bind(str(path))
         taker.listen(1000)
-        other.rename(registration.socket)
-        expect.soon(lambda: registration.state is State.TAKEN)
-        registration.stop()
-        assert registration.socket.exists()
+        path.rename(waiting.socket)
+        expect_state(waiting, State.TAKEN)
+        waiting.stop()
+        assert waiting.socket.exists()
 
 
-def test_what_is_no_socket_is_left_untouched(start: Start, registry: Path) -> None:
+def test_a_file_in_place_of_the_socket_is_left_untouched(
+    registration: Registration, registry: Path
+) -> None:
     path = registry / f"{DRIVER_NAME}-reg.sock"
     path.write_text("data")
-    registration = start()
-    expect.soon(lambda: registration.state is State.TAKEN)
+    registration.start()
+    expect_state(registration, State.TAKEN)
     registration.stop()
     assert path.read_text() == "data"
 
 
-def test_a_node_without_kubelet_is_left_as_it_is_until_it_has_one(
-    start: Start, registry: Path
+def test_a_node_gets_the_socket_as_soon_as_kubelet_has_its_directory(
+    registration: Registration, registry: Path
 ) -> None:
     registry.rmdir()
-    registration = start()
+    registration.start()
     time.sleep(0.1)
     assert registration.state is State.OFF
     assert not registry.exists()
     registry.mkdir()
-    expect.soon(waiting(registration))
+    expect_state(registration, State.WAITING)
 
 
-def test_a_socket_that_cannot_be_made_is_told_once_and_tried_again(
-    start: Start,
+def test_a_socket_that_cannot_be_made_is_logged_once_and_retried(
+    registration: Registration,
     registry: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -270,14 +243,14 @@ def test_a_socket_that_cannot_be_made_is_told_once_and_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "chmod", refuse)
-        registration = start()
+        registration.start()
         expect.soon(lambda: len(failed) > 1)
         assert registration.state is State.OFF
     assert caplog.text.count("cannot make the registration socket") == 1
-    expect.soon(waiting(registration))
+    expect_state(registration, State.WAITING)
     assert [path.name for path in registry.iterdir()] == [registration.socket.name]
 
 
-def test_stopping_what_was_never_started_is_nothing(registry: Path) -> None:
+def test_stopping_an_unstarted_registration_changes_nothing(registry: Path) -> None:
     Registration(registry, ENDPOINT).stop()
     assert list(registry.iterdir()) == []
