@@ -1,6 +1,8 @@
-"""The Controller's answers, right and wrong requests alike."""
+"""The Controller's answers to right and wrong requests."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import chosen
 import expect
@@ -20,48 +22,44 @@ def segments(node: str) -> csi.Topology:
     return csi.Topology(segments={TOPOLOGY_KEY: node})
 
 
-def create_at(client: Client, requirement: csi.TopologyRequirement) -> csi.Volume:
+def create_at(client: Client, field: str, *nodes: str) -> csi.Volume:
+    places = [segments(one) for one in nodes]
     request = csi.CreateVolumeRequest(
         name="pvc-1",
         capacity_range=csi.CapacityRange(required_bytes=EXTENT),
         volume_capabilities=[block()],
-        accessibility_requirements=requirement,
+        accessibility_requirements=csi.TopologyRequirement(**{field: places}),
     )
     return client.controller.CreateVolume(request).volume
 
 
-def test_a_size_is_rounded_up_to_extents(client: Client) -> None:
-    assert client.create("pvc-1", EXTENT + 1, block()).capacity_bytes == 2 * EXTENT
-
-
-@pytest.mark.variation
-def test_a_volume_without_a_size_gets_one(client: Client) -> None:
-    assert client.create("pvc-1", 0, block(), limit_bytes=10 * MIB).capacity_bytes == 8 * MIB
-
-
-def test_a_volume_is_made_as_large_as_its_file_system_needs(client: Client) -> None:
-    assert client.create("pvc-1", EXTENT, mounted("xfs")).capacity_bytes == 300 * MIB
+def create(client: Client, **asked: Any) -> csi.Volume:
+    """Create `pvc-1`, a raw block volume of one extent unless asked otherwise."""
+    name, size = asked.pop("name", "pvc-1"), asked.pop("size", EXTENT)
+    return client.create(name, size, *asked.pop("uses", [block()]), **asked)
 
 
 @pytest.mark.parametrize(
-    ("capability", "required", "limit"),
-    [(block(), EXTENT + 1, EXTENT + 2), (mounted("xfs"), EXTENT, 200 * MIB)],
-    ids=["no whole extents", "too small for xfs"],
+    ("asked", "size"),
+    [
+        pytest.param({"size": EXTENT + 1}, 2 * EXTENT, id="rounded up to extents"),
+        pytest.param({"uses": [mounted("xfs")]}, 300 * MIB, id="what xfs needs"),
+        pytest.param(
+            *({"size": 0, "limit_bytes": 10 * MIB}, 8 * MIB),
+            id="only a limit",
+            marks=pytest.mark.variation,
+        ),
+    ],
 )
-@pytest.mark.variation
-def test_a_limit_that_cannot_be_kept_is_out_of_range(
-    client: Client, capability: csi.VolumeCapability, required: int, limit: int
-) -> None:
-    with expect.code("OUT_OF_RANGE", "limit_bytes"):
-        client.create("pvc-1", required, capability, limit_bytes=limit)
-    assert client.volumes() == []
+def test_create_chooses_the_size(client: Client, asked: dict[str, Any], size: int) -> None:
+    assert create(client, **asked).capacity_bytes == size
 
 
 def test_the_reported_maximum_can_be_made_and_one_extent_more_cannot(client: Client) -> None:
     maximum = client.capacity().maximum_volume_size.value
     with expect.code("RESOURCE_EXHAUSTED", str(maximum)):
-        client.create("pvc-1", maximum + 1, block())
-    assert client.create("pvc-1", maximum, block()).capacity_bytes == maximum
+        create(client, size=maximum + 1)
+    assert create(client, size=maximum).capacity_bytes == maximum
     assert client.capacity().available_capacity == 0
 
 
@@ -71,93 +69,127 @@ def test_the_reported_minimum_can_be_made(client: Client) -> None:
 
 
 @pytest.mark.variation
-def test_capacity_for_another_node_or_an_unsupported_mode_is_nothing(client: Client) -> None:
+def test_capacity_for_another_node_or_an_unsupported_mode_is_zero(client: Client) -> None:
     elsewhere = csi.GetCapacityRequest(accessible_topology=segments("there"))
     assert client.controller.GetCapacity(elsewhere).available_capacity == 0
     shared = block(Mode.MULTI_NODE_MULTI_WRITER)
     assert client.capacity(None, shared).available_capacity == 0
 
 
+EXT4 = [mounted("ext4")]
+CAPABILITY, PARAMETERS = "volume_capabilities[0]", "parameters"
+
+
 @pytest.mark.parametrize(
-    "capability", [block(Mode.MULTI_NODE_SINGLE_WRITER), mounted("ntfs"), mounted(flags=["rw,ro"])]
+    ("asked", "words"),
+    [
+        ({"uses": [block(Mode.MULTI_NODE_SINGLE_WRITER)]}, [CAPABILITY]),
+        ({"uses": [mounted("ntfs")]}, [CAPABILITY]),
+        ({"uses": [mounted(flags=["rw,ro"])]}, [CAPABILITY]),
+        ({"uses": [mounted("ext4", ["nouuid"])]}, ["mount_flags", "nouuid"]),
+        ({"uses": [mounted("ext4"), mounted("xfs")]}, ["ext4", "xfs"]),
+        ({"name": "a\x00b"}, ["name"]),
+        ({"name": "a\x07b"}, ["name"]),
+        ({"name": "a\x80b"}, ["name"]),
+        ({"name": "n" * 129}, ["name"]),
+        ({"name": ""}, ["name"]),
+        ({"size": -1}, ["capacity_range.required_bytes"]),
+        ({"size": 0, "limit_bytes": -1}, ["capacity_range.limit_bytes"]),
+        ({"size": 8 * MIB, "limit_bytes": 4 * MIB}, ["capacity_range.limit_bytes"]),
+        ({"source": csi.VolumeContentSource()}, ["volume_content_source"]),
+        ({"parameters": {"colour": "red"}}, [PARAMETERS, "colour", "carver/class"]),
+        ({"parameters": {"class": "gold"}}, [PARAMETERS, "gold", "plain"]),
+        ({"parameters": {"class": "plain", "carver/class": "plain"}}, [PARAMETERS, "prefix"]),
+        ({"parameters": {"fsType": "ntfs"}}, [PARAMETERS, "ntfs", "ext4"]),
+        ({"uses": EXT4, "parameters": {"mkfsOptions": "-F"}}, [PARAMETERS, "-F"]),
+        ({"uses": EXT4, "parameters": {"mkfsOptions": "-L ;reboot"}}, [PARAMETERS, "mkfsOptions"]),
+        ({"parameters": {"mkfsOptions": "-L " + "x" * 2000}}, [PARAMETERS, "too long"]),
+        ({"parameters": {"mountOptions": "bind"}}, [PARAMETERS, "mountOptions"]),
+        ({"uses": EXT4, "parameters": {"mountOptions": "nouuid"}}, ["mountOptions", "nouuid"]),
+        ({"parameters": {"csi.storage.k8s.io/fstype": "ntfs"}}, [PARAMETERS, "ntfs", "ext4"]),
+        (
+            {"parameters": {"csi.storage.k8s.io/fstype": "xfs", "carver/fsType": "ext4"}},
+            [PARAMETERS, "xfs", "ext4"],
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.variation
-def test_an_unsupported_capability_is_refused(
-    client: Client, capability: csi.VolumeCapability
+def test_create_refuses_invalid_fields_by_name(
+    client: Client, asked: dict[str, Any], words: list[str]
 ) -> None:
-    with expect.code("INVALID_ARGUMENT", "volume_capabilities[0]"):
-        client.create("pvc-1", EXTENT, capability)
+    with expect.code("INVALID_ARGUMENT", *words):
+        create(client, **asked)
     assert client.volumes() == []
 
 
-@pytest.mark.parametrize("name", ["a\x00b", "a\x07b", "a\x80b", "n" * 129, ""])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"size": EXTENT + 1, "limit_bytes": EXTENT + 2},
+        {"uses": [mounted("xfs")], "limit_bytes": 200 * MIB},
+    ],
+    ids=["no whole extents", "too small for xfs"],
+)
 @pytest.mark.variation
-def test_a_name_that_the_spec_does_not_allow_is_refused(client: Client, name: str) -> None:
-    with expect.code("INVALID_ARGUMENT", "name"):
-        client.create(name, EXTENT, block())
+def test_a_limit_that_cannot_be_kept_is_out_of_range(client: Client, asked: dict[str, Any]) -> None:
+    with expect.code("OUT_OF_RANGE", "limit_bytes"):
+        create(client, **asked)
+    assert client.volumes() == []
+
+
+@pytest.mark.variation
+def test_required_fields_are_named_when_they_are_missing(client: Client) -> None:
+    controller = client.controller
+    calls = [
+        (controller.CreateVolume, csi.CreateVolumeRequest(name="v"), "volume_capabilities"),
+        (
+            controller.ControllerExpandVolume,
+            csi.ControllerExpandVolumeRequest(volume_id="v"),
+            "capacity_range",
+        ),
+        (
+            controller.ControllerExpandVolume,
+            csi.ControllerExpandVolumeRequest(capacity_range=csi.CapacityRange(required_bytes=1)),
+            "volume_id",
+        ),
+        (
+            controller.ValidateVolumeCapabilities,
+            csi.ValidateVolumeCapabilitiesRequest(volume_id="v"),
+            "volume_capabilities",
+        ),
+    ]
+    for method, request, field in calls:
+        with expect.code("INVALID_ARGUMENT", field, "required"):
+            method(request)  # type: ignore[operator]
+
+
+NAMES = [
+    "n" * 128,
+    "snapshot",
+    "pvmove0",
+    "a_rimage_0",
+    "../../etc",
+    "-rf",
+    "päivä 1",
+    "日本",
+    "a/b",
+]
 
 
 @pytest.mark.parametrize(
-    "name",
-    chosen.kinds(
-        [
-            "n" * 128,
-            "snapshot",
-            "pvmove0",
-            "a_rimage_0",
-            "../../etc",
-            "-rf",
-            "päivä 1",
-            "日本",
-            "a/b",
-        ],
-        usual=["n" * 128, "a_rimage_0", "-rf", "日本"],
-    ),
+    "name", chosen.kinds(NAMES, usual=["n" * 128, "a_rimage_0", "-rf", "日本"])
 )
 def test_any_name_that_the_spec_allows_names_one_volume(client: Client, name: str) -> None:
-    volume = client.create(name, EXTENT, block())
-    assert client.create(name, EXTENT, block()) == volume
-    other = client.create(name[:-1] + "x", EXTENT, block())
-    assert other.volume_id != volume.volume_id
+    volume = create(client, name=name)
+    assert create(client, name=name) == volume
+    assert create(client, name=name[:-1] + "x").volume_id != volume.volume_id
 
 
 @pytest.mark.variation
-def test_a_capability_is_required(client: Client) -> None:
-    request = csi.CreateVolumeRequest(name="pvc-1")
-    with expect.code("INVALID_ARGUMENT", "volume_capabilities", "required"):
-        client.controller.CreateVolume(request)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"colour": "red"}, ["colour", "carver/class"]),
-        ({"class": "gold"}, ["gold", "plain"]),
-        ({"class": "plain", "carver/class": "plain"}, ["prefix"]),
-        ({"fsType": "ntfs"}, ["ntfs", "ext4"]),
-        ({"mkfsOptions": "-F"}, ["-F"]),
-        ({"mkfsOptions": "-L ;reboot"}, ["mkfsOptions"]),
-        ({"mountOptions": "bind"}, ["mountOptions"]),
-        ({"mkfsOptions": "-L " + "x" * 2000}, ["too long"]),
-        ({"csi.storage.k8s.io/fstype": "ntfs"}, ["ntfs", "ext4"]),
-        ({"csi.storage.k8s.io/fstype": "xfs", "carver/fsType": "ext4"}, ["xfs", "ext4"]),
-    ],
-)
-@pytest.mark.variation
-def test_wrong_parameters_are_refused_by_name(
-    client: Client, parameters: dict[str, str], words: list[str]
-) -> None:
-    with expect.code("INVALID_ARGUMENT", "parameters", *words):
-        client.create("pvc-1", EXTENT, mounted("ext4"), parameters=parameters)
-    assert client.volumes() == []
-
-
-@pytest.mark.variation
-def test_what_the_provisioner_tells_of_the_claim_is_kept_as_tags(
-    client: Client, host: AnyHost, group: str
-) -> None:
+def test_metadata_of_the_claim_are_kept_as_tags(client: Client, host: AnyHost, group: str) -> None:
     about = {"csi.storage.k8s.io/pvc/name": "db", "csi.storage.k8s.io/pvc/namespace": "shop"}
-    client.create("pvc-1", EXTENT, block(), parameters=about)
+    create(client, parameters=about)
     tags = report.read(host.lvm).group(group).volume("vol-pvc-1").tags
     assert {"carver.pvc=db", "carver.namespace=shop"} <= tags
 
@@ -175,23 +207,22 @@ KUBERNETES = {
 
 @pytest.mark.parametrize("own", [{}, {"carver/fsType": "xfs"}, {"fstype": "xfs"}])
 @pytest.mark.variation
-def test_capacity_is_told_of_a_storage_class_as_it_is_written(
+def test_capacity_takes_a_storage_class_as_it_is_written(
     client: Client, own: dict[str, str]
 ) -> None:
     parameters = {**KUBERNETES, **own}
-    told = client.capacity(parameters, mounted())
-    assert told.available_capacity == client.capacity().available_capacity
-    assert told.minimum_volume_size.value == 300 * MIB
-    made = client.create("pvc-1", 0, mounted(), limit_bytes=300 * MIB, parameters=parameters)
+    capacity = client.capacity(parameters, mounted())
+    assert capacity.available_capacity == client.capacity().available_capacity
+    assert capacity.minimum_volume_size.value == 300 * MIB
+    asked: dict[str, Any] = {"size": 0, "limit_bytes": 300 * MIB, "uses": [mounted()]}
+    made = create(client, **asked, parameters=parameters)
     assert made.volume_context["carver/fsType"] == "xfs"
-    assert made == client.create(
-        "pvc-1", 0, mounted(), limit_bytes=300 * MIB, parameters={"carver/fsType": "xfs"}
-    )
+    assert made == create(client, **asked, parameters={"carver/fsType": "xfs"})
 
 
 @pytest.mark.variation
-def test_keys_of_kubernetes_own_are_ignored_wherever_they_stand(client: Client) -> None:
-    volume = client.create("pvc-1", EXTENT, block(), parameters=KUBERNETES, mutable=KUBERNETES)
+def test_keys_of_kubernetes_are_ignored_in_every_call(client: Client) -> None:
+    volume = create(client, parameters=KUBERNETES, mutable=KUBERNETES)
     client.modify(volume.volume_id, KUBERNETES)
     assert client.snapshot("1", volume.volume_id, KUBERNETES).ready_to_use
     client.delete_snapshot(client.snapshots()[0].snapshot_id)
@@ -207,101 +238,72 @@ def test_keys_of_kubernetes_own_are_ignored_wherever_they_stand(client: Client) 
     assert answer.confirmed.parameters == KUBERNETES
 
 
-@pytest.mark.parametrize(("required", "limit"), [(3 * EXTENT, 0), (0, EXTENT), (1, 2 * EXTENT - 1)])
+LONG = [mounted("ext4", ["noatime", "nodiratime", "nosuid", "noexec"])] * 40
+TWO: dict[str, Any] = {"size": 2 * EXTENT}
+WITH_OPTIONS: dict[str, Any] = {"uses": EXT4, "parameters": {"mkfsOptions": "-i 8192"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "again", "words"),
+    [
+        (TWO, {"size": 3 * EXTENT}, ["size", str(2 * EXTENT)]),
+        (TWO, {"size": 0, "limit_bytes": EXTENT}, ["size", str(2 * EXTENT)]),
+        (TWO, {"size": 1, "limit_bytes": 2 * EXTENT - 1}, ["size", str(2 * EXTENT)]),
+        (TWO, {**TWO, "uses": EXT4}, ["capabilities"]),
+        (WITH_OPTIONS, {"uses": EXT4}, ["mkfsOptions"]),
+        ({"uses": LONG}, {"uses": LONG[1:]}, ["capabilities"]),
+    ],
+    ids=["larger", "below, no size", "below", "capability", "parameters", "long capabilities"],
+)
 @pytest.mark.variation
-def test_a_repeated_create_of_another_size_is_refused(
-    client: Client, required: int, limit: int
+def test_a_repeated_create_that_differs_is_refused(
+    client: Client, asked: dict[str, Any], again: dict[str, Any], words: list[str]
 ) -> None:
-    client.create("pvc-1", 2 * EXTENT, block())
-    with expect.code("ALREADY_EXISTS", "size", str(2 * EXTENT)):
-        client.create("pvc-1", required, block(), limit_bytes=limit)
+    made = create(client, **asked)
+    with expect.code("ALREADY_EXISTS", *words):
+        create(client, **again)
+    assert create(client, **asked) == made
 
 
 @pytest.mark.parametrize(("required", "limit"), [(0, 0), (EXTENT, 0), (EXTENT, 3 * EXTENT)])
 @pytest.mark.variation
-def test_a_repeated_create_is_of_the_volume_that_meets_the_range(
+def test_a_repeated_create_returns_the_volume_that_meets_the_range(
     client: Client, required: int, limit: int
 ) -> None:
-    made = client.create("pvc-1", 2 * EXTENT, block())
-    assert client.create("pvc-1", required, block(), limit_bytes=limit) == made
+    made = create(client, **TWO)
+    assert create(client, size=required, limit_bytes=limit) == made
 
 
 @pytest.mark.variation
-def test_a_repeated_create_of_a_volume_that_has_grown_is_of_what_it_has(client: Client) -> None:
-    volume = client.create("pvc-1", 2 * EXTENT, block())
+def test_a_repeated_create_returns_the_size_that_a_volume_has_grown_to(client: Client) -> None:
+    volume = create(client, **TWO)
     client.expand(volume.volume_id, 4 * EXTENT)
     for required in (2 * EXTENT, 4 * EXTENT):
-        assert client.create("pvc-1", required, block()).capacity_bytes == 4 * EXTENT
+        assert create(client, size=required).capacity_bytes == 4 * EXTENT
     with expect.code("ALREADY_EXISTS", "size"):
-        client.create("pvc-1", 2 * EXTENT, block(), limit_bytes=2 * EXTENT)
+        create(client, **TWO, limit_bytes=2 * EXTENT)
 
 
 @pytest.mark.variation
-def test_a_repeated_create_with_another_capability_is_refused(client: Client) -> None:
-    client.create("pvc-1", 16 * MIB, block())
-    with expect.code("ALREADY_EXISTS", "capabilities"):
-        client.create("pvc-1", 16 * MIB, mounted("ext4"))
-
-
-@pytest.mark.variation
-def test_a_repeated_create_with_other_parameters_is_refused(client: Client) -> None:
-    client.create("pvc-1", 16 * MIB, parameters={"mkfsOptions": "-i 8192"})
-    with expect.code("ALREADY_EXISTS", "mkfsOptions"):
-        client.create("pvc-1", 16 * MIB)
-
-
-@pytest.mark.variation
-def test_very_long_capabilities_are_still_compared(client: Client) -> None:
-    def capabilities(count: int) -> list[csi.VolumeCapability]:
-        options = ["noatime", "nodiratime", "nosuid", "noexec"]
-        return [mounted("ext4", options)] * count
-
-    volume = client.create("pvc-1", 16 * MIB, *capabilities(40))
-    assert client.create("pvc-1", 16 * MIB, *capabilities(40)) == volume
-    with expect.code("ALREADY_EXISTS", "capabilities"):
-        client.create("pvc-1", 16 * MIB, *capabilities(39))
-
-
-@pytest.mark.parametrize(
-    ("required", "limit", "field"),
-    [(-1, 0, "required_bytes"), (0, -1, "limit_bytes"), (8 * MIB, 4 * MIB, "limit_bytes")],
-)
-@pytest.mark.variation
-def test_a_size_range_that_makes_no_sense_is_refused(
-    client: Client, required: int, limit: int, field: str
-) -> None:
-    with expect.code("INVALID_ARGUMENT", f"capacity_range.{field}"):
-        client.create("pvc-1", required, block(), limit_bytes=limit)
-
-
-@pytest.mark.variation
-def test_a_volume_tells_its_node_and_what_staging_needs(client: Client) -> None:
-    volume = client.create("pvc-1", 16 * MIB, mounted(), parameters={"carver/class": "plain"})
+def test_a_volume_has_its_topology_and_the_context_for_staging(client: Client) -> None:
+    volume = create(client, uses=[mounted()], size=16 * MIB, parameters={"carver/class": "plain"})
     assert [dict(one.segments) for one in volume.accessible_topology] == [{TOPOLOGY_KEY: "here"}]
     assert volume.volume_context == {"carver/class": "plain", "carver/fsType": "ext4"}
 
 
 @pytest.mark.parametrize("field", ["requisite", "preferred"])
 @pytest.mark.variation
-def test_a_topology_that_includes_this_node_is_honoured(client: Client, field: str) -> None:
-    places = [segments("there"), segments("here")]
-    requirement = csi.TopologyRequirement(**{field: places})
-    assert create_at(client, requirement).volume_id
-
-
-@pytest.mark.parametrize("field", ["requisite", "preferred"])
-@pytest.mark.variation
-def test_a_topology_elsewhere_only_is_exhausted_here(client: Client, field: str) -> None:
-    requirement = csi.TopologyRequirement(**{field: [segments("there")]})
-    with expect.code("RESOURCE_EXHAUSTED", "here"):
-        create_at(client, requirement)
-    assert client.volumes() == []
-
-
-@pytest.mark.variation
-def test_a_volume_on_another_node_is_not_a_volume_that_is_gone(
-    client: Client, host: AnyHost, group: str
+def test_a_volume_is_made_only_where_its_topology_includes_this_node(
+    client: Client, field: str
 ) -> None:
+    with expect.code("RESOURCE_EXHAUSTED", "here"):
+        create_at(client, field, "there")
+    assert client.volumes() == []
+    assert create_at(client, field, "there", "here").volume_id
+
+
+@pytest.mark.variation
+def test_a_volume_on_another_node_is_not_taken_for_deleted(client: Client, group: str) -> None:
     for volume_id in ("nowhere@12345678/vol-pvc-1", f"{group}@00000000/vol-pvc-1"):
         with expect.code("FAILED_PRECONDITION", "not this node's"):
             client.delete(volume_id)
@@ -309,151 +311,136 @@ def test_a_volume_on_another_node_is_not_a_volume_that_is_gone(
 
 @pytest.mark.parametrize("volume_id", ["made-up", "x@y/z", "../../etc/passwd", "a@12345678/b/c"])
 @pytest.mark.variation
-def test_deleting_what_cannot_be_a_volume_succeeds(client: Client, volume_id: str) -> None:
+def test_deleting_an_id_that_no_volume_can_have_succeeds(client: Client, volume_id: str) -> None:
     client.delete(volume_id)
 
 
-def test_a_staged_volume_is_not_deleted(client: Client, host: AnyHost) -> None:
-    staging = host.directory / "staging"
-    volume = client.create("pvc-1", 64 * MIB)
-    client.stage(volume, staging)
-    with expect.code("FAILED_PRECONDITION", "in use", str(staging)):
+@pytest.mark.parametrize(
+    ("use", "read_only"),
+    [(mounted("ext4"), False), (block(), False), (block(), True)],
+    ids=["mounted", "block", "block, read-only"],
+)
+def test_a_volume_in_use_is_not_deleted(
+    client: Client, staging: Path, target: Path, use: csi.VolumeCapability, read_only: bool
+) -> None:
+    volume = create(client, size=64 * MIB, uses=[use])
+    client.stage(volume, staging, use)
+    if use.HasField("block"):
+        client.publish(volume, staging, target, use, read_only=read_only)
+    path = target if use.HasField("block") else staging
+    with expect.code("FAILED_PRECONDITION", "in use", str(path)):
         client.delete(volume.volume_id)
     assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
-    client.stats(volume.volume_id, staging)
+    client.stats(volume.volume_id, path)
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_published_raw_block_volume_is_not_deleted(
-    client: Client, host: AnyHost, read_only: bool
-) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
-    volume = client.create("pvc-1", 16 * MIB, block())
-    client.stage(volume, staging, block())
-    client.publish(volume, staging, target, block(), read_only=read_only)
-    with expect.code("FAILED_PRECONDITION", "in use"):
-        client.delete(volume.volume_id)
-    assert host.kernel.device_size_bytes(str(target)) == 16 * MIB
+def page(client: Client, most: int = 0, token: str = "") -> tuple[dict[str, int], str]:
+    """The volumes of a page with their sizes, and the token of the next."""
+    request = csi.ListVolumesRequest(max_entries=most, starting_token=token)
+    found = client.controller.ListVolumes(request)
+    sizes = {one.volume.volume_id: one.volume.capacity_bytes for one in found.entries}
+    assert len(sizes) == len(found.entries)
+    return sizes, found.next_token
 
 
 @pytest.mark.variation
-def test_volumes_are_listed_part_by_part(client: Client) -> None:
-    made = {client.create(f"pvc-{number}", EXTENT, block()).volume_id for number in range(5)}
-    seen, token = [], ""
-    while True:
-        request = csi.ListVolumesRequest(max_entries=2, starting_token=token)
-        part = client.controller.ListVolumes(request)
-        assert len(part.entries) <= 2
-        seen += [entry.volume.volume_id for entry in part.entries]
-        token = part.next_token
-        if not token:
-            break
-        client.delete(token)
-        made.discard(token)
-    assert set(seen) == made
-    assert len(seen) == len(set(seen))
+def test_volumes_are_listed_in_pages_while_they_are_deleted(client: Client) -> None:
+    made = {create(client, name=f"pvc-{number}").volume_id for number in range(5)}
+    seen: list[str] = []
+    token, is_first = "", True
+    while token or is_first:
+        found, token = page(client, 2, token)
+        is_first = False
+        assert len(found) <= 2
+        seen += found
+        if token:
+            client.delete(token)
+            made.discard(token)
+    assert sorted(seen) == sorted(made)
 
 
 @pytest.mark.variation
-def test_a_list_that_was_told_before_has_what_changed_since(client: Client) -> None:
-    def listed(most: int = 0) -> tuple[dict[str, int], str]:
-        part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=most))
-        found = {one.volume.volume_id: one.volume.capacity_bytes for one in part.entries}
-        return found, part.next_token
-
-    first, second = (client.create(f"pvc-{number}", EXTENT, block()) for number in range(2))
-    all_of_it = {one.volume_id: one.capacity_bytes for one in (first, second)}
-    assert listed() == listed() == (all_of_it, "")
-    least, greatest = sorted(all_of_it)
-    assert listed(1) == ({least: EXTENT}, greatest)
+def test_a_repeated_list_has_what_changed_since(client: Client) -> None:
+    sizes = {create(client, name=f"pvc-{number}").volume_id: EXTENT for number in range(2)}
+    assert page(client) == page(client) == (sizes, "")
+    least, greatest = sorted(sizes)
+    assert page(client, 1) == ({least: EXTENT}, greatest)
     client.expand(least, 3 * EXTENT)
-    assert listed(1) == ({least: 3 * EXTENT}, greatest)
+    assert page(client, 1) == ({least: 3 * EXTENT}, greatest)
     client.delete(greatest)
-    assert listed(1) == listed() == ({least: 3 * EXTENT}, "")
+    assert page(client, 1) == page(client) == ({least: 3 * EXTENT}, "")
     client.delete(least)
-    assert listed() == ({}, "")
-    again = client.create("pvc-0", EXTENT, block())
-    assert listed() == ({again.volume_id: EXTENT}, "")
+    assert page(client) == ({}, "")
+    again = create(client, name="pvc-0")
+    assert page(client) == ({again.volume_id: EXTENT}, "")
 
 
 @pytest.mark.variation
-def test_a_token_that_was_not_given_out_is_aborted(client: Client) -> None:
+def test_an_invalid_page_is_refused(client: Client) -> None:
     with expect.code("ABORTED", "starting_token"):
-        client.controller.ListVolumes(csi.ListVolumesRequest(starting_token="made-up"))  # noqa: S106
-
-
-@pytest.mark.variation
-def test_a_negative_page_is_refused(client: Client) -> None:
+        page(client, 0, "made-up")
     with expect.code("INVALID_ARGUMENT", "max_entries"):
-        client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=-1))
+        page(client, -1)
 
 
 @pytest.mark.variation
-def test_one_volume_can_be_looked_up(client: Client, group: str) -> None:
-    volume = client.create("pvc-1", 16 * MIB)
-    request = csi.ControllerGetVolumeRequest(volume_id=volume.volume_id)
-    assert client.controller.ControllerGetVolume(request).volume == volume
-    request.volume_id += "x"
+def test_get_volume_finds_one_volume(client: Client) -> None:
+    volume = create(client)
+    assert client.volume(volume.volume_id).volume == volume
     with expect.code("NOT_FOUND"):
-        client.controller.ControllerGetVolume(request)
+        client.volume(volume.volume_id + "x")
 
 
-def validate(
+def refusal(
     client: Client,
-    volume_id: str,
+    volume: csi.Volume,
     *capabilities: csi.VolumeCapability,
     context: Mapping[str, str] | None = None,
     parameters: Mapping[str, str] | None = None,
-) -> csi.ValidateVolumeCapabilitiesResponse:
+) -> str:
+    """Why ValidateVolumeCapabilities does not confirm; empty if it does, with the context."""
     request = csi.ValidateVolumeCapabilitiesRequest(
-        volume_id=volume_id,
+        volume_id=volume.volume_id,
         volume_capabilities=capabilities,
         volume_context=context,
         parameters=parameters,
     )
-    return client.controller.ValidateVolumeCapabilities(request)
+    answer = client.controller.ValidateVolumeCapabilities(request)
+    if answer.HasField("confirmed"):
+        assert answer.confirmed.volume_context == volume.volume_context
+        return ""
+    assert answer.message
+    return answer.message
 
 
 @pytest.mark.variation
-def test_capabilities_are_confirmed_or_refused_with_a_reason(client: Client, host: AnyHost) -> None:
-    volume = client.create("pvc-1", 64 * MIB)
-    assert validate(client, volume.volume_id, mounted("ext4"), block()).HasField("confirmed")
-    small = validate(client, volume.volume_id, mounted("xfs"))
-    assert not small.HasField("confirmed")
-    assert "xfs needs" in small.message
-    shared = validate(client, volume.volume_id, block(Mode.MULTI_NODE_READER_ONLY))
-    assert "MULTI_NODE_READER_ONLY" in shared.message
-    client.stage(volume, host.directory / "staging")
-    assert "ext4" in validate(client, volume.volume_id, mounted("btrfs")).message
+def test_capabilities_are_confirmed_or_refused_with_a_reason(client: Client, staging: Path) -> None:
+    volume = create(client, size=64 * MIB, uses=[mounted()])
+    assert refusal(client, volume, mounted("ext4"), block()) == ""
+    assert "xfs needs" in refusal(client, volume, mounted("xfs"))
+    shared = block(Mode.MULTI_NODE_READER_ONLY)
+    assert "MULTI_NODE_READER_ONLY" in refusal(client, volume, shared)
+    client.stage(volume, staging)
+    assert "ext4" in refusal(client, volume, mounted("btrfs"))
+    raw = create(client, name="pvc-2", size=64 * MIB)
+    assert "raw block" in refusal(client, raw, mounted("ext4"))
+    with expect.code("NOT_FOUND"):
+        refusal(client, csi.Volume(volume_id="made-up"), block())
 
 
 MADE = {"carver/class": "plain", "carver/fsType": "ext4", "carver/mkfsOptions": "-i  8192"}
-
-
-@pytest.mark.parametrize(
-    ("context", "parameters"),
-    [
-        ({}, {}),
-        ({}, MADE),
-        ({}, {"class": "plain"}),
-        ({}, {"csi.storage.k8s.io/fstype": "ext4", "mkfsOptions": "-i 8192"}),
-        ({"storage.kubernetes.io/csiProvisionerIdentity": "1"}, {}),
-        ({**MADE, "storage.kubernetes.io/csiProvisionerIdentity": "1"}, MADE),
-    ],
-)
-@pytest.mark.variation
-def test_what_a_volume_was_made_with_is_confirmed(
-    client: Client, context: dict[str, str], parameters: dict[str, str]
-) -> None:
-    volume = client.create("pvc-1", 16 * MIB, mounted(), parameters=MADE)
-    told = validate(client, volume.volume_id, mounted(), context=context, parameters=parameters)
-    assert told.HasField("confirmed"), told.message
-    assert told.confirmed.volume_context == volume.volume_context
+PROVISIONER = {"storage.kubernetes.io/csiProvisionerIdentity": "1"}
 
 
 @pytest.mark.parametrize(
     ("context", "parameters", "words"),
     [
+        ({}, {}, []),
+        ({}, MADE, []),
+        ({}, {"class": "plain"}, []),
+        ({}, {"csi.storage.k8s.io/fstype": "ext4", "mkfsOptions": "-i 8192"}, []),
+        (PROVISIONER, {}, []),
+        ({**MADE, **PROVISIONER}, MADE, []),
         ({}, {"class": "gold"}, ["class", "gold", "plain"]),
         ({}, {"fsType": "xfs"}, ["fsType", "xfs", "ext4"]),
         ({}, {"mountOptions": "noatime"}, ["mountOptions", "noatime", "none"]),
@@ -464,121 +451,68 @@ def test_what_a_volume_was_made_with_is_confirmed(
         ({**MADE, "carver/fsType": "xfs"}, {}, ["volume_context", "xfs", "ext4"]),
         ({"carver/unheard": "of"}, {}, ["volume_context", "unheard"]),
     ],
+    ids=str,
 )
 @pytest.mark.variation
-def test_what_a_volume_was_not_made_with_is_not_confirmed(
+def test_only_what_a_volume_was_made_with_is_confirmed(
     client: Client, context: dict[str, str], parameters: dict[str, str], words: list[str]
 ) -> None:
-    volume = client.create("pvc-1", 16 * MIB, mounted(), parameters=MADE)
-    told = validate(client, volume.volume_id, mounted(), context=context, parameters=parameters)
-    assert not told.HasField("confirmed")
-    assert all(word in told.message for word in words), told.message
+    volume = create(client, size=16 * MIB, uses=[mounted()], parameters=MADE)
+    found = refusal(client, volume, mounted(), context=context, parameters=parameters)
+    assert bool(found) == bool(words), found
+    assert all(word in found for word in words), found
 
 
+@pytest.mark.parametrize(
+    ("use", "parameters"),
+    [(block(), MADE), (mounted("xfs"), {"fsType": "ext4"})],
+    ids=["a class for both is confirmed for block", "the capability's file system has precedence"],
+)
 @pytest.mark.variation
-def test_a_class_for_both_is_confirmed_for_a_raw_block_volume(client: Client) -> None:
-    volume = client.create("pvc-1", 16 * MIB, block(), parameters=MADE)
+def test_a_volume_is_confirmed_for_the_class_that_it_was_made_with(
+    client: Client, use: csi.VolumeCapability, parameters: dict[str, str]
+) -> None:
+    volume = create(client, size=300 * MIB, uses=[use], parameters=parameters)
     context = dict(volume.volume_context)
-    told = validate(client, volume.volume_id, block(), context=context, parameters=MADE)
-    assert told.HasField("confirmed"), told.message
-
-
-@pytest.mark.variation
-def test_a_capability_s_file_system_goes_before_the_parameters(client: Client) -> None:
-    volume = client.create("pvc-1", 300 * MIB, mounted("xfs"), parameters={"fsType": "ext4"})
-    told = validate(client, volume.volume_id, mounted("xfs"), parameters={"fsType": "ext4"})
-    assert told.HasField("confirmed"), told.message
-
-
-@pytest.mark.variation
-def test_capabilities_of_no_volume_are_not_found(client: Client) -> None:
-    with expect.code("NOT_FOUND"):
-        validate(client, "made-up", block())
-    with expect.code("INVALID_ARGUMENT", "volume_capabilities"):
-        validate(client, "made-up")
+    assert refusal(client, volume, use, context=context, parameters=parameters) == ""
 
 
 def test_a_volume_grows_and_never_shrinks(client: Client) -> None:
-    volume = client.create("pvc-1", 2 * EXTENT, block())
+    volume = create(client, **TWO)
     assert client.expand(volume.volume_id, 2 * EXTENT + 1).capacity_bytes == 3 * EXTENT
     assert client.expand(volume.volume_id, EXTENT).capacity_bytes == 3 * EXTENT
 
 
 @pytest.mark.variation
 def test_a_volume_does_not_grow_beyond_its_group(client: Client) -> None:
-    volume = client.create("pvc-1", EXTENT, block())
+    volume = create(client)
     free = client.capacity().available_capacity
     with expect.code("OUT_OF_RANGE", str(free)):
         client.expand(volume.volume_id, EXTENT + free + 1)
     assert client.expand(volume.volume_id, EXTENT + free).capacity_bytes == EXTENT + free
 
 
+@pytest.mark.parametrize(("required", "limit"), [(2 * EXTENT + 1, 2 * EXTENT + 2), (1, EXTENT)])
 @pytest.mark.variation
-def test_growth_above_the_limit_is_out_of_range(client: Client) -> None:
-    volume = client.create("pvc-1", 2 * EXTENT, block())
-    for required, limit in ((2 * EXTENT + 1, 2 * EXTENT + 2), (1, EXTENT)):
-        request = csi.ControllerExpandVolumeRequest(
-            volume_id=volume.volume_id,
-            capacity_range=csi.CapacityRange(required_bytes=required, limit_bytes=limit),
-        )
-        with expect.code("OUT_OF_RANGE", "limit_bytes"):
-            client.controller.ControllerExpandVolume(request)
-
-
-@pytest.mark.variation
-def test_growing_needs_a_volume_and_a_range(client: Client) -> None:
-    with expect.code("NOT_FOUND"):
-        client.expand("made-up", EXTENT)
-    with expect.code("INVALID_ARGUMENT", "volume_id"):
-        client.expand("", EXTENT)
-    with expect.code("INVALID_ARGUMENT", "capacity_range"):
-        request = csi.ControllerExpandVolumeRequest(volume_id="made-up")
+def test_growth_above_the_limit_is_out_of_range(client: Client, required: int, limit: int) -> None:
+    request = csi.ControllerExpandVolumeRequest(
+        volume_id=create(client, **TWO).volume_id,
+        capacity_range=csi.CapacityRange(required_bytes=required, limit_bytes=limit),
+    )
+    with expect.code("OUT_OF_RANGE", "limit_bytes"):
         client.controller.ControllerExpandVolume(request)
 
 
 @pytest.mark.variation
-def test_what_is_not_offered_is_unimplemented(client: Client) -> None:
-    with expect.code("UNIMPLEMENTED"):
-        client.controller.ControllerPublishVolume(csi.ControllerPublishVolumeRequest())
-    source = csi.VolumeContentSource()
-    with expect.code("INVALID_ARGUMENT", "volume_content_source"):
-        request = csi.CreateVolumeRequest(
-            name="pvc-1", volume_capabilities=[block()], volume_content_source=source
-        )
-        client.controller.CreateVolume(request)
-
-
-@pytest.mark.variation
-def test_options_are_checked_for_their_file_system_before_anything_is_made(
-    client: Client,
-) -> None:
-    with expect.code("INVALID_ARGUMENT", "mount_flags", "nouuid"):
-        client.create("pvc-1", 64 * MIB, mounted("ext4", ["nouuid"]))
-    with expect.code("INVALID_ARGUMENT", "mountOptions", "nouuid"):
-        client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters={"mountOptions": "nouuid"})
-    assert client.volumes() == []
-
-
-@pytest.mark.variation
-def test_two_file_systems_at_once_are_refused(client: Client) -> None:
-    with expect.code("INVALID_ARGUMENT", "ext4", "xfs"):
-        client.create("pvc-1", 512 * MIB, mounted("ext4"), mounted("xfs"))
-
-
-@pytest.mark.variation
-def test_one_class_with_mkfs_options_serves_raw_block_too(client: Client) -> None:
-    parameters = {"mkfsOptions": "-i 8192"}
-    assert client.create("pvc-1", 16 * MIB, block(), parameters=parameters)
-
-
-@pytest.mark.variation
-def test_a_raw_block_volume_is_not_confirmed_for_a_mount(client: Client) -> None:
-    volume = client.create("pvc-1", 64 * MIB, block())
-    assert "raw block" in validate(client, volume.volume_id, mounted("ext4")).message
-
-
-@pytest.mark.variation
-def test_an_empty_range_to_grow_into_is_refused(client: Client) -> None:
-    volume = client.create("pvc-1", 64 * MIB, block())
+def test_expanding_needs_a_volume_and_a_size(client: Client) -> None:
+    volume = create(client)
+    with expect.code("NOT_FOUND"):
+        client.expand("made-up", EXTENT)
     with expect.code("INVALID_ARGUMENT", "capacity_range"):
         client.expand(volume.volume_id, 0)
+
+
+@pytest.mark.variation
+def test_controller_publish_is_unimplemented(client: Client) -> None:
+    with expect.code("UNIMPLEMENTED"):
+        client.controller.ControllerPublishVolume(csi.ControllerPublishVolumeRequest())
