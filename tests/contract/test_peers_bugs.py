@@ -1,4 +1,9 @@
-"""Mistakes found in other drivers for local volumes. Each test bears the mistake's name."""
+"""Mistakes found in other drivers for local volumes. Each test has the mistake's name.
+
+Three more are shown by tests of other names: in test_controller.py, a repeated create of another
+size is accepted, and capacity is computed otherwise than create allocates; below, by the volume
+that is removed and made anew, volumes are not active after a reboot.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -70,12 +75,15 @@ def test_a_missing_dev_node_taken_as_volume_gone(
     assert names_in(host, group) == set()
 
 
-def test_a_volume_removed_and_made_anew_empty(
+def test_an_inactive_volume_removed_and_made_anew_empty(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
 ) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
     uuid = report.read(host.lvm).group(group).volume("vol-pvc-1").uuid
     host.deactivate(group, "vol-pvc-1")
     client.stage(volume, staging)
+    assert table.read(host.kernel).at(str(staging))
     assert report.read(host.lvm).group(group).volume("vol-pvc-1").uuid == uuid
 
 
@@ -85,8 +93,9 @@ def test_data_formatted_away_because_a_stale_database_was_asked(
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
     host.write(device.path, "ext4")
-    with expect.code("FAILED_PRECONDITION", "holds ext4"):
-        client.stage(volume, staging)
+    for wanted in ("ext4", "xfs"):
+        with expect.code("FAILED_PRECONDITION", "holds ext4"):
+            client.stage(volume, staging, mounted(wanted))
     assert not any(words[0].startswith("mkfs") for words in host.commands)
 
 
@@ -204,13 +213,6 @@ def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
 
 
 @pytest.mark.variation
-def test_a_repeated_create_of_another_size_accepted(client: Client, volume: csi.Volume) -> None:
-    for size, limit in ((128 * MIB, 0), (16 * MIB, 32 * MIB)):
-        with expect.code("ALREADY_EXISTS", "size"):
-            client.create("pvc-1", size, mounted("ext4"), limit_bytes=limit)
-
-
-@pytest.mark.variation
 def test_the_driver_changes_the_mode_of_the_volume_s_root(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -231,27 +233,6 @@ def test_mkfs_defaults_newer_than_the_node_s_kernel(
     features = made[made.index("-O") + 1].split(",")
     assert features[0] == "none"
     assert not {"orphan_file", "metadata_csum_seed", "casefold"} & set(features)
-
-
-@pytest.mark.variation
-def test_volumes_not_active_after_a_reboot(
-    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path, group: str
-) -> None:
-    client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
-    host.deactivate(group, "vol-pvc-1")
-    client.stage(volume, staging)
-    client.publish(volume, staging, target)
-    assert table.read(host.kernel).at(str(target))
-
-
-@pytest.mark.variation
-def test_capacity_by_another_arithmetic_than_create_uses(client: Client) -> None:
-    client.create("pvc-1", 5 * MIB, block())
-    maximum = client.capacity().maximum_volume_size.value
-    with expect.code("RESOURCE_EXHAUSTED"):
-        client.create("pvc-2", maximum + 1, block())
-    client.create("pvc-2", maximum, block())
 
 
 def test_lvm_commands_on_an_idle_node(host: AnyHost, service: Service) -> None:
