@@ -53,7 +53,6 @@ def program() -> Path:
 
 
 def go() -> str:
-    """The machine's Go; where there is none, the one that pip brings."""
     if (own := shutil.which("go")) is not None:
         return own
     if not (brought := _GO / "go" / "bin" / "go").exists():
@@ -78,12 +77,10 @@ def reasons() -> dict[str, str]:
 
 
 def log(device_class: str) -> Path:
-    """Where all that csi-sanity said of a class is kept."""
     return PROJECT / ".cache" / f"conformance-{device_class}.log"
 
 
 def run(device_class: str) -> int:
-    """Run csi-sanity with one device class; return the exit code. The report stays in the guest."""
     program_there = f"{guest.TREE}/tests/conformance/sanity.py"
     words = ["/opt/carver/venv/bin/python", program_there, device_class]
     with log(device_class).open("w") as said:

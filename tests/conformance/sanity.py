@@ -75,7 +75,6 @@ class Places:
 
 
 def main(device_class: str) -> int:
-    """Run all specs with one device class; return the exit code."""
     places = Places(device_class)
     unmount_all(places)
     places.mounts.mkdir()
@@ -123,7 +122,6 @@ def remove_group() -> None:
 
 
 def hold(endpoint: Path, places: Places) -> int:
-    """Run all specs against a socket; return the exit code."""
     parameters = places.files / "parameters.yaml"
     parameters.write_text(json.dumps({"carver/class": places.device_class}))
     mutable = places.files / "mutable.yaml"
@@ -155,7 +153,6 @@ def hold(endpoint: Path, places: Places) -> int:
 
 
 def volumes(endpoint: Path) -> frozenset[str]:
-    """The ids of the service's volumes."""
     with Client(endpoint) as client:
         return frozenset(one.volume_id for one in client.volumes())
 

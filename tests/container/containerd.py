@@ -93,10 +93,8 @@ def wait_until_ready() -> None:
 
 
 def log() -> str:
-    """What the pod has logged so far."""
     return in_guest("cat", LOG).stdout
 
 
 def exec_in_pod(*words: str) -> str:
-    """What `kubectl exec` would run in the pod."""
     return in_guest(*_CTR, "tasks", "exec", "--exec-id", "look", NAME, *words).stdout

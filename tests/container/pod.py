@@ -146,7 +146,6 @@ class Pod:
 
 
 def of(manifest: Path) -> Pod:
-    """The pod of a manifest."""
     found = [one for one in yaml.safe_load_all(manifest.read_text()) if one]
     [daemon_set] = [one for one in found if one["kind"] == "DaemonSet"]
     [files] = [one["data"] for one in found if one["kind"] == "ConfigMap"]

@@ -24,7 +24,6 @@ def imported() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=containerd.MANIFESTS)
 def running(imported: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The pod of a manifest, ready."""
     this = pod.of(containerd.ROOT / "deploy" / "kubernetes" / f"{request.param}.yaml")
     with containerd.running(this):
         containerd.wait_until_ready()

@@ -28,7 +28,6 @@ class Bench:
     leaked: int = 0
 
     def times(self, usual: int, cut: int) -> int:
-        """How often."""
         return cut if self.cut else usual
 
     @contextmanager

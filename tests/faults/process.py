@@ -60,7 +60,6 @@ class Process(Machine):
         return self.sockets / "config.toml"
 
     def words(self) -> list[str]:
-        """The command line of `carver serve`."""
         return [
             *("--config", str(self.configuration)),
             *("--endpoint", str(self.endpoint)),
@@ -92,12 +91,10 @@ class Process(Machine):
             return subprocess.Popen(words, stderr=log, env=environment)
 
     def end(self) -> int:
-        """Have the process end in good order, if it has not ended yet; its exit code."""
         self.process.terminate()
         return self.process.wait(60)
 
     def said(self) -> str:
-        """The end of what it and those before it logged."""
         return (self.sockets / "log").read_text(errors="replace")[-_LOG_CHARACTERS:]
 
     def stop(self) -> None:
@@ -206,7 +203,6 @@ def _awake(state: State) -> State:
 
 
 def _less(state: State, other: State) -> Iterable[object]:
-    """What one state has more than another."""
     for name in ("volumes", "places", "loops", "entries"):
         yield from (one for one in getattr(state, name) if one not in getattr(other, name))
     if state.free_bytes < other.free_bytes:

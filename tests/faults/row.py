@@ -17,7 +17,6 @@ class Row:
 
     @property
     def is_well(self) -> bool:
-        """Whether it came out as promised."""
         return not (self.lost or self.leaked or self.outcome.startswith("FAILED:"))
 
     def line(self) -> str:

@@ -84,7 +84,6 @@ def power_loss(seed: int, times: int, *, after_deletion: bool = False) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows, as a table."""
     drawn = Table(box=box.SIMPLE_HEAD)
     for title in ("fault", "times", "outcome", "lost", "leaked", "s"):
         drawn.add_column(title, justify="left" if title in {"fault", "outcome"} else "right")
@@ -95,7 +94,6 @@ def table(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    """Read the command line, try, print; 0 where nothing was lost or leaked and none failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--cut", action="store_true", help="a few of the times only")

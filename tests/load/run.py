@@ -110,7 +110,6 @@ class Used:
 
 
 def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> Used | None:
-    """Create, stage, publish, write, measure, grow, snapshot."""
     capability = life.capability
     make = calls.make
     volume = make("CreateVolume", lambda: client.create(life.name, _SIZE_BYTES, capability))
@@ -130,7 +129,6 @@ def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> Used | No
 
 
 def take_down(client: Client, calls: Calls, life: Life, used: Used) -> None:
-    """Delete the snapshot, measure, unpublish, unstage, delete."""
     make, volume, snapshot = calls.make, used.volume, used.snapshot
     if snapshot is not None:
         make("DeleteSnapshot", lambda: client.delete_snapshot(snapshot.snapshot_id))
@@ -158,7 +156,6 @@ def _waves(volumes: int) -> Iterator[range]:
 
 
 def main() -> int:
-    """Run the load; 0 where all is well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--volumes", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

@@ -32,33 +32,26 @@ class Bare:
         run("mount", "--types", "ext4", self._device, self._staging)
 
     def publish(self) -> None:
-        """Bind it."""
         run("mount", "--bind", self._staging, self._target)
 
     def stats(self) -> None:
-        """Measure it."""
         run("df", self._target)
 
     def expand(self) -> None:
-        """Grow it and its file system."""
         run("lvextend", "--size", f"{GROWN_BYTES}b", "--", self._device)
         run("resize2fs", self._device)
 
     def unpublish(self) -> None:
-        """Undo `publish`."""
         run("umount", self._target)
 
     def unstage(self) -> None:
-        """Undo `stage`, but for the file system."""
         run("umount", self._staging)
 
     def delete(self) -> None:
-        """Overwrite and remove it."""
         run("blkdiscard", "--force", "--zeroout", self._device)
         run("lvremove", "--yes", "--", self._device)
 
     def prepare(self) -> None:
-        """Have its directories."""
         for path in (self._staging, self._target):
             Path(path).mkdir()
 
@@ -92,10 +85,8 @@ def read(size_bytes: int, *devices: str) -> None:
 
 
 def report(group: str) -> None:
-    """Ask lvm2 how much room a group has."""
     run("vgs", "--noheadings", "--options", "vg_free", "--", group)
 
 
 def run(*words: str) -> str:
-    """Run a command; raises CalledProcessError."""
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -14,73 +14,6 @@ from performance.rows import Row
 
 FORMAT = 1
 _MIB = 1 << 20
-_NUMBER = {"type": ["number", "null"]}
-_ROWS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string"},
-            "beside": {"type": "string"},
-            "unit": {"enum": ["ratio", "ms", "s", "MiB", "µs", "%", "commands"]},
-            "value": {"type": "number", "minimum": 0},
-            "target": _NUMBER,
-            "is_met": {"type": ["boolean", "null"]},
-            "samples": {"type": "integer", "minimum": 1},
-            "carver_ms": _NUMBER,
-            "beside_ms": _NUMBER,
-            "commands": {
-                "type": ["object", "null"],
-                "properties": {"processes": {"type": "integer"}, "session": {"type": "integer"}},
-                "required": ["processes", "session"],
-                "additionalProperties": False,
-            },
-        },
-        "required": [
-            *("name", "beside", "unit", "value", "target", "is_met"),
-            *("samples", "carver_ms", "beside_ms", "commands"),
-        ],
-        "additionalProperties": False,
-    },
-}
-_MACHINE = {
-    "type": "object",
-    "properties": {
-        "cores": {"type": "integer", "minimum": 1},
-        "memory_mib": {"type": "integer", "minimum": 1},
-        **{
-            name: {"type": "string"}
-            for name in ("architecture", "virtualization", "kernel", "python", "grpcio", "lvm2")
-        },
-    },
-    "required": ["cores", "memory_mib", "virtualization", "kernel", "python", "grpcio", "lvm2"],
-    "additionalProperties": False,
-}
-# JSON schema, draft 2020-12.
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "format": {"const": FORMAT},
-        "carver": {"type": "string"},
-        "day": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d$"},
-        "runs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string"},
-                    "settings": {"type": "string"},
-                    "machine": _MACHINE,
-                    "rows": _ROWS,
-                },
-                "required": ["name", "settings", "machine", "rows"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    "required": ["format", "carver", "day", "runs"],
-    "additionalProperties": False,
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +26,6 @@ class Run:
     rows: Sequence[Row]
 
     def as_json(self) -> dict[str, Any]:
-        """The run as it is written down."""
         return {
             "name": self.name,
             "settings": self.settings,
@@ -103,7 +35,6 @@ class Run:
 
     @classmethod
     def of_json(cls, written: Mapping[str, Any]) -> "Run":
-        """A run that was written down."""
         rows = [Row.of_json(one) for one in written["rows"]]
         return cls(written["name"], written["settings"], written["machine"], rows)
 
@@ -116,7 +47,6 @@ class Document:
     runs: Sequence[Run] = field(default_factory=tuple)
 
     def text(self) -> str:
-        """The document as JSON."""
         told = {
             "format": FORMAT,
             "carver": importlib.metadata.version("carver"),
@@ -127,7 +57,6 @@ class Document:
 
     @classmethod
     def parse(cls, text: str) -> "Document":
-        """The document of a JSON text."""
         told = json.loads(text)
         return cls(told["day"], [Run.of_json(one) for one in told["runs"]])
 
@@ -166,5 +95,4 @@ def _said(*words: str) -> str:
 
 
 def written(path: Path) -> Document | None:
-    """The document in a file; None where there is none."""
     return Document.parse(path.read_text()) if path.exists() else None

@@ -42,7 +42,6 @@ class _Handler(grpc.GenericRpcHandler):
 
 
 def main(socket: str) -> None:
-    """Serve until SIGTERM."""
     server = grpc.server(ThreadPoolExecutor(_THREADS), handlers=[_Handler()])
     server.add_insecure_port(socket)
     server.start()

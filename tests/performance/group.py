@@ -38,7 +38,6 @@ class Group:
     disk: str
 
     def keep(self) -> None:
-        """Remember its metadata, with the one volume in it."""
         run("vgcfgbackup", "--file", str(self._text), "--", NAME)
 
     def fill(self, volumes: int) -> None:
@@ -133,6 +132,5 @@ def _copy(
 
 
 def _uuid(chance: random.Random) -> str:
-    """A UUID as lvm2 writes them."""
     parts = (6, 4, 4, 4, 4, 4, 6)
     return "-".join("".join(chance.choices(_LETTERS, k=length)) for length in parts)

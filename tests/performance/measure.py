@@ -71,11 +71,9 @@ class Life:
 
     @property
     def id(self) -> str:
-        """The volume's id, once it was created."""
         return self._volume.volume_id
 
     def create(self) -> None:
-        """Make it."""
         self._volume = self._client.create(self._name, bare.SIZE_BYTES)
 
     def stage(self) -> None:
@@ -83,33 +81,26 @@ class Life:
         self._client.stage(self._volume, self._staging)
 
     def publish(self) -> None:
-        """Bind it."""
         self._client.publish(self._volume, self._staging, self._target)
 
     def stats(self) -> None:
-        """Measure it."""
         self._client.stats(self.id, self._target)
 
     def expand(self) -> None:
-        """Grow it and its file system."""
         self._client.expand(self.id, bare.GROWN_BYTES)
         self._client.node_expand(self.id, self._target, bare.GROWN_BYTES)
 
     def unpublish(self) -> None:
-        """Undo `publish`."""
         self._client.unpublish(self.id, self._target)
 
     def unstage(self) -> None:
-        """Undo `stage`, but for the file system."""
         self._client.unstage(self.id, self._staging)
 
     def delete(self) -> None:
-        """Overwrite and remove it."""
         self._client.delete(self.id)
         self._volume = csi.Volume()
 
     def prepare(self) -> None:
-        """Have its directory."""
         self._staging.mkdir()
 
     def undo(self) -> None:
@@ -130,7 +121,6 @@ def begun(life: Life, by_hand: Bare) -> list[Step]:
 
 
 def rest(life: Life, by_hand: Bare) -> list[Step]:
-    """The steps that follow."""
     return [
         (rows.PUBLISH, life.publish, rows.BIND, by_hand.publish),
         (rows.STATS, life.stats, rows.DF, by_hand.stats),
@@ -142,13 +132,11 @@ def rest(life: Life, by_hand: Bare) -> list[Step]:
 
 
 def allocated(client: Client, snapshot_id: str) -> None:
-    """Read the whole stream."""
     request = csi.GetMetadataAllocatedRequest(snapshot_id=snapshot_id)
     assert sum(1 for _ in client.stub(SnapshotMetadataStub).GetMetadataAllocated(request))
 
 
 def changed(client: Client, base_id: str, target_id: str) -> None:
-    """Read the whole stream."""
     request = csi.GetMetadataDeltaRequest(base_snapshot_id=base_id, target_snapshot_id=target_id)
     assert sum(1 for _ in client.stub(SnapshotMetadataStub).GetMetadataDelta(request))
 
@@ -361,7 +349,6 @@ class Pass:
                 samples.time(name, step, time.monotonic)
 
     def _ask(self, carver: Served, samples: Samples, questions: list[Question]) -> None:
-        """Questions, and lvm2's own report beside them."""
         for name, question in [*questions, (rows.VGS, lambda: bare.report(group.NAME))]:
             carver.settle()
             samples.time(name, question, time.monotonic)

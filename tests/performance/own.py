@@ -212,7 +212,6 @@ class Bench:
         self.samples = rows.Samples()
 
     def close(self) -> None:
-        """End the service."""
         self.service.stop()
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
@@ -231,7 +230,6 @@ class Bench:
         return answer
 
     def live(self, number: int) -> None:
-        """Lead one volume through its life."""
         client, name = self.client, f"own-{number}"
         staging, target = self.directory / "staging", self.directory / "target"
         staging.mkdir(exist_ok=True)
@@ -264,7 +262,6 @@ class Bench:
 
 
 def measure(rounds: int) -> list[Row]:
-    """The figures of OWN, in its order."""
     waking = mock.patch.object(DeferredWork, "wake")
     with TemporaryDirectory(prefix="carver-own-") as name, waking:
         bench = Bench(Path(name))
@@ -292,12 +289,10 @@ def measure(rounds: int) -> list[Row]:
 
 
 def run(rounds: int) -> document.Run:
-    """All figures of the own code, on this machine."""
     return document.Run("own code", "", document.any_machine(), measure(rounds))
 
 
 def main() -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     Console(width=120, highlight=False).print(tables.on_terminal(run(parser.parse_args().rounds)))

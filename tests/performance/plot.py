@@ -84,7 +84,6 @@ def _line(promise: Promise, runs: Sequence[Run], y: int) -> Iterator[str]:
 
 
 def colour(row: Row) -> str:
-    """Green where the target is met, red where it is missed."""
     return {True: _MET, False: _MISSED, None: _NO_TARGET}[row.is_met]
 
 

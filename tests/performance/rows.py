@@ -197,12 +197,10 @@ class Row:
         return None if self.target is None else self.value <= self.target
 
     def as_json(self) -> dict[str, Any]:
-        """The row as it is written down."""
         return {**asdict(self), "is_met": self.is_met}
 
     @classmethod
     def of_json(cls, written: Mapping[str, Any]) -> "Row":
-        """A row that was written down."""
         values = {key: value for key, value in written.items() if key != "is_met"}
         if values["commands"] is not None:
             values["commands"] = Commands(**values["commands"])
@@ -234,7 +232,6 @@ class Samples:
 
 
 def of_pairs(samples: Samples) -> Iterator[Row]:
-    """The ratios of calls to bare commands, as far as both were measured."""
     for promise in PROMISES:
         if promise.name in BESIDE and samples.has(promise.name, promise.beside):
             carver, beside = samples.median(promise.name), samples.median(promise.beside)
@@ -242,7 +239,6 @@ def of_pairs(samples: Samples) -> Iterator[Row]:
 
 
 def of_life(samples: Samples) -> Iterator[Row]:
-    """The ratio of all calls of a volume's life to all of their bare commands."""
     by_hand = [BESIDE[call] for call in LIVED]
     if samples.has(*LIVED, *by_hand):
         carver, beside = (sum(samples.median(name) for name in names) for names in (LIVED, by_hand))
@@ -291,7 +287,6 @@ def of_value(name: str, values: Sequence[float], commands: Commands | None = Non
 
 
 def promised(name: str) -> Promise:
-    """The promise with a name; raises KeyError."""
     return {one.name: one for one in (*PROMISES, *OWN)}[name]
 
 

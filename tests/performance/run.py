@@ -39,7 +39,6 @@ _GRACE_SECONDS = 300
 
 
 def passes(words: Sequence[str]) -> list[tuple[str, str]]:
-    """What is measured: the usual configuration, and each that was asked for as NAME:LINE."""
     found = [("as configured", "")]
     for word in words:
         name, separator, settings = word.partition(":")
@@ -65,7 +64,6 @@ def in_guest(name: str, settings: str, seconds: float) -> tuple[Run | None, bool
 
 
 def write(found: Document, folder: Path) -> None:
-    """The document and its picture."""
     folder.mkdir(exist_ok=True)
     (folder / "performance.json").write_text(found.text())
     (folder / "performance.svg").write_text(plot.svg(found.runs))

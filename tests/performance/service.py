@@ -39,7 +39,6 @@ class Served:
     start_seconds: float
 
     def mark(self) -> int:
-        """Where its log ends now."""
         return self.log.stat().st_size
 
     def commands(self, since: int) -> Commands:
@@ -141,7 +140,6 @@ def _await_served(socket: Path, running: subprocess.Popen[bytes], log: Path, end
 
 
 def _await_begun(client: Client, deadline: float) -> None:
-    """Until calls that need lvm2 are admitted."""
     while True:
         try:
             client.capacity()

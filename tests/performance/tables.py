@@ -21,13 +21,11 @@ def number(value: float, unit: str) -> str:
 
 
 def told(row: Row) -> str:
-    """A row's value, marked where it misses its target."""
     text = number(row.value, row.unit)
     return f"{text}, {MISSED}" if row.is_met is False else text
 
 
 def on_terminal(run: Run) -> Table:
-    """All that one run measured."""
     drawn = Table(box=box.SIMPLE_HEAD, title=f"{run.name}: {machine(run)}", title_justify="left")
     for title in ("", "beside", "Carver ms", "ms", "programs", "session", "", "target"):
         drawn.add_column(title, justify="left" if title == "beside" else "right")
@@ -44,7 +42,6 @@ def on_terminal(run: Run) -> Table:
 
 
 def machine(run: Run) -> str:
-    """The facts of a run's machine that matter most, in a line."""
     facts = run.machine
     settings = f", {run.settings}" if run.settings else ""
     return (

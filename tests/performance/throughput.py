@@ -104,7 +104,6 @@ def _write(device: str) -> None:
 
 
 def _read(device: str) -> None:
-    """Read a device."""
     data = mmap.mmap(-1, _PIECE_BYTES)
     descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT)
     try:

@@ -10,7 +10,6 @@ from typing import cast
 from xml.etree import ElementTree
 
 import configured
-import jsonschema
 import nodes
 import pytest
 from fakes.host import FakeHost
@@ -112,9 +111,7 @@ def test_a_ratio_is_that_of_the_medians() -> None:
     assert (found.samples, found.carver_ms, found.beside_ms) == (3, 500, 1000)
     assert found.commands == Commands(1, 2)
     assert found.is_met
-
-
-def test_a_call_without_its_bare_commands_has_no_ratio() -> None:
+    # A call without its bare commands has no ratio.
     assert list(rows.of_pairs(sampled(CREATE=[1.0], VGS=[1.0]))) == []
 
 
@@ -144,15 +141,20 @@ def test_growth_is_compared_to_lvcreate_s_own() -> None:
     assert rows.grown(rows.STAGE, 400) not in found
 
 
-@pytest.mark.parametrize(("value", "is_met"), [(0, True), (1, False)])
-def test_a_target_of_nothing_is_kept_by_nothing_only(value: float, is_met: bool) -> None:
-    [found] = rows.of_value(rows.PROBE_COMMANDS, [value])
-    assert found.is_met is is_met
-
-
-def test_a_figure_without_a_target_neither_keeps_nor_misses_it() -> None:
-    [found] = rows.of_value(rows.START, [3.0, 5.0, 4.0])
-    assert (found.value, found.is_met) == (4.0, None)
+@pytest.mark.parametrize(
+    ("name", "values", "value", "is_met"),
+    [
+        (rows.PROBE_COMMANDS, [0], 0, True),
+        (rows.PROBE_COMMANDS, [1], 1, False),
+        # It has no target.
+        (rows.START, [3.0, 5.0, 4.0], 4.0, None),
+    ],
+)
+def test_a_figure_is_the_median_and_compared_with_its_target(
+    name: str, values: list[float], value: float, is_met: bool | None
+) -> None:
+    [found] = rows.of_value(name, values)
+    assert (found.value, found.is_met) == (value, is_met)
 
 
 def test_a_step_that_fails_is_no_sample() -> None:
@@ -202,11 +204,8 @@ def test_every_kind_of_volume_meets_every_moment_of_the_machine(
 # Rounds
 
 
-def test_one_round_is_made_though_there_is_no_time() -> None:
+def test_a_round_is_begun_only_if_it_fits_but_for_the_first() -> None:
     assert list(Time(0, Clock()).rounds(5)) == [0]
-
-
-def test_no_round_is_begun_that_does_not_fit() -> None:
     clock, made = Clock(), []
     for number in Time(100, clock).rounds(9):
         made.append(number)
@@ -227,27 +226,19 @@ def test_a_share_is_no_more_than_what_is_left() -> None:
 # The document
 
 
-def test_the_document_is_as_its_schema_says_and_is_read_again(measured: Run) -> None:
+def test_the_document_is_read_again_as_it_was_written(measured: Run) -> None:
     text = Document("2026-01-31", [measured]).text()
-
-    jsonschema.validate(json.loads(text), document.SCHEMA)
-    again = Document.parse(text)
-
-    assert again.runs == [measured]
+    assert Document.parse(text).runs == [measured]
     assert json.loads(text)["runs"][0]["rows"][1]["is_met"] is False
 
 
-def test_the_facts_of_this_machine_are_as_the_schema_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "_said", lambda *_words: "")
-    found = Document("2026-01-31", [Run("own", "", document.machine(), [])])
-    jsonschema.validate(json.loads(found.text()), document.SCHEMA)
-
-
-def test_of_a_machine_that_is_nobody_s_business_the_kernel_s_version_is_told_alone(
+def test_only_the_kernel_s_version_is_recorded_of_another_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(document, "_said", lambda *_words: "")
     monkeypatch.setattr("platform.release", lambda: "6.18.44-builder-17")
     monkeypatch.setattr(own, "measure", lambda _rounds: [])
+    assert document.machine().keys() == MACHINE.keys()
     assert own.run(1).machine["kernel"] == "6.18"
     assert document.machine()["kernel"] == "6.18.44-builder-17"
 
@@ -331,7 +322,7 @@ def test_the_settings_of_a_pass_stand_before_the_classes(tmp_path: Path) -> None
     assert text.index("wipe") < text.index("[[classes]]")
 
 
-def test_commands_are_told_apart_from_those_of_a_session() -> None:
+def test_programs_and_commands_of_a_session_are_counted_apart() -> None:
     events: list[dict[str, object]] = [
         {"message": "command", "command": "mkfs.ext4"},
         {"message": "command", "command": "lvm lvs", "session": True},
@@ -352,9 +343,6 @@ def test_a_volume_is_multiplied_with_names_uuids_and_extents_of_their_own() -> N
     ids = [line for line in text.splitlines() if "id = " in line]
     assert len(set(ids)) == len(ids) == 4
     assert text.count("{") == text.count("}")
-
-
-def test_metadata_without_the_volume_are_not_multiplied() -> None:
     with pytest.raises(ValueError, match="many-0000"):
         group.multiplied("contents = 1\n", 3)
 

@@ -70,7 +70,6 @@ class Disk:
             _dmsetup("resume", self.name)
 
     def mend(self) -> None:
-        """It works again."""
         self._swap(self._table("linear"))
 
     def _table(self, target: str) -> str:

@@ -55,7 +55,6 @@ class Lab:
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def new_device(self, size_bytes: int) -> str:
-        """A blank loop device."""
         file = self.directory / f"disk{next(self._serial)}"
         with file.open("wb") as disk:
             disk.truncate(size_bytes)
@@ -199,7 +198,6 @@ class RealHost:
                         os.kill(int(one.parent.name), signal.SIGKILL)
 
     def new_device(self, size_bytes: int) -> str:
-        """A blank loop device."""
         self._own.append(self._lab.new_device(size_bytes))
         return self._own[-1]
 

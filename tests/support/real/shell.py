@@ -26,7 +26,6 @@ class RealShell:
         return self._conversation._running
 
     def kill(self, after_seconds: float = 0.0) -> None:
-        """SIGKILL, now or so many seconds later."""
         if not after_seconds:
             self._signal(signal.SIGKILL)
             return
@@ -35,11 +34,9 @@ class RealShell:
         timer.start()
 
     def stop(self) -> None:
-        """SIGSTOP."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def starve(self, *, within: bool = False) -> None:
