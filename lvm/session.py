@@ -21,6 +21,7 @@ from mount.command import (
     Finished,
     Result,
     Run,
+    patience_seconds,
     remaining_seconds,
 )
 
@@ -425,8 +426,7 @@ class Session:
 
     @contextmanager
     def _my_turn(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:
-        remaining = remaining_seconds()
-        limit = min(longest_seconds, math.inf if remaining is None else remaining)
+        limit = patience_seconds(longest_seconds)
         if not self._turn.acquire(timeout=-1 if limit == math.inf else limit):
             raise mount_errors.CommandTimedOut(words, limit)
         try:

@@ -142,3 +142,9 @@ def remaining_seconds() -> float | None:
     """The seconds left of this thread's time limit, 0 if it is over; None without one."""
     deadline = _deadline.get()
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def patience_seconds(most_seconds: float, part: float = 1.0) -> float:
+    """How long to wait: so long at most, and at most that part of what the time limit leaves."""
+    remaining = remaining_seconds()
+    return most_seconds if remaining is None else min(most_seconds, remaining * part)

@@ -102,18 +102,14 @@ class Inventory:
         so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
         that a report shows as suspended is left over, not under way.
         """
-        for group in self.own_groups(known):
-            if group.name in groups:
-                self._deactivate_parts(group)
-        for group, logical in self._logical(known):
-            held = (group.name, logical.name) in self._held
-            if (
-                group.name in groups
-                and logical.suspended
-                and not held
-                and tags.decode(logical.tags)
-            ):
-                volumes.refresh(self._volume_groups.lvm(group.name), group.name, logical.name)
+        own = [one for one in self.own_groups(known) if one.name in groups]
+        for group in own:
+            self._deactivate_parts(group)
+        for group in own:
+            for one in group.volumes.values():
+                is_held = self.is_kept_suspended(group.name, one.name)
+                if one.suspended and not is_held and tags.decode(one.tags):
+                    volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
 
     def device(self, volume_id: str) -> devices.Device | None:
         """The device of an active volume, found without a command; None proves nothing.
@@ -173,8 +169,7 @@ class Inventory:
 
         For an encrypted volume, whether something has its dm-crypt device open.
         """
-        mapping = self.mapping(volume)
-        if mapping is not None:
+        if (mapping := self.mapping(volume)) is not None:
             return self._devices.is_mapping_open(mapping)
         return self._devices.is_open(volume.group.name, volume.name)
 
@@ -185,15 +180,11 @@ class Inventory:
 
     def close_leftovers(self, volume: Volume) -> None:
         """Remove what a killed cryptsetup left on an active volume; no command."""
-        found = self._devices.find(volume.group.name, volume.name)
-        if found is not None:
+        if (found := self._devices.find(volume.group.name, volume.name)) is not None:
             self._devices.close_leftovers(found)
 
     def active(self, prefix: str, *groups: str) -> Iterator[tuple[str, str]]:
-        """Group and name of each active logical volume with a prefix, in these or all groups.
-
-        No command.
-        """
+        """Active volumes with a prefix, in these groups or all: group and name; no command."""
         for group in groups or self._groups:
             for name in self._devices.active(group):
                 if names.is_of(prefix, name):
@@ -220,13 +211,10 @@ class Inventory:
         Waits until the caller's deadline, five seconds at most, and not at all where the kernel has
         kept earlier callers waiting for as long. Raises PoolSilent.
         """
-        remaining = command.remaining_seconds()
-        patience = _POOL_SECONDS if remaining is None else min(_POOL_SECONDS, remaining)
+        path = f"{group}/{name}"
+        until = time.monotonic() + command.patience_seconds(_POOL_SECONDS)
         seen = self._pools.probe(
-            f"{group}/{name}",
-            lambda: thin.status_of(self.status(group, name)),
-            time.monotonic() + patience,
-            f"{group}/{name}",
+            path, lambda: thin.status_of(self.status(group, name)), until, path
         )
         if seen.hanging_seconds:
             raise errors.PoolSilent(group, name, seen.hanging_seconds)

@@ -132,8 +132,7 @@ class Admission:
             if not self._free:
                 raise errors.TooManyCalls(self._places)
             self._free -= 1
-        remaining = command.remaining_seconds()
-        patience = _PATIENCE_SECONDS if remaining is None else min(_PATIENCE_SECONDS, remaining)
+        patience = command.patience_seconds(_PATIENCE_SECONDS)
         with self._changed, trace.step(trace.WAIT, "start"):
             self._changed.wait_for(lambda: self.is_open or self.problem is not None, patience)
         try:
@@ -216,6 +215,8 @@ def enter(*groups: str) -> None:
 
 # How long a call waits for its volume: callers back off from a second on; most calls end sooner.
 GRACE_SECONDS = 5.0
+# The rest of the time to the deadline is left for the work.
+_PART = 0.5
 _LOOK_SECONDS = 0.1
 
 
@@ -256,7 +257,7 @@ class VolumeLocks:
 
         `is_so` is polled ten times a second, so it must be cheap.
         """
-        end = time.monotonic() + self._patience_seconds()
+        end = time.monotonic() + command.patience_seconds(self.grace_seconds, _PART)
         if is_so():
             return
         with self._changed:
@@ -275,9 +276,8 @@ class VolumeLocks:
         if len(self._waiting) < MOST_CALLS_WAITING:
             turn = self._line_up(names)
             try:
-                is_free = self._changed.wait_for(
-                    lambda: not self._taken(names, turn), self._patience_seconds()
-                )
+                patience = command.patience_seconds(self.grace_seconds, _PART)
+                is_free = self._changed.wait_for(lambda: not self._taken(names, turn), patience)
             finally:
                 del self._waiting[turn]
                 # Later calls waited for this one, too.
@@ -295,11 +295,6 @@ class VolumeLocks:
         """The names that are held, or wanted by calls that wait (before `turn`, if given)."""
         before = takewhile(lambda one: one is not turn, self._waiting)
         return self._held.union(*(self._waiting[one] for one in before)).intersection(names)
-
-    def _patience_seconds(self) -> float:
-        """How long to wait: half of the time to the deadline is left for the work."""
-        remaining = command.remaining_seconds()
-        return self.grace_seconds if remaining is None else min(self.grace_seconds, remaining / 2)
 
 
 # How many of the places calls that wait for one group may take.

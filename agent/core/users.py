@@ -85,8 +85,7 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
     if paths := mounted_at(kernel, known, str(volume.id)):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     # udev reads a device after each close by a writer, such as the last unmount.
-    remaining = command.remaining_seconds()
-    end = time.monotonic() + (OPEN_SECONDS if remaining is None else min(OPEN_SECONDS, remaining))
+    end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
     while known.is_open(volume):
         if time.monotonic() >= end:
             raise errors.VolumeInUse(str(volume.id), "a process has its device open")

@@ -321,8 +321,7 @@ def begin_states(
     begun = [(one, one._begin(complete)) for one in volume_groups]
 
     def end() -> dict[str, report.Group | None]:
-        left, remaining = until - time.monotonic(), command.remaining_seconds()
-        patience = left if remaining is None else min(left, remaining / 2)
+        patience = command.patience_seconds(until - time.monotonic(), 0.5)
         wait([future for _, future in begun if future is not None], max(0.0, patience))
         return {one.name: one._end(future, complete) for one, future in begun}
 

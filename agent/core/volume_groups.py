@@ -156,8 +156,7 @@ class VolumeGroups:
     def scan(self) -> Mapping[str, Found]:
         """The labels of the disks that lvm2 may see on this node."""
         # A disk that does not answer, perhaps another group's, leaves time for the rest.
-        remaining = command.remaining_seconds()
-        patience = PATIENCE_SECONDS if remaining is None else min(PATIENCE_SECONDS, remaining / 2)
+        patience = command.patience_seconds(PATIENCE_SECONDS, 0.5)
         paths = {os.path.realpath(one) for one in self.node.devices}
         found = self._disks.scan(patience, paths)
         if paths:

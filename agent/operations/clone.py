@@ -181,8 +181,7 @@ class Copier:
 
     def dismiss(self, bridge: Snapshot) -> None:
         """Have a bridge removed in the background, and wait a moment for it."""
-        remaining = command.remaining_seconds()
-        patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
+        patience = command.patience_seconds(_DISMISS_SECONDS)
         wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:

@@ -76,8 +76,7 @@ class Reencrypter:
             if key is None:
                 raise mount_errors.WrongKey(device.path)
             job = self._start(volume, device, key)
-        remaining, seconds = command.remaining_seconds(), self.grace_seconds
-        wait([job.ended], seconds if remaining is None else min(seconds, remaining))
+        wait([job.ended], command.patience_seconds(self.grace_seconds))
         if not job.ended.done():
             raise errors.Reencrypting(job.key, progress(self._kernel, device))
         job.ended.result()

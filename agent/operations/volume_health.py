@@ -232,9 +232,7 @@ class VolumesHealth:
 
     def _looked(self, volume_group: VolumeGroup, volume_id: str) -> Volume | None:
         locks.enter(volume_group.name)
-        remaining = command.remaining_seconds()
-        patience = _PROOF_SECONDS if remaining is None else min(_PROOF_SECONDS, remaining)
-        with command.time_limit(patience):
+        with command.time_limit(command.patience_seconds(_PROOF_SECONDS)):
             group = volume_group.state()
         if group is None:
             return None

@@ -1,6 +1,7 @@
 """Calls that meet others: they wait a moment for their turn, and never take all threads."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -108,13 +109,13 @@ def test_a_call_is_refused_when_its_patience_ends_and_leaves_nothing(locks: Volu
 
 
 def test_the_wait_leaves_the_caller_s_time_to_the_work(
-    locks: VolumeLocks, monkeypatch: pytest.MonkeyPatch
+    locks: VolumeLocks,
 ) -> None:
-    monkeypatch.setattr(command, "remaining_seconds", lambda: 6.0)
-    locks.grace_seconds = 5.0
-    assert locks._patience_seconds() == 3.0
-    monkeypatch.setattr(command, "remaining_seconds", lambda: None)
-    assert locks._patience_seconds() == 5.0
+    began = time.monotonic()
+    with locks.hold("a"), command.time_limit(2):
+        with pytest.raises(OperationPending), locks.hold("a"):
+            pass
+        assert 1 <= time.monotonic() - began < 2
 
 
 def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
