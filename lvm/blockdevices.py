@@ -98,8 +98,6 @@ def _names(root: Path, path: str) -> Sequence[str]:
 
 
 _VOLUME_UUID = "LVM-"
-# Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.
-_REMOVABLE_MAJORS = {"2", "11"}
 # Devices that other storage drivers and hypervisors give to pods and guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
 _SESSION = re.compile(r"session\d+")
@@ -152,13 +150,8 @@ class BlockDevices:
         """The kernel's names for all of them, with partitions."""
         return tuple(self._devices)
 
-    @property
-    def loops(self) -> tuple[str, ...]:
-        """The names of the loop devices that something is attached to."""
-        return tuple(name for name, one in self._devices.items() if one.is_loop and one.has_size)
-
     def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The loop devices among these, or below them: with their backing files, all is known.
+        """The loop devices in use among these, or below them: with their files, all is known.
 
         A loop device over another device is excluded, whatever that is.
         """
@@ -168,7 +161,8 @@ class BlockDevices:
             above = [self._devices[one] for one in known]
             below = {name for one in above for name in (one.disk, *one.slaves)}
             known = [one for one in below if one in self._devices and one not in every]
-        return tuple(name for name in self.loops if name in every)
+        loops = (name for name, one in self._devices.items() if one.is_loop and one.has_size)
+        return tuple(name for name in loops if name in every)
 
     def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
         """The devices that may be no physical volumes, by their names.
@@ -276,7 +270,8 @@ class _Device:
 
     @property
     def is_no_disk(self) -> bool:
-        return self.number[0] in _REMOVABLE_MAJORS or self.name.startswith("zram")
+        # Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.
+        return self.number[0] in ("2", "11") or self.name.startswith("zram")
 
     @cached_property
     def slaves(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ before they are written, so who must not wait has a thread of its own look.
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,6 @@ _DEVICE_AT = 40
 # struct dm_name_list: dev, next; the name follows, and where it ends, in whole eights of bytes, the
 # number of events.
 _NAME = struct.Struct("=Q I")
-_EVENTS = struct.Struct("=I")
-# struct dm_target_msg: the sector that it is for; the message follows.
-_MESSAGE = struct.Struct("=Q")
 # struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
 _TARGET = struct.Struct("=Q Q i I 16s")
 _VERSION = (4, 0, 0)
@@ -288,10 +285,8 @@ class DeviceMapper:
 
         Raises OSError where there is no answer.
         """
-        buffer = _request(_HEADER.size, 0, name, 0)
         try:
-            with self._opened() as control:
-                self._ioctl(control, _DEVICE_STATUS, buffer)
+            buffer = self._call(_DEVICE_STATUS, name)
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return None
@@ -306,16 +301,15 @@ class DeviceMapper:
         The file system that is mounted from it comes to rest first (lock_fs in drivers/md/dm.c).
         Raises OSError: EINVAL for one that is suspended, ENXIO where there is none.
         """
-        self._set_flow(name, _SUSPENDED)
+        self._call(_DEVICE_SUSPEND, name, _SUSPENDED)
 
     def resume(self, name: str) -> None:
         """Let go of a device; one that is not suspended is no error. Raises OSError, as above."""
-        self._set_flow(name, 0)
+        self._call(_DEVICE_SUSPEND, name)
 
     def remove(self, name: str) -> None:
         """Take a device away. Raises OSError: EBUSY for one that is open, ENXIO where none is."""
-        with self._opened() as control:
-            self._ioctl(control, _DEVICE_REMOVE, _request(_HEADER.size, 0, name, 0))
+        self._call(_DEVICE_REMOVE, name)
 
     def is_suspended(self, name: str) -> bool:
         """Whether a device is suspended; not where there is none."""
@@ -338,25 +332,24 @@ class DeviceMapper:
 
     def tell(self, name: str, message: str) -> None:
         """Send a device's target a message (thin-provisioning.rst). Raises OSError."""
-        data = _MESSAGE.pack(0) + message.encode() + b"\0"
-        buffer = _request(_HEADER.size, 0, name, 0) + data
-        struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
-        with self._opened() as control:
-            self._ioctl(control, _TARGET_MESSAGE, buffer)
+        # struct dm_target_msg: the sector that it is for, and the message.
+        data = struct.pack("=Q", 0) + message.encode() + b"\0"
+        self._call(_TARGET_MESSAGE, name, data=data)
 
     def _look(self, name: str, at: int) -> int:
         """A number of what device-mapper says of a device; 0 where there is none."""
-        buffer = _request(_HEADER.size, 0, name, 0)
         try:
-            with self._opened() as control:
-                self._ioctl(control, _DEVICE_STATUS, buffer)
+            return _number(self._call(_DEVICE_STATUS, name), at)
         except OSError:
             return 0
-        return _number(buffer, at)
 
-    def _set_flow(self, name: str, flags: int) -> None:
+    def _call(self, request: int, name: str, flags: int = 0, data: bytes = b"") -> bytearray:
+        """One ioctl about a device, with its answer's header."""
+        buffer = _request(_HEADER.size, flags, name, 0) + data
+        struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
         with self._opened() as control:
-            self._ioctl(control, _DEVICE_SUSPEND, _request(_HEADER.size, flags, name, 0))
+            self._ioctl(control, request, buffer)
+        return buffer
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -379,7 +372,9 @@ class DeviceMapper:
                 return
             raise
         yield from _records(lines)
-        for one in _dependencies(below):
+        # struct dm_target_deps: how many, and the devices as the kernel numbers them.
+        start = _number(below, _DATA_START_AT)
+        for one in struct.unpack_from(f"={_number(below, start)}Q", below, start + 8):
             yield from self._walk(control, device=one)
 
     def _ask(
@@ -418,7 +413,7 @@ def _listed(buffer: bytearray) -> Iterator[tuple[str, Events]]:
         if device:
             begin = at + _NAME.size
             end = buffer.index(b"\0", begin)
-            (events,) = _EVENTS.unpack_from(buffer, end + 1 + -(end + 1) % 8)
+            events = _number(buffer, end + 1 + -(end + 1) % 8)
             yield buffer[begin:end].decode(), (device, events)
         if not following:
             return
@@ -427,8 +422,8 @@ def _listed(buffer: bytearray) -> Iterator[tuple[str, Events]]:
 
 def _records(buffer: bytearray) -> Iterator[Status]:
     for kind, size_bytes, line in _targets(buffer):
-        if (record := _KINDS.get(kind)) is not None:
-            yield record.parse(size_bytes, line)
+        if kind in _KINDS:
+            yield _KINDS[kind].parse(size_bytes, line)
 
 
 def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
@@ -439,13 +434,6 @@ def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
         line = _text(buffer[at + _TARGET.size :])
         yield _text(kind), sectors * _SECTOR_BYTES, line.strip()
         at = start + following
-
-
-def _dependencies(buffer: bytearray) -> Sequence[int]:
-    """The devices in an answer, as the kernel numbers them: struct dm_target_deps."""
-    start = _number(buffer, _DATA_START_AT)
-    devices: Sequence[int] = struct.unpack_from(f"={_number(buffer, start)}Q", buffer, start + 8)
-    return devices
 
 
 def _number(buffer: bytearray, at: int) -> int:

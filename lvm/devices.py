@@ -66,18 +66,6 @@ class Exceptions:
                 at, is_full = at + each + 1, used == each
 
 
-def area_overflowed(disk: str, offset_bytes: int) -> bool | None:
-    """Whether the snapshot whose area begins there is lost; None where the disk cannot be read.
-
-    Past the page cache: that may hold what was there before the kernel's own write.
-    """
-    try:
-        with blocks.opened(disk) as reader:
-            return is_lost(reader.read_to_end(offset_bytes, _HEADER.size))
-    except OSError:
-        return None
-
-
 def is_lost(header: bytes) -> bool:
     """Whether the area's first bytes are not those of a snapshot that can be read."""
     if len(header) < _HEADER.size:
@@ -156,10 +144,10 @@ class Devices:
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
             is_ours = attribute(f"{directory}/dm/name") == name and _has_table(directory)
-            major, _, minor = attribute(f"{directory}/dev").partition(":")
-            if is_ours and minor and attribute(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
-                number = (int(major), int(minor))
-                path = f"{_MAPPER}/{name}" if _is_at(name, number) else f"/dev/{holder}"
+            number = _number(directory)
+            if is_ours and number and attribute(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
+                is_at_node = _node_number(f"{_MAPPER}/{name}") == number
+                path = f"{_MAPPER}/{name}" if is_at_node else f"/dev/{holder}"
                 return replace(device, path=path, number=number, name=name, below=device)
         return None
 
@@ -222,8 +210,15 @@ class Devices:
         return self._mapper.own_status(names.device(group, name))
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """Whether the COW snapshot whose area begins there is lost; None: unknown."""
-        return area_overflowed(disk, offset_bytes)
+        """Whether the COW snapshot whose area begins there is lost; None: unknown.
+
+        Past the page cache, which may hold what was there before the kernel's own write.
+        """
+        try:
+            with blocks.opened(disk) as reader:
+                return is_lost(reader.read_to_end(offset_bytes, _HEADER.size))
+        except OSError:
+            return None
 
     def suspend(self, group: str, name: str) -> None:
         """Suspend an active volume: I/O waits, and a mounted file system is frozen.
@@ -283,14 +278,8 @@ class Devices:
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""
         path = f"{_MAPPER}/{dm_name}"
-        try:
-            status = os.stat(path)  # noqa: PTH116 - each call asks, and a path library takes longer
-        except FileNotFoundError:
-            return None
-        if not stat.S_ISBLK(status.st_mode):
-            return None
-        number = (os.major(status.st_rdev), os.minor(status.st_rdev))
-        return _device(f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}", dm_name, path, number)
+        number = _node_number(path)
+        return _device(_by_number(number), dm_name, path, number) if number else None
 
     def _by_driver(self, dm_name: str) -> Device | None:
         """Through device-mapper, where the node in /dev/mapper is missing or is another's.
@@ -305,16 +294,14 @@ class Devices:
             return None
         # The kernel names them so (alloc_dev in drivers/md/dm.c).
         path = f"/dev/dm-{number[1]}"
-        return _device(f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}", dm_name, path, number)
+        return _device(_by_number(number), dm_name, path, number)
 
     def _by_search(self, dm_name: str) -> Device | None:
         """Through sysfs, where device-mapper does not answer."""
         for directory in _SYS_BLOCK.glob("dm-*"):
-            major, _, minor = attribute(f"{directory}/dev").partition(":")
-            if not minor:
-                continue
-            number = (int(major), int(minor))
-            if device := _device(str(directory), dm_name, f"/dev/{directory.name}", number):
+            number = _number(str(directory))
+            path = f"/dev/{directory.name}"
+            if number and (device := _device(str(directory), dm_name, path, number)):
                 return device
         return None
 
@@ -346,18 +333,27 @@ def _has_table(directory: str) -> bool:
 
 def _holders(device: Device) -> list[str]:
     """What the kernel has on a device, by its names in sysfs."""
-    own = f"{device.number[0]}:{device.number[1]}"
     try:
-        return os.listdir(f"{_SYS_BY_NUMBER}/{own}/holders")  # noqa: PTH208 - each call asks
+        return os.listdir(f"{_by_number(device.number)}/holders")  # noqa: PTH208 - each call asks
     except OSError:
         return []
 
 
-def _is_at(dm_name: str, number: tuple[int, int]) -> bool:
-    """Whether the node in /dev/mapper is the device's."""
+def _by_number(number: tuple[int, int]) -> str:
+    return f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}"
+
+
+def _number(directory: str) -> tuple[int, int] | None:
+    """The number of the device of a directory of sysfs; None where it went away."""
+    major, _, minor = attribute(f"{directory}/dev").partition(":")
+    return (int(major), int(minor)) if minor else None
+
+
+def _node_number(path: str) -> tuple[int, int] | None:
+    """The number of a node's block device; None where there is none."""
     try:
-        found = os.stat(f"{_MAPPER}/{dm_name}")  # noqa: PTH116 - as above
+        status = os.stat(path)  # noqa: PTH116 - each call asks, and a path library takes longer
     except OSError:
-        return False
-    own = (os.major(found.st_rdev), os.minor(found.st_rdev))
-    return stat.S_ISBLK(found.st_mode) and own == number
+        return None
+    number = (os.major(status.st_rdev), os.minor(status.st_rdev))
+    return number if stat.S_ISBLK(status.st_mode) else None

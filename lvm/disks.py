@@ -1,8 +1,6 @@
 """Read disks side by side: labels, whether a group's metadata changed, errors that were counted."""
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -15,13 +13,12 @@ from lvm import blockdevices, labels
 from lvm.blockdevices import BlockDevices, Excluded
 from lvm.labels import Damaged, Mark, PhysicalLabel
 from mount.block_devices import attribute
+from mount.command import begin
 
 _T = TypeVar("_T")
 
 # What a disk that works does not need, also one that has to spin up first.
 PATIENCE_SECONDS = 10.0
-# How long a disk's thread is kept for the next look.
-_IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,7 @@ class Disks:
         backing: Callable[[str], int] = blockdevices.backing,
     ) -> None:
         self._sysfs, self._dev, self._backing = sysfs, dev, backing
-        self._guard = threading.Lock()
-        self._readers: dict[str, _Reader] = {}
-        # What was asked and did not answer in time, by the path.
+        # The reads that did not end in time, by the path.
         self._late: dict[str, Future[Any]] = {}
 
     def scan(
@@ -79,13 +74,13 @@ class Disks:
             paths[name]: one for name, one in devices.excluded(known).items() if name in paths
         }
         found |= self._each(labels.read, paths.values() - found.keys(), end)
-        names = {path: name for name, path in paths.items()}
-        for path, one in found.items():
-            if isinstance(one, PhysicalLabel):
-                kind = devices.kind(names[path], known)
-                groups = devices.active_groups(names[path])
+        for name, path in paths.items():
+            if isinstance(one := found[path], PhysicalLabel):
                 found[path] = replace(
-                    one, kind=kind, active_groups=groups, sequence=devices.sequence(names[path])
+                    one,
+                    kind=devices.kind(name, known),
+                    active_groups=devices.active_groups(name),
+                    sequence=devices.sequence(name),
                 )
         return {path: one for path, one in found.items() if one is not None}
 
@@ -114,23 +109,17 @@ class Disks:
     def _each(
         self, look: Callable[[str], _T], paths: Iterable[str], end: float
     ) -> dict[str, _T | Unreadable]:
-        """What a look at each disk gives, or why it gave nothing until then."""
+        """Read each disk; the result, or why there is none at that time (monotonic)."""
         begun = {path: self._begin(look, path) for path in paths}
         return {path: self._ended(path, future, end) for path, future in begun.items()}
 
     def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
-        """None while an earlier look still waits for the disk: one thread is enough for that."""
+        """Read a disk in a thread of its own; None while an earlier read of it is waited for."""
         late = self._late.get(path)
         if late is not None and not late.done():
             return None
         self._late.pop(path, None)
-        future = Future[_T | Unreadable]()
-        with self._guard:
-            reader = self._readers.get(path)
-            if reader is None:
-                reader = self._readers[path] = _Reader(path, self._is_idle)
-            reader.tasks.put(partial(_fulfil, future, look, path))
-        return future
+        return begin(f"disk {path}", partial(_look_at, look, path))
 
     def _ended(
         self, path: str, future: Future[_T | Unreadable] | None, end: float
@@ -143,43 +132,12 @@ class Disks:
             self._late[path] = future
             return Unanswered()
 
-    def _is_idle(self, reader: "_Reader") -> bool:
-        """Whether a disk's thread has nothing to do; then it is forgotten, and has to end."""
-        with self._guard:
-            if not reader.tasks.empty():
-                return False
-            del self._readers[reader.path]
-            return True
 
-
-class _Reader:
-    """A disk's thread, kept a while: looks come in pairs, and a thread costs more than a look."""
-
-    def __init__(self, path: str, is_idle: "Callable[[_Reader], bool]") -> None:
-        self.path = path
-        self.tasks = queue.SimpleQueue[Callable[[], None]]()
-        self._is_idle = is_idle
-        # A daemon, as no pool's threads are: the process ends without the disk.
-        threading.Thread(target=self._run, name=f"disk {path}", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                task = self.tasks.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                if self._is_idle(self):
-                    return
-            else:
-                task()
-
-
-def _fulfil(future: Future[_T | Unreadable], look: Callable[[str], _T], path: str) -> None:
+def _look_at(look: Callable[[str], _T], path: str) -> _T | Unreadable:
     try:
-        future.set_result(look(path))
+        return look(path)
     except OSError as error:
-        future.set_result(Unreadable(error.strerror or str(error)))
-    except BaseException as error:
-        future.set_exception(error)
+        return Unreadable(error.strerror or str(error))
 
 
 # Commands that failed so long ago are history.

@@ -5,19 +5,13 @@ from collections.abc import Mapping, Sequence
 from lvm import report, tags
 from lvm.lvm2 import Lvm
 from lvm.report import Group
+from lvm.volumes import NO_TAGS
 
 # What lvm2 has on a disk before its metadata area: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
-_EXTENT_BYTES = 4 * _MIB
-# So many volumes of two images each have room, of which each takes so much of the text.
-_MOST_VOLUMES = 10_000
-_VOLUME_BYTES = 4096
 # The header of a metadata area; each of its two texts begins with a sector.
 _SECTOR_BYTES = 512
-# What no new volume gets of the room for the text: deletions, wipes and repairs write there, too.
-_RESERVE_SHARE = 16
-_LEAST_RESERVE_BYTES = 16 << 10
 
 
 def suitable_metadata_bytes(size_bytes: int) -> int:
@@ -27,8 +21,9 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
     volumes, and an area of 8 KiB for each extent of 4 MiB is a five hundredth of it. The label and
     the area are whole MiB together, as lvm2 begins with the first extent there.
     """
-    volumes = min(_MOST_VOLUMES, size_bytes // _EXTENT_BYTES)
-    whole = max(1, -(-2 * _VOLUME_BYTES * volumes // _MIB)) * _MIB
+    # So many volumes of two images each have room, of which each takes 4 KiB of the text.
+    volumes = min(10_000, size_bytes // (4 * _MIB))
+    whole = max(1, -(-2 * 4096 * volumes // _MIB)) * _MIB
     return whole - LABEL_BYTES
 
 
@@ -44,10 +39,9 @@ def text_percent(group: Group) -> float:
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether only the reserve for deletions and repairs is left, so that nothing new is made."""
+    """Whether only the reserve for deletions, wipes and repairs is left: nothing new is made."""
     room = text_room_bytes(group)
-    reserve = max(room // _RESERVE_SHARE, _LEAST_RESERVE_BYTES)
-    return bool(room) and group.metadata_free_bytes < reserve
+    return bool(room) and group.metadata_free_bytes < max(room // 16, 16 << 10)
 
 
 def create(
@@ -55,7 +49,7 @@ def create(
     name: str,
     devices: Sequence[str],
     own_tags: Mapping[str, str],
-    metadata_bytes: int = _MIB - LABEL_BYTES,
+    metadata_bytes: int,
 ) -> None:
     """Make a group of block devices that the caller has proved to be blank (vgcreate(8)).
 
@@ -69,14 +63,10 @@ def create(
 
 
 def mark(
-    lvm: Lvm,
-    name: str,
-    *,
-    old: Mapping[str, str] | None = None,
-    new: Mapping[str, str] | None = None,
+    lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
     """Replace tags of a group (vgchange(8)); what it has not, or has already, is no error."""
-    changes = [*tags.words("--deltag", old or {}), *tags.words("--addtag", new or {})]
+    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("vgchange", *changes, "--", name)
 
 
@@ -101,14 +91,9 @@ def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
     lvm("vgextend", *words, "--", group, disk)
 
 
-def close(lvm: Lvm, disk: str) -> None:
-    """Allocate nothing new on a disk (pvchange(8))."""
-    lvm("pvchange", "--allocatable", "n", "--", disk)
-
-
-def reopen(lvm: Lvm, disk: str) -> None:
-    """Allocate on a disk again, after `close` (pvchange(8))."""
-    lvm("pvchange", "--allocatable", "y", "--", disk)
+def allow_allocation(lvm: Lvm, disk: str, *, allowed: bool) -> None:
+    """Have lvm2 allocate on a disk, or allocate nothing new there (pvchange(8))."""
+    lvm("pvchange", "--allocatable", "y" if allowed else "n", "--", disk)
 
 
 def replace_images(lvm: Lvm, group: str, name: str, disks: Sequence[str]) -> None:

@@ -142,7 +142,7 @@ _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
 # A reader may meet the one write that damages what it sees: lvm2 coming round in the ring of text.
-_LOOKS = 3
+_RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class PhysicalLabel:
     group: Group | None
     # What is wrong with it, though lvm2 may have another copy.
     damage: tuple[str, ...] = ()
-    # From the kernel: its kind, by which number it was attached
-    # (Disks.sequences), and the UUIDs of the groups that have active volumes on it.
+    # From the kernel: its kind, by which number it was attached (Disks.sequences), and the UUIDs of
+    # the groups that have active volumes on it.
     kind: Kind = Kind.LOCAL
     sequence: str = ""
     active_groups: frozenset[str] = frozenset()
@@ -210,12 +210,11 @@ class Damaged:
 
 def read(path: str) -> PhysicalLabel | Damaged | None:
     """What a disk says of itself; None where it has no label. Raises OSError."""
-    found: PhysicalLabel | Damaged | None = None
-    for _ in range(_LOOKS):
+    for _ in range(_RETRIES):
         found = _read(path)
         if found is None or (isinstance(found, PhysicalLabel) and not found.damage):
-            break
-    return found
+            return found
+    return _read(path)
 
 
 def mark(path: str) -> Mark | None:
@@ -344,7 +343,10 @@ def _physical_volume(sector: bytes, at: int) -> _Label:
         version, flags = _PV_EXTENSION.unpack_from(sector, at)
     # The flag is the second version's.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
-    return _Label(_dashed(uuid), size_bytes, is_used, metadata_areas)
+    text = uuid.decode("ascii", "replace")
+    if not _UUID.fullmatch(text):
+        raise Damage("the label has no UUID")
+    return _Label(dashed(text), size_bytes, is_used, metadata_areas)
 
 
 def _areas(sector: bytes, at: int) -> Iterator[_Area]:
@@ -381,14 +383,6 @@ def _unpack(form: struct.Struct, sector: bytes, at: int) -> tuple[Any, ...]:
     if at + form.size > len(sector):
         raise Damage("the label goes on past its sector")
     return form.unpack_from(sector, at)
-
-
-def _dashed(uuid: bytes) -> str:
-    """A UUID as lvm2 writes it everywhere but in the label."""
-    text = uuid.decode("ascii", "replace")
-    if not _UUID.fullmatch(text):
-        raise Damage("the label has no UUID")
-    return dashed(text)
 
 
 def dashed(uuid: str) -> str:

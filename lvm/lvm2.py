@@ -109,21 +109,19 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
-# What lvm.conf(5) may say so that lvm2 tells of success and did something else: nothing at all, a
-# volume that is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
-_SOUND = ("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]")
-# dmeventd is asked to watch nothing, and nothing is waited for that it does. What it watches it
-# looks at by lvm2 commands of its own, which hold the group's lock and look at every disk of the
-# machine; and an extension of a pool waits for these 8 s, while the pool's writers wait for it.
-_UNWATCHED = ("activation/monitoring=0",)
-# Of each change lvm2 archives the group's metadata as they were, and by default keeps that for 30
-# days, however many there are. It removes what is older than `retain_days`, but never the last
-# `retain_min` (_remove_expired() in lib/format_text/archive.c): so these are all it keeps.
-_ARCHIVES = ("backup/retain_min=50", "backup/retain_days=0")
-_NEEDED = (*_SOUND, *_UNWATCHED, *_ARCHIVES)
-
-# What nsenter(1), as a shell, ends with where there is no such program.
-_NOT_FOUND = 127
+_NEEDED = (
+    # With other values lvm2 reports success and did something else: nothing at all, a volume that
+    # is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
+    *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
+    # dmeventd watches by lvm2 commands of its own, which hold the group's lock and look at every
+    # disk of the machine; and an extension of a pool waits for these 8 s, while the pool's writers
+    # wait for it.
+    "activation/monitoring=0",
+    # Of each change lvm2 archives the group's metadata as they were, and by default keeps that for
+    # 30 days, however many there are. It removes what is older than `retain_days`, but never the
+    # last `retain_min` (_remove_expired() in lib/format_text/archive.c): so these are all it keeps.
+    *("backup/retain_min=50", "backup/retain_days=0"),
+)
 
 
 @dataclass
@@ -150,9 +148,9 @@ class Lvm:
         # Each key once: which of two counts is nowhere promised.
         chosen = dict(one.split("=", 1) for one in (*_NEEDED, *self.settings, *settings))
         config = " ".join(f"{key}={value}" for key, value in chosen.items())
-        configured = ["--config", config] if config else []
-        result = self.run("lvm", subcommand, *confined, *configured, *words)
-        if result.exit_code == _NOT_FOUND:
+        result = self.run("lvm", subcommand, *confined, "--config", config, *words)
+        # What nsenter(1), as a shell, ends with where there is no such program.
+        if result.exit_code == 127:
             raise mount_errors.ProgramMissing("lvm")
         if result.exit_code != 0:
             raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)

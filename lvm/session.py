@@ -28,9 +28,8 @@ from mount.command import (
 _log = logging.getLogger(__name__)
 
 
-PROMPT = "lvm> "
-# Names the descriptor that lvm2 reports on.
-REPORT = "LVM_REPORT_FD"
+# No history is kept, and no line editor's settings are read.
+_NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
 _REPORTS = {"fullreport", "lvs", "pvs", "vgs"}
 _CHANGES = {
@@ -70,11 +69,6 @@ class Confinement:
     devices: str = ""
     settings: str = ""
 
-    @property
-    def can_be_set(self) -> bool:
-        """Whether settings alone can name the devices."""
-        return all(_PATH.fullmatch(path) for path in self._paths())
-
     def covers(self, other: "Confinement") -> bool:
         """Whether a shell with this does what one with `other` would: it may have more settings."""
         return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
@@ -94,11 +88,11 @@ class Confinement:
         option overrules is overruled here too.
         """
         lines = [f"{key}={value}" for key, value in self._pairs().items()]
-        if paths := self._paths():
-            patterns = [f"a|^{_SPECIAL.sub(_IN_BRACKETS, path)}$|" for path in paths] + ["r|.*|"]
-            accepted = ",".join(f'"{pattern}"' for pattern in patterns)
+        if self.paths:
+            accepted = [f"a|^{_SPECIAL.sub(_IN_BRACKETS, path)}$|" for path in self.paths]
+            patterns = ",".join(f'"{pattern}"' for pattern in (*accepted, "r|.*|"))
             lines += [
-                f"devices/global_filter=[{accepted}]",
+                f"devices/global_filter=[{patterns}]",
                 'devices/filter=["a|.*|"]',
                 "devices/use_devicesfile=0",
             ]
@@ -109,7 +103,9 @@ class Confinement:
         pairs = dict(one.split("=", 1) for one in self.settings.split())
         return {key: value for key, value in pairs.items() if key not in _OWN}
 
-    def _paths(self) -> list[str]:
+    @property
+    def paths(self) -> list[str]:
+        """The devices that it sees; none for all."""
         return self.devices.split(",") if self.devices else []
 
 
@@ -138,11 +134,12 @@ class Line:
         quoted = [one for word in kept if (one := _quoted(word))]
         text = " ".join(quoted)
         can_be_said = len(quoted) == len(kept) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
-        return cls(text, kept[0], confinement) if can_be_said and confinement.can_be_set else None
+        can_be_set = all(_PATH.fullmatch(path) for path in confinement.paths)
+        return cls(text, kept[0], confinement) if can_be_said and can_be_set else None
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """The words without the options that a whole shell has, and those."""
+    """The words without the options of a shell, and those."""
     options = dict.fromkeys(OF_A_SHELL, "")
     kept: list[str] = []
     rest = iter(words)
@@ -208,15 +205,6 @@ devices/hints="none"
 # To take down what asynchronous reads need, the kernel waits for each processor once a command.
 global/use_aio=0
 """
-
-
-def environment(directory: Path) -> dict[str, str]:
-    """The variables of a shell whose system directory that is."""
-    return {
-        "LVM_SYSTEM_DIR": str(directory),
-        # No history of what was said is kept, and no line editor's settings are read.
-        **dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null"),
-    }
 
 
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
@@ -316,7 +304,7 @@ class Session:
         Raises CommandTimedOut where what it does outlasts the caller's time, and a minute.
         """
         with self._my_turn(_RENEWED, _LONGEST_TURN_SECONDS):
-            self._hang_up("what it did last")
+            self._hang_up()
 
     def rest(self) -> None:
         """End a shell after many commands, when idle for a minute; the next command starts another.
@@ -328,7 +316,7 @@ class Session:
         try:
             is_idle = time.monotonic() - self._last_seconds >= _IDLE_SECONDS
             if self._commands >= _MANY_COMMANDS and is_idle:
-                self._hang_up("what it did last")
+                self._hang_up()
         finally:
             self._turn.release()
 
@@ -339,7 +327,7 @@ class Session:
         """
         self._is_closed = True
         with suppress(mount_errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
-            self._hang_up("what it did last")
+            self._hang_up()
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
 
@@ -370,15 +358,13 @@ class Session:
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
         """A shell with this confinement that is at its prompt; None where there is none."""
         if self._shell is not None:
-            if self._is_usable(self._shell, confinement):
+            is_fit = not self._is_closed and self._confinement.covers(confinement)
+            if is_fit and self._shell.is_waiting():
                 return self._shell
-            self._hang_up("what it did last")
+            self._hang_up()
         if self._stuck is None and not self._is_closed and time.monotonic() >= self._rests_until:
             self._start(confinement, words)
         return self._shell
-
-    def _is_usable(self, ready: Conversation, confinement: Confinement) -> bool:
-        return not self._is_closed and self._confinement.covers(confinement) and ready.is_waiting()
 
     def _start(self, confinement: Confinement, words: tuple[str, ...]) -> None:
         limit = remaining_seconds()
@@ -390,9 +376,9 @@ class Session:
             prepare(self._directory, self._root, self._confinement)
             self._shell = self._converse(
                 "lvm",
-                prompt=PROMPT,
-                environment=environment(self._directory),
-                report=REPORT,
+                prompt="lvm> ",
+                environment={"LVM_SYSTEM_DIR": str(self._directory), **_NO_LINE_EDITOR},
+                report="LVM_REPORT_FD",
             )
             self._shell.exchange(None, min(_START_SECONDS, limit or _START_SECONDS))
         except (OSError, ConversationOver, mount_errors.ProgramMissing) as problem:
@@ -406,7 +392,7 @@ class Session:
         self._rests_until = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 
-    def _hang_up(self, doing: str) -> None:
+    def _hang_up(self, doing: str = "what it did last") -> None:
         """End the shell; where it does not end, remember what it does."""
         if self._shell is not None:
             since = time.monotonic()

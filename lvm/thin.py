@@ -10,7 +10,7 @@ from lvm import tags
 from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
-from lvm.report import Group, LogicalVolume
+from lvm.report import Group
 from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
 from mount import errors as mount_errors
@@ -58,11 +58,6 @@ class Pool:
     data_extents: int = 0
     metadata_extents: int = 0
     promised_bytes: int = 0
-
-
-def members(group: Group, name: str) -> list[LogicalVolume]:
-    """The volumes that lie in a pool."""
-    return list(group.in_pool(name))
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:

@@ -13,7 +13,7 @@ from agent.core.records import Volume
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
 from agent.operations.erase import ErasePolicy, erase_marks, is_deleted, is_given_up, is_sweep
-from lvm import groups, layout, names, report, thin, volumes
+from lvm import groups, layout, names, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New
 
@@ -282,6 +282,6 @@ def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
 
 def _dependents(group: report.Group, root: report.LogicalVolume) -> list[report.LogicalVolume]:
     """The volumes in a pool, and the copy-on-write snapshots of these or of the root itself."""
-    inside = thin.members(group, root.name)
+    inside = group.in_pool(root.name)
     upon = [snap for one in (root, *inside) for snap in group.copy_on_write_of(one.name)]
     return [*inside, *upon]

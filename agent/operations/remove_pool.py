@@ -72,7 +72,7 @@ class PoolRemover:
         The group was locked from the volume's report until its removal.
         """
         pool = removed.group.volume(removed.name).pool
-        others = [one for one in thin.members(removed.group, pool) if one.name != removed.name]
+        others = [one for one in removed.group.in_pool(pool) if one.name != removed.name]
         if all(_is_wiping(one) for one in others):
             wait([self.give_back(removed.group.name, pool)], wait_seconds)
 
@@ -90,7 +90,7 @@ class PoolRemover:
             # The device is closed once the lock is free.
             with job.writing:
                 pass
-        for one in thin.members(group, pool):
+        for one in group.in_pool(pool):
             if _is_wiping(one):
                 volumes.remove(self._lvm(group.name), group.name, one.name)
 
@@ -149,8 +149,8 @@ class PoolRemover:
             volumes.remove(self._lvm(group_name), group_name, pool)
         if made is None or not is_own_pool(made):
             return None
-        wipes = [one for one in thin.members(group, pool) if _is_wiping(one)]
-        if len(wipes) == len(thin.members(group, pool)):
+        wipes = [one for one in group.in_pool(pool) if _is_wiping(one)]
+        if len(wipes) == len(group.in_pool(pool)):
             return group
         for one in wipes:
             volumes.remove(self._lvm(group.name), group.name, one.name)
@@ -161,7 +161,7 @@ class PoolRemover:
         device_class = tags.decode(pool.tags)[tag.CLASS]
         name = wipe_name(device_class)
         # The pool holds nothing else. If the name is taken outside the pool, lvm2 refuses.
-        if not thin.members(group, pool.name):
+        if not group.in_pool(pool.name):
             own_tags = {tag.STATE: tag.WIPING, tag.CLASS: device_class}
             new = New(name, pool.size_bytes, own_tags)
             thin.create(self._lvm(group.name), group.name, pool.name, new)
@@ -218,5 +218,5 @@ def _abandoned(group: report.Group) -> list[str]:
     """Carver's pools of a group that are empty, half made, or were being zeroed."""
     every = group.volumes.values()
     half_made = [one.name for one in every if is_half_made_pool(one)]
-    own = ((one.name, thin.members(group, one.name)) for one in every if is_own_pool(one))
+    own = ((one.name, group.in_pool(one.name)) for one in every if is_own_pool(one))
     return half_made + [name for name, held in own if not held or any(map(_is_wiping, held))]

@@ -143,7 +143,7 @@ class Repairer:
         path, lvm = f"{group.name}/{pool}", self._lvm(group.name)
         if (why := self._damage(group, pool)) == "":
             return Progress(True, f"the thin pool {path} is whole")
-        members = [one.name for one in thin.members(group, pool)]
+        members = [one.name for one in group.in_pool(pool)]
         if not is_confirmed:
             raise errors.NotRepairable(
                 path,

@@ -18,7 +18,7 @@ from agent.core.context import Context
 from agent.operations import erase
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
-from lvm import groups, thin
+from lvm import groups
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
 from lvm.report import Group, PhysicalVolume
@@ -166,14 +166,14 @@ class Replacement:
         """
         lvm, pair = self._lvm(group.name), (leaving.uuid, coming.uuid)
         if leaving.allocatable:
-            groups.close(lvm, leaving.name)
+            groups.allow_allocation(lvm, leaving.name, allowed=False)
         if leaving.allocated_extents or not coming.allocatable:
             erases = self._policy.erases_any(group.volumes.values())
             if erases and erase.mark_for_erase(lvm, group, set(pair)):
                 self._freed(group.name)
         if not coming.allocatable:
             # An earlier call closed it, to replace it.
-            groups.reopen(lvm, coming.name)
+            groups.allow_allocation(lvm, coming.name, allowed=True)
         if leaving.allocated_extents:
             if not (group.moves or coming.unclean):
                 self._filled[pair] = leaving.allocated_extents + coming.allocated_extents
@@ -255,7 +255,7 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
         if leaving.uuid not in holder.disks or group.survives(holder):
             continue
         # The volumes in a pool count, and the sweep holds no data.
-        if not (is_pool and thin.members(group, name)) and not erase.is_sweep(group, name):
+        if not (is_pool and group.in_pool(name)) and not erase.is_sweep(group, name):
             (waiting if is_pool or erase.is_deleted(one) else lost).append(name)
     if lost or waiting:
         raise errors.WouldBeLost(leaving.uuid, lost, waiting)

@@ -26,7 +26,7 @@ def test_disks_partitions_and_loop_devices_over_files_may_be_physical_volumes(
     sysfs.add("loop0", "7:0", loop__backing_file="/var/lib/disk.img")
     sysfs.add("loop1", "7:1", size="0")
     assert BlockDevices(sysfs.root).names == ("loop0", "loop1", "nvme0n1", "nvme0n1p1", "sda")
-    assert BlockDevices(sysfs.root).loops == ("loop0",)
+    assert BlockDevices(sysfs.root).loops_under(["loop0", "loop1"]) == ("loop0",)
     assert sysfs.excluded(loop0=0) == {
         "loop1": Excluded(Why.EMPTY),
         "nvme0n1": Excluded(Why.PARTITIONED),

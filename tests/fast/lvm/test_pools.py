@@ -220,5 +220,5 @@ def test_what_a_pool_promised_is_added_up_once_for_a_report_however_many_ask() -
         assert thin.find(group, "pool-p", 0).promised_bytes == 6 * EXTENT
         assert thin.find(group, "pool-p", 0, "vol-b").promised_bytes == 4 * EXTENT
         assert thin.find(group, "pool-p", 0, "vol-z").promised_bytes == 6 * EXTENT
-        assert len(thin.members(group, "pool-p")) == 3
+        assert len(group.in_pool("pool-p")) == 3
     assert every.passes == 1

@@ -218,7 +218,7 @@ def other_group(place: Place) -> None:
 
 def new_disk(place: Place) -> None:
     first, second = (place.host.new_device(1 << 30) for _ in range(2))
-    groups.create(place.host.lvm, "made", [first], {})
+    groups.create(place.host.lvm, "made", [first], {}, (1 << 20) - groups.LABEL_BYTES)
     classes = (replace(place.settings.classes[0], group="made"),)
     place.settings = replace(place.settings, classes=classes)
     listed(place, "made", first, second)

@@ -126,7 +126,7 @@ class FakeHost:
     def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
         """A group on such disks as a test has; yields how many extents it has."""
         assert not options
-        groups.create(self.lvm, name, disks, {})
+        groups.create(self.lvm, name, disks, {}, (1 << 20) - groups.LABEL_BYTES)
         yield sum(disk.extents for disk in self.lvm2.groups[name].disks)
 
     def new_group(self, *disk_extents: int) -> str:
