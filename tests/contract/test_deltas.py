@@ -22,13 +22,13 @@ from real.any import AnyHost
 
 from agent.core import errors, ids
 from agent.core.classes import DeviceClass
-from agent.core.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
+from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
 from lvm.layout import Reserve

@@ -14,6 +14,7 @@ import nodes
 import pytest
 from nodes import MIB, Node
 
+from agent.core import tag
 from agent.extras.transfer import streams_command
 
 DATA = Path(__file__).parents[1] / "data"
@@ -59,9 +60,9 @@ def test_a_half_received_volume_is_completed(kept: dict[str, Any], there: Node) 
         if word.startswith("carver.offset=")
     )
     state = streams_command.status(there.at, "copy")
-    assert (state["state"], state["offset_bytes"]) == (streams_command.RECEIVING, offset)
+    assert (state["state"], state["offset_bytes"]) == (tag.RECEIVING, offset)
     assert 0 < offset < 8 * MIB
 
     nodes.receive(there, "copy", data_of(kept["streams"]["rest"]))
     assert digest(there, "vol-copy", kept["size"]) == kept["sha256"]["2"]
-    assert streams_command.finish(there.at, "copy")["state"] == streams_command.READY
+    assert streams_command.finish(there.at, "copy")["state"] == tag.READY

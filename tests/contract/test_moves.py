@@ -17,7 +17,7 @@ from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, Stand, volume_of, write
 from real.any import AnyHost
 
-from agent.core import errors, ids
+from agent.core import errors, ids, tag
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.extras.streams import reading
@@ -131,7 +131,7 @@ def test_a_volume_moves_and_what_is_left_of_it_goes(
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)
     told = going.run()
-    assert told["state"] == streams_command.READY
+    assert told["state"] == tag.READY
     assert usable(here) == []
     [moved] = usable(there)
     assert moved.volume_id == told["volume_id"] != volume.volume_id
@@ -145,7 +145,7 @@ def test_a_volume_moves_and_what_is_left_of_it_goes(
         here.client.publish(volume, here.directory / "staging", here.directory / "raw", block())
     # The same words again: it is so already.
     going = move(here, Stand(there), volume)
-    assert going.run()["state"] == streams_command.READY
+    assert going.run()["state"] == tag.READY
     going.finish()
     assert here.names() == set()
     assert there.names() == {"vol-db"}
@@ -245,7 +245,7 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
     monkeypatch.setattr(move_command, "_KEEP_SECONDS", 0.01)
     stand = Stand(there)
     stand.before = wait
-    assert move(here, stand, volume).run()["state"] == streams_command.READY
+    assert move(here, stand, volume).run()["state"] == tag.READY
     assert codes[:2] == ["ABORTED", "OK"]
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import binding
+import api_server
 import nodes
 import pytest
 from api_server import kubeconfig
@@ -149,7 +149,7 @@ def test_a_node_is_drained_with_its_data(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:
     volume = claimed(here)
-    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+    with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
         kubeconfig(tmp_path / "kubeconfig", cluster.url)
         for line in runbook("drain"):
             type_in(here, line, tmp_path, Stand(there))
@@ -170,7 +170,7 @@ def test_a_drain_is_undone_while_the_claim_is_as_it_was(
     volume = claimed(here)
     answers = iter([True, True, False])
     monkeypatch.setattr(terminal, "confirmed", lambda _question: next(answers))
-    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+    with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
         kubeconfig(tmp_path / "kubeconfig", cluster.url)
         with pytest.raises(errors.NotConfirmed):
             type_in(here, runbook("drain")[0], tmp_path, Stand(there))
@@ -213,7 +213,7 @@ def test_a_node_that_still_runs_is_replaced(
 ) -> None:
     volume = claimed(here)
     here.client.create("scratch", 24 * MIB, mounted("ext4"))
-    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+    with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
         kubeconfig(tmp_path / "kubeconfig", cluster.url)
         for line in runbook("replace"):
             type_in(here, line, tmp_path, Stand(there))
@@ -234,7 +234,7 @@ def test_a_node_that_is_lost_is_replaced_from_backups(
     here.at.take("pvc-1", "sunday", "")
     stream = backups / "pvc-1-sunday.stream"
     stream.write_bytes(nodes.stream(here, "sunday"))
-    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+    with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
         kubeconfig(backups / "kubeconfig", cluster.url)
         first, *others = runbook("replace-lost")
         type_in(there, first, backups)

@@ -13,9 +13,9 @@ from clocks import Clock
 from google.protobuf.message import Message
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
 
-from agent.core import errors, ids
-from agent.core.extents import BLOCK_BYTES
+from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
+from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from agent.extras.transfer import streams_command
 
 # A snapshot's, for all that changes here after it.
@@ -44,12 +44,12 @@ def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
         since = str(number - 1) if number else ""
         chain += nodes.stream(here, str(number), since=since, compress=number % 2 == 0)
     told = nodes.receive(there, "copy", chain, other)
-    assert told["state"] == streams_command.RECEIVING
+    assert told["state"] == tag.RECEIVING
     size = SIZE + 8 * MIB
     assert there.content("vol-copy", size) == here.content("vol-db", size)
     sums = streams_command.received_checksum(there.at, "copy")
     assert sums == streams_command.checksum_of(here.at, "5")
-    assert streams_command.finish(there.at, "copy")["state"] == streams_command.READY
+    assert streams_command.finish(there.at, "copy")["state"] == tag.READY
     [volume] = there.client.volumes()
     assert volume.volume_context["carver/class"] == other
 

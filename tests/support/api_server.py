@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from agent.extras.kubernetes import objects, rebinding
+
+A = TypeVar("A", bound="ApiServer")
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 Object = dict[str, Any]
@@ -223,14 +229,22 @@ def silence(seconds: float) -> Lie:
 
 
 @contextmanager
-def running(**how: bool) -> Iterator[ApiServer]:
-    """One that is up."""
-    made = ApiServer()
+def running(made: A, *, page_items: int = 2, **how: bool) -> Iterator[A]:
+    """A started server, which Carver reads in small pages and retries without a pause."""
     made.start(**how)
-    try:
-        yield made
-    finally:
-        made.stop()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(objects, "_PAGE_ITEMS", page_items)
+        patched.setattr(objects, "_SILENCE_SECONDS", 5.0)
+        patched.setattr(objects, "sleep", no_pause)
+        patched.setattr(rebinding, "sleep", no_pause)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+def no_pause(_seconds: float) -> None:
+    pass
 
 
 def kubeconfig(

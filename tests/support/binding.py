@@ -6,8 +6,7 @@ been deleted.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from api_server import CLAIMS, KINDS, NODES, PODS, VOLUMES, ApiServer, Object
@@ -297,13 +296,3 @@ def _merged(one: Any, change: Any) -> Any:
         else:
             kept[key] = _merged(kept.get(key), value)
     return kept
-
-
-@contextmanager
-def running(cluster: Cluster) -> Iterator[Cluster]:
-    """One that is up."""
-    cluster.start()
-    try:
-        yield cluster
-    finally:
-        cluster.stop()

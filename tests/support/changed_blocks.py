@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from agent.core.extents import USER_START, UserExtent, UserOffset
 from agent.csi.client import Client
+from agent.extras.changed_blocks.extents import USER_START, UserExtent, UserOffset
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
 

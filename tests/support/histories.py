@@ -16,9 +16,9 @@ from real.any import AnyHost
 
 from agent.core import ids
 from agent.core.classes import DeviceClass
-from agent.core.extents import BLOCK_BYTES
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from lvm import report, tags, volumes
 from mount import luks
 from mount.luks import Cryptsetup

@@ -28,8 +28,8 @@ from agent.csi.client import block
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.transfer import streams_command
+from agent.extras.transfer.remote import Remote, Write
 from lvm import volumes
-from mount.blocks import Bytes
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import TransferStub
 
@@ -184,11 +184,11 @@ def receive(node: Node, name: str, data: bytes, device_class: str = "") -> dict[
     return streams_command.receive(node.at, name, io.BytesIO(data), device_class=device_class)
 
 
-class Stand:
+class Stand(Remote):
     """In the place of ssh: the words are understood as a shell there would, on its socket."""
 
     def __init__(self, there: Node) -> None:
-        self.node = there.config.node_id
+        super().__init__(there.config.node_id, (), ())
         self._there = there
         # Asked before each command with its words, and after it: may raise as a lost line does.
         self.before: Callable[[Sequence[str]], None] = lambda _words: None
@@ -201,9 +201,7 @@ class Stand:
             return {"node": self.node, "driver": self._there.config.driver_name}
         return self._carry_out(words, io.BytesIO())
 
-    def feed(
-        self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
-    ) -> dict[str, Any]:
+    def feed(self, *words: str, write: Write) -> dict[str, Any]:
         out = io.BytesIO()
         problem = None
         try:

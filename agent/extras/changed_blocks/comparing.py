@@ -9,11 +9,11 @@ from itertools import chain
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
-from agent.core.extents import BLOCK_BYTES, Extent, clipped, merged
+from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, clipped, merged
 from lvm.devices import Exceptions
 from mount.blocks import PIECE_BYTES, Reader
 
-# 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin.
+# 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin. A multiple of 8.
 _PART_CHUNKS = 1 << 28
 # A run of bytes with all bits set, or one byte with some.
 _SOME = re.compile(rb"\xff+|[^\0]")
@@ -25,7 +25,6 @@ def ranges(
     start_bytes: int,
     end_bytes: int,
     check: Callable[[], None],
-    part_chunks: int = _PART_CHUNKS,
 ) -> Iterator[Extent]:
     """The ranges between two offsets that any table has, sorted and merged.
 
@@ -33,10 +32,9 @@ def ranges(
     of 4 KiB would take gigabytes, so the tables are read once for each part of the origin that has
     chunks, and a part is a bit for each chunk.
 
-    All tables have the same chunk size. `check` may raise to end it. `part_chunks`
-    is a multiple of 8.
+    All tables have the same chunk size. `check` may raise to end it.
     """
-    found = _chunks(tables, start_bytes, end_bytes, check, part_chunks)
+    found = _chunks(tables, start_bytes, end_bytes, check)
     return clipped(merged(found), start_bytes, end_bytes)
 
 
@@ -45,16 +43,15 @@ def _chunks(
     start_bytes: int,
     end_bytes: int,
     check: Callable[[], None],
-    part_chunks: int,
 ) -> Iterator[Extent]:
     size = tables[0].chunk_bytes
     last = -(-end_bytes // size)
     # Parts that are left to do; the first pass over the tables finds them all.
-    part, left = start_bytes // size // part_chunks, set[int]()
-    while part * part_chunks < last:
-        base = part * part_chunks
-        chunks = min(part_chunks, last - base)
-        for number, count in _runs(_marked(tables, base, chunks, part_chunks, left, check)):
+    part, left = start_bytes // size // _PART_CHUNKS, set[int]()
+    while part * _PART_CHUNKS < last:
+        base = part * _PART_CHUNKS
+        chunks = min(_PART_CHUNKS, last - base)
+        for number, count in _runs(_marked(tables, base, chunks, left, check)):
             yield Extent((base + number) * size, count * size)
         left.discard(part)
         if not left:
@@ -66,7 +63,6 @@ def _marked(
     tables: Sequence[Exceptions],
     base: int,
     chunks: int,
-    part_chunks: int,
     left: set[int],
     check: Callable[[], None],
 ) -> bytearray:
@@ -85,8 +81,8 @@ def _marked(
             at = chunk - base
             if 0 <= at < chunks:
                 bits[at >> 3] |= 1 << (at & 7)
-            elif at >= part_chunks:
-                left.add(chunk // part_chunks)
+            elif at >= _PART_CHUNKS:
+                left.add(chunk // _PART_CHUNKS)
     return bits
 
 
@@ -195,7 +191,7 @@ class Spool:
 
     def add(self, extent: Extent) -> None:
         """Append one range."""
-        self._file.write(_RECORD.pack(extent.offset_bytes, extent.length_bytes))
+        self.fill([extent])
 
     def __iter__(self) -> Iterator[Extent]:
         at = 0

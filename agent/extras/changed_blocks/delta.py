@@ -10,22 +10,23 @@ from typing import BinaryIO
 
 from agent.core import errors, ids, records, tag
 from agent.core.context import Context
-from agent.core.extents import (
-    BLOCK_BYTES,
-    LOGICAL_START,
-    Extent,
-    LogicalOffset,
-    Reading,
-    UserReading,
-    clipped,
-    merged,
-)
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
 from agent.extras.changed_blocks.comparing import Spool
+from agent.extras.changed_blocks.extents import (
+    BLOCK_BYTES,
+    LOGICAL_START,
+    USER_START,
+    Extent,
+    LogicalOffset,
+    UserExtent,
+    UserOffset,
+    clipped,
+    merged,
+)
 from lvm import errors as lvm_errors
 from lvm import names, report
 from lvm import thin as thinmaps
@@ -34,12 +35,11 @@ from lvm.thin import Run
 from mount import luks
 from mount.blocks import Reader
 from mount.kernel import Kernel
-from mount.luks import Header
 
-_Opened = tuple[Snapshot | Volume, str]
+_Read = Snapshot | Volume
 
 
-def start_of_user_data(kernel: Kernel, those: Sequence[_Opened]) -> LogicalOffset:
+def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> LogicalOffset:
     """The offset of the user's first byte, by the LUKS2 headers of snapshots of one volume.
 
     Encrypted snapshots are compared as they lie. AES-XTS makes the same ciphertext of the same
@@ -60,30 +60,21 @@ def start_of_user_data(kernel: Kernel, those: Sequence[_Opened]) -> LogicalOffse
     return found[0][0]
 
 
-def _start(kernel: Kernel, one: Snapshot | Volume, device: str) -> tuple[LogicalOffset, str]:
+def _start(kernel: Kernel, one: _Read, device: str) -> tuple[LogicalOffset, str]:
     """The offset of its data, and a digest of how they are encrypted."""
     if not one.is_encrypted:
         return LogicalOffset(0), ""
-    header = luks.read(kernel, device)
-    if header is None:
-        return _unused_start(kernel, one, device), ""
-    _require_settled(one, header)
-    return LogicalOffset(header.offset_bytes), header.reading
-
-
-def _unused_start(kernel: Kernel, one: Snapshot | Volume, device: str) -> LogicalOffset:
-    """The offset of the data of an unused volume, which has no header yet."""
-    was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
-    if was_used or not one.header_bytes or luks.bears_any(kernel, device):
-        raise errors.BlocksUnknown(
-            str(one.id),
-            "its LUKS2 header is not there, or not whole",
-            "restore the volume's header (`carver volume header restore`), take another snapshot",
-        )
-    return LogicalOffset(one.header_bytes)
-
-
-def _require_settled(one: Snapshot | Volume, header: Header) -> None:
+    if (header := luks.read(kernel, device)) is None:
+        # An unused volume has no header yet.
+        was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
+        if was_used or not one.header_bytes or luks.bears_any(kernel, device):
+            raise errors.BlocksUnknown(
+                str(one.id),
+                "its LUKS2 header is not there, or not whole",
+                "restore the volume's header (`carver volume header restore`), take another"
+                " snapshot",
+            )
+        return LogicalOffset(one.header_bytes), ""
     if header.is_reencrypting:
         raise errors.BlocksUnknown(
             str(one.id),
@@ -96,9 +87,9 @@ def _require_settled(one: Snapshot | Volume, header: Header) -> None:
             f"its data begin at byte {header.offset_bytes}, inside a block of {BLOCK_BYTES} bytes",
             "back it up by reading all of it",
         )
+    return LogicalOffset(header.offset_bytes), header.reading
 
 
-_Read = Snapshot | Volume
 # The ranges to look at between two offsets, and the filter that picks from them.
 _Candidates = Callable[[int, int], Iterable[Extent]]
 _Filter = Callable[[Iterable[Extent]], Iterator[Extent]]
@@ -131,7 +122,7 @@ class Delta:
     @contextmanager
     def allocated(
         self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
-    ) -> Iterator[Reading]:
+    ) -> "Iterator[Reading]":
         """The ranges that may hold anything but zeroes; everything else reads as zeroes.
 
         Unless compared with zeroes, a thick volume is one range; so is an encrypted one, whose
@@ -161,7 +152,7 @@ class Delta:
         is_wanted: Callable[[], bool] = _always,
         *,
         is_compared: bool = True,
-    ) -> Iterator[Reading]:
+    ) -> "Iterator[Reading]":
         """The blocks in which two snapshots of a volume, or a snapshot and the volume, differ.
 
         Exactly those. A smaller base reads as zeroes behind its end; what an encrypted volume has
@@ -194,12 +185,18 @@ class Delta:
 
     def _reading(
         self, those: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
-    ) -> "_Reading":
+    ) -> "Reading":
         of, reader = those[-1]
         places = [(one, opened.device) for one, opened in those]
-        readable = self._require_readable(*(one for one, _ in those))
+
+        def require() -> None:
+            for one, _ in those:
+                # Anything read just before that may have been overwritten already.
+                if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
+                    raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
+
         user_start = partial(start_of_user_data, self._kernel, places)
-        return _Reading(of, reader.device, candidates, pick, readable, user_start)
+        return Reading(of, of.size_bytes, reader.device, candidates, pick, require, user_start)
 
     def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
         """Open the devices of these ids; one command for each that is not active."""
@@ -281,37 +278,35 @@ class Delta:
         tables = [self._devices.exceptions(one.group.name, one.name) for one in those]
         return tables if len({one.chunk_bytes for one in tables}) == 1 else []
 
-    def _require_readable(self, *those: _Read) -> Callable[[], None]:
-        def require() -> None:
-            for one in those:
-                # Anything read just before that may have been overwritten already.
-                if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
-                    raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
-
-        return require
-
 
 @dataclass(frozen=True)
-class _Reading:
-    """A `Reading` of candidate ranges through a filter."""
+class Reading:
+    """A snapshot or a volume, or of two the later one, that is held while it is read.
+
+    `size_bytes` has the header included. `device` is its active block device, which is open until
+    the reading ends.
+    """
 
     of: _Read
+    size_bytes: int
     device: str
     candidates: _Candidates
     pick: _Filter
     require_readable: Callable[[], None]
     user_start: Callable[[], LogicalOffset]
 
-    @property
-    def size_bytes(self) -> int:
-        return self.of.size_bytes
-
-    def for_user(self) -> UserReading:
+    def for_user(self) -> "UserReading":
+        """The reading in the user's offsets; raises BlocksUnknown."""
         with self._proved():
             begins = self.user_start()
         return UserReading(self, begins)
 
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
+        """The sorted ranges from an offset on, in whole blocks of BLOCK_BYTES up to the end.
+
+        Ranges are merged, but those found by comparing only in part, to be yielded early. May be
+        called again, also with another offset. Raises SourceLost, DeltaFailed, OSError.
+        """
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.NotBeyond(starting_offset, self.size_bytes)
         return self._extents(starting_offset)
@@ -331,6 +326,28 @@ class _Reading:
             self.require_readable()
             raise
         self.require_readable()
+
+
+@dataclass(frozen=True)
+class UserReading:
+    """A reading in the user's offsets, which begin at `begins`."""
+
+    logical: Reading
+    begins: LogicalOffset
+
+    @property
+    def size_bytes(self) -> int:
+        """The size that the user sees."""
+        return self.logical.size_bytes - self.begins
+
+    def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
+        """The ranges of the logical volume behind its header."""
+        if not 0 <= starting_offset <= self.size_bytes:
+            raise errors.NotBeyond(starting_offset, self.size_bytes)
+        return (
+            UserExtent(UserOffset(one.offset_bytes - self.begins), one.length_bytes)
+            for one in self.logical.extents(LogicalOffset(self.begins + starting_offset))
+        )
 
 
 def _require_comparable(base: _Read, target: _Read) -> None:

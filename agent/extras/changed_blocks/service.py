@@ -9,12 +9,12 @@ import grpc
 
 from agent.core import errors, ids
 from agent.core.context import Context
-from agent.core.extents import Extent, Reading, UserExtent, UserOffset
 from agent.core.requests import GetMetadata
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
-from agent.extras.changed_blocks.delta import Delta
+from agent.extras.changed_blocks.delta import Delta, Reading
+from agent.extras.changed_blocks.extents import Extent, UserExtent, UserOffset
 from lvm import names
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -26,36 +26,11 @@ Range = Extent | UserExtent
 _RESULTS = 1024
 
 
-class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
-    """The SnapshotMetadata service.
+class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
+    """The extra, and its service: readings of snapshots.
 
     A volume is not held meanwhile: its devices are open, and so neither is removed.
     """
-
-    def __init__(self, delta: Delta) -> None:
-        self._delta = delta
-
-    def GetMetadataAllocated(  # noqa: N802
-        self, request: csi.GetMetadataAllocatedRequest, context: grpc.ServicerContext
-    ) -> Generator[csi.GetMetadataAllocatedResponse, None, None]:
-        """The ranges of a snapshot that may hold anything but zeroes."""
-        call = GetMetadata.from_proto(request)
-        require_snapshots(call.snapshot_id)
-        reading = self._delta.allocated(call.snapshot_id, context.is_active)
-        return _answers(reading, call, csi.GetMetadataAllocatedResponse)
-
-    def GetMetadataDelta(  # noqa: N802
-        self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
-    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """The ranges in which a snapshot differs from an earlier one of the same volume."""
-        call = GetMetadata.from_proto(request)
-        require_snapshots(call.base_id, call.snapshot_id)
-        reading = self._delta.changed(call.base_id, call.snapshot_id, context.is_active)
-        return _answers(reading, call, csi.GetMetadataDeltaResponse)
-
-
-class ChangedBlocks(Extra):
-    """The extra: readings of snapshots, and the service that answers with them."""
 
     offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
 
@@ -64,7 +39,7 @@ class ChangedBlocks(Extra):
 
     def add_services(self, server: grpc.Server) -> None:
         """Register SnapshotMetadata."""
-        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(SnapshotMetadata(self.delta), server)
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self, server)
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
         """Release what readings that were killed have left."""
@@ -76,6 +51,24 @@ class ChangedBlocks(Extra):
     def stop(self) -> None:
         """End readings at their next piece: a stream may last for hours."""
         self.delta.stop()
+
+    def GetMetadataAllocated(  # noqa: N802
+        self, request: csi.GetMetadataAllocatedRequest, context: grpc.ServicerContext
+    ) -> Generator[csi.GetMetadataAllocatedResponse, None, None]:
+        """The ranges of a snapshot that may hold anything but zeroes."""
+        call = GetMetadata.from_proto(request)
+        require_snapshots(call.snapshot_id)
+        reading = self.delta.allocated(call.snapshot_id, context.is_active)
+        return _answers(reading, call, csi.GetMetadataAllocatedResponse)
+
+    def GetMetadataDelta(  # noqa: N802
+        self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
+    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
+        """The ranges in which a snapshot differs from an earlier one of the same volume."""
+        call = GetMetadata.from_proto(request)
+        require_snapshots(call.base_id, call.snapshot_id)
+        reading = self.delta.changed(call.base_id, call.snapshot_id, context.is_active)
+        return _answers(reading, call, csi.GetMetadataDeltaResponse)
 
 
 def add(service: Service) -> ChangedBlocks:

@@ -49,7 +49,7 @@ class Server:
 def find(
     kubeconfig: Path | None, environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> Server:
-    """Return the server of a kubeconfig, else that of the pod; raises BadConfig."""
+    """Return the server of a kubeconfig, else that of the pod's account; raises BadConfig."""
     if kubeconfig is not None:
         return of_file(kubeconfig)
     if not environment.get("KUBERNETES_SERVICE_HOST"):
@@ -58,11 +58,6 @@ def find(
             "kubeconfig",
             "is not set, and this is not a pod with a service account; name a file",
         )
-    return of_pod(environment, account)
-
-
-def of_pod(environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT) -> Server:
-    """Return the server as a pod reaches it, by its service account; raises BadConfig."""
     host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT")
     source = str(account)
     with _reading_errors(source, "ca.crt"):
@@ -90,13 +85,7 @@ def of_file(file: Path) -> Server:
     if (name := context.get("user")) is not None:
         user = _named(source, whole, "users", "user", name)
         _check_keys(source, f"users[{name}].user", user, _USER_KEYS)
-    return _server(source, file.parent, cluster, user)
-
-
-def _server(
-    source: str, directory: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]
-) -> Server:
-    address = cluster.get("server")
+    directory, address = file.parent, cluster.get("server")
     try:
         url = urlsplit(str(address))
         port = url.port
@@ -254,23 +243,17 @@ class Connection:
     def __init__(self, server: Server, silence_seconds: float) -> None:
         self._server = server
         where, port = server.host, server.port
-        self._http = (
-            http.client.HTTPConnection(where, port, timeout=silence_seconds)
-            if server.tls is None
-            else http.client.HTTPSConnection(
-                where, port, timeout=silence_seconds, context=server.tls
+        self._http = http.client.HTTPConnection(where, port, timeout=silence_seconds)
+        if (tls := server.tls) is not None:
+            self._http = http.client.HTTPSConnection(
+                where, port, timeout=silence_seconds, context=tls
             )
-        )
 
     def __enter__(self) -> "Connection":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
-
-    def get(self, path: str, until: float) -> tuple[int, bytes]:
-        """GET; return status and body. Raises TimeoutError, Unproved, what http.client raises."""
-        return self.request("GET", path, until)
 
     def request(
         self,
@@ -280,7 +263,10 @@ class Connection:
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request, as `get` does; `content` are the headers of its body."""
+        """Send a request; return status and body. `content` are the headers of `body`.
+
+        Raises TimeoutError, Unproved, what http.client raises.
+        """
         if time.monotonic() >= until:
             raise TimeoutError
         headers = {"Accept": "application/json", "User-Agent": "carver", **(content or {})}

@@ -5,8 +5,9 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,10 +20,10 @@ _PAGE_ITEMS = 500
 # For one wait for the server, and for one list with all its pages and retries.
 _SILENCE_SECONDS = 10.0
 _LIST_SECONDS = 120.0
-# A list is read again from the start if the server restarted or an answer was cut off.
+# Only reads are retried: a list from the start if the server restarted or an answer was cut off.
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.0
-_TOO_MANY_REQUESTS, _GONE = 429, 410
+_PROBLEMS = (OSError, http.client.HTTPException, Unproved)
 
 
 @dataclass(frozen=True)
@@ -36,52 +37,34 @@ class Listing:
 class Lists:
     """Reads lists of one API server, by GET only."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        silence_seconds: float = _SILENCE_SECONDS,
-        list_seconds: float = _LIST_SECONDS,
-        page_items: int = _PAGE_ITEMS,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._silence_seconds = silence_seconds
-        self._list_seconds = list_seconds
-        self._page_items = page_items
-        self._sleep = sleep
 
     def whole(self, path: str, kind: str, **query: str) -> Listing:
         """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent."""
-        until = time.monotonic() + self._list_seconds
+        until = time.monotonic() + _LIST_SECONDS
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
-                self._sleep(_PAUSE_SECONDS * attempt)
+                sleep(_PAUSE_SECONDS * attempt)
             try:
                 return self._read(path, kind, query, until)
-            except Unproved as error:
-                problem = str(error)
-            except ssl.SSLCertVerificationError as error:
-                raise errors.ClusterSilent(self._where(path), error.verify_message) from None
-            except TimeoutError:
-                problem = "it does not answer in time"
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}".rstrip(": ")
-            if time.monotonic() >= until:
-                break
+            except _PROBLEMS as error:
+                problem = _problem_of(error)
+                if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() >= until:
+                    break
         raise errors.ClusterSilent(self._where(path), problem)
 
     def _read(self, path: str, kind: str, query: Mapping[str, str], until: float) -> Listing:
         """Try once: read pages over one connection until the last."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
-        with Connection(self._server, self._silence_seconds) as connection:
+        with Connection(self._server, _SILENCE_SECONDS) as connection:
             while True:
-                asked = {**query, "limit": str(self._page_items)}
+                asked = {**query, "limit": str(_PAGE_ITEMS)}
                 if token:
                     asked["continue"] = token
-                status, body = connection.get(f"{path}?{urlencode(asked)}", until)
+                status, body = connection.request("GET", f"{path}?{urlencode(asked)}", until)
                 if status != http.client.OK:
                     self._refuse(path, status)
                 page = _Page.of(body, kind)
@@ -103,9 +86,9 @@ class Lists:
 
     def _refuse(self, path: str, status: int) -> None:
         """Raise the error for a status that is not OK."""
-        if status == _GONE:
+        if status == http.client.GONE:
             raise Unproved("its pages expired while they were read (410)")
-        if status == _TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
+        if status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
             raise Unproved(f"it answers {status}")
         problem = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
@@ -156,8 +139,6 @@ def _is_object(one: object) -> bool:
 # As on the wire; never changed in place.
 Object = Mapping[str, Any]
 _SECONDS = 15.0
-# Only reads are retried.
-_OBJECT_ATTEMPTS = 3
 _OBJECT_PAUSE_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
 # RFC 7386: null removes a field.
@@ -168,26 +149,18 @@ _MOST_CHARACTERS = 1000
 class Objects:
     """Reads and changes objects of one API server. All methods raise ClusterRefused."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        seconds: float = _SECONDS,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._seconds = seconds
-        self._sleep = sleep
 
     def find(self, path: str, kind: str) -> Object | None:
         """Return the object at a path; None if the server says that there is none."""
         problem = ""
-        for attempt in range(_OBJECT_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             if attempt:
-                self._sleep(_OBJECT_PAUSE_SECONDS)
+                sleep(_OBJECT_PAUSE_SECONDS)
             try:
                 status, answer = self._ask("GET", path)
-            except (OSError, http.client.HTTPException, Unproved) as error:
+            except _PROBLEMS as error:
                 problem = _problem_of(error)
                 continue
             if status == http.client.NOT_FOUND and answer.get("reason") == "NotFound":
@@ -220,7 +193,7 @@ class Objects:
     def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> Object:
         try:
             status, answer = self._ask(method, path, json.dumps(body).encode(), content)
-        except (OSError, http.client.HTTPException, Unproved) as error:
+        except _PROBLEMS as error:
             problem = f"{_problem_of(error)}; it may have been done"
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
@@ -234,8 +207,8 @@ class Objects:
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        with Connection(self._server, self._seconds) as connection:
-            until = time.monotonic() + self._seconds
+        with Connection(self._server, _SECONDS) as connection:
+            until = time.monotonic() + _SECONDS
             status, content_bytes = connection.request(method, path, until, body, content)
         try:
             answer = json.loads(content_bytes)
@@ -251,6 +224,8 @@ def _problem_of(error: Exception) -> str:
         return error.verify_message
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
+    if isinstance(error, Unproved):
+        return str(error)
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 

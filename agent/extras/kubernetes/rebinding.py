@@ -8,21 +8,72 @@ at them gives the next step.
 From the first step on the old PersistentVolume is Retain; the new one is until its claim is bound.
 """
 
+import hashlib
 import json
-import time
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from time import sleep
 from typing import Any
+from urllib.parse import quote
 
-from agent.core import errors
-from agent.extras.kubernetes import manifests
-from agent.extras.kubernetes.manifests import CLAIM, RETAIN, VOLUME, Place
+from agent.core import errors, ids
+from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Object, Objects
 
+_VOLUMES, _CLAIMS = "/api/v1/persistentvolumes", "persistentvolumeclaims"
+_VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
+_RETAIN = "Retain"
+# Annotations that Kubernetes' binder and scheduler set again.
+_BINDING = (
+    "pv.kubernetes.io/bind-completed",
+    "pv.kubernetes.io/bound-by-controller",
+    "volume.kubernetes.io/selected-node",
+)
+# Fields that differ between the old and the new PersistentVolume.
+_OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
+# A name is at most 253 characters (RFC 1123).
+_SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
+_MOST_CHARACTERS = 230
 # How long to wait for the cluster to bind a claim, or to finish a deletion.
 _WAIT_SECONDS = 60
 _ENDED = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a volume is: its id there, the node's name, the driver's name."""
+
+    handle: str
+    node: str
+    driver: str
+
+    @property
+    def topology_key(self) -> str:
+        """Return the label of the driver's topology."""
+        return f"topology.{self.driver}/node"
+
+    @property
+    def segment(self) -> str:
+        """Return the value of that label on the node."""
+        return ids.node_segment(self.node)
+
+    @property
+    def affinity(self) -> dict[str, Any]:
+        """Return the node affinity of a PersistentVolume for this node alone."""
+        wanted = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
+        return {"required": {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}}
+
+    @property
+    def policy_key(self) -> str:
+        """Return the annotation that keeps the old reclaim policy."""
+        return f"move.{self.driver}/reclaim-policy"
+
+    @property
+    def claim_key(self) -> str:
+        """Return the annotation that keeps the claim's manifest."""
+        return f"move.{self.driver}/claim"
 
 
 @dataclass(frozen=True)
@@ -36,9 +87,14 @@ class _State:
     claim: Object | None
 
     @property
+    def path(self) -> str:
+        """Return the claim's path."""
+        return _path(self.namespace, _CLAIMS, self.name)
+
+    @property
     def claimed(self) -> str:
         """Return the name of the claim's PersistentVolume."""
-        return str(manifests.at(self.claim or {}, "spec", "volumeName") or "")
+        return str(_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
     def confirmed_state(self) -> object:
@@ -68,29 +124,20 @@ class Rebinding:
     Raises NotRebound, ClusterRefused, ClusterSilent; call it again to continue.
     """
 
-    def __init__(
-        self,
-        lists: Lists,
-        objects: Objects,
-        was: str,
-        place: Place,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._lists, self._objects = lists, objects
+    def __init__(self, server: Server, was: str, place: Place) -> None:
+        self._lists, self._objects = Lists(server), Objects(server)
         self._old_handle, self._place = was, place
-        self._sleep = sleep
 
     def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Take the remaining steps; raises NotConfirmed if one is declined."""
         state = self._take_steps(self._next, confirmed, report)
-        where = f"{manifests.name(state.new or {})}, the volume on {self._place.node}"
+        where = f"{_name(state.new or {})}, the volume on {self._place.node}"
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Undo the steps while the claim has the old PersistentVolume; raises NotConfirmed."""
         state = self._take_steps(self._back, confirmed, report)
-        report(f"the claim {state} is as it was, of {manifests.name(state.old or {})}")
+        report(f"the claim {state} is as it was, of {_name(state.old or {})}")
 
     def _take_steps(
         self,
@@ -116,22 +163,22 @@ class Rebinding:
 
     def _look(self) -> _State:
         found: dict[str, Object] = {}
-        for one in self._lists.whole(manifests.VOLUMES, f"{VOLUME}List").items:
-            handle = str(manifests.at(one, "spec", "csi", "volumeHandle"))
-            if manifests.at(one, "spec", "csi", "driver") != self._place.driver:
+        for one in self._lists.whole(_VOLUMES, f"{_VOLUME}List").items:
+            handle = str(_at(one, "spec", "csi", "volumeHandle"))
+            if _at(one, "spec", "csi", "driver") != self._place.driver:
                 continue
             if handle in (self._old_handle, self._place.handle):
                 if handle in found:
-                    names = f"{manifests.name(found[handle])} and {manifests.name(one)}"
+                    names = f"{_name(found[handle])} and {_name(one)}"
                     raise errors.NotRebound(handle, f"{names} are both of it")
                 found[handle] = one
         old, new = found.get(self._old_handle), found.get(self._place.handle)
-        reference = manifests.at(new or old or {}, "spec", "claimRef") or {}
+        reference = _at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
-            why = f"no {VOLUME} of this cluster has it for a claim"
+            why = f"no {_VOLUME} of this cluster has it for a claim"
             raise errors.NotRebound(self._old_handle, why)
-        claim = self._objects.find(manifests.claim_path(namespace, name), CLAIM)
+        claim = self._objects.find(_path(namespace, _CLAIMS, name), _CLAIM)
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
@@ -139,36 +186,35 @@ class Rebinding:
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
-            if manifests.is_going(new):
-                raise state.refused(f"{manifests.name(new)} is being deleted")
-        if old is not None and claim is not None and state.claimed == manifests.name(old):
+            if _is_going(new):
+                raise state.refused(f"{_name(new)} is being deleted")
+        if old is not None and claim is not None and state.claimed == _name(old):
             return self._before(state, old, claim)
         if new is None:
             kept = f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
             raise state.refused(kept)
         if claim is None:
             return self._anew(state, new)
-        if state.claimed not in ("", manifests.name(new)):
+        if state.claimed not in ("", _name(new)):
             raise state.refused(f"it has another volume, {state.claimed}")
         return self._after(state, new, claim)
 
     def _back(self, state: _State) -> _Step | None:
         """Return the next step of undoing."""
         old, new, claim = state.old, state.new, state.claim
-        if old is None or claim is None or state.claimed != manifests.name(old):
+        if old is None or claim is None or state.claimed != _name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
             raise state.refused(f"{why} move the volume back from {self._place.node}")
         if new is not None:
             self._check_new(state, new)
-            if manifests.policy(new) != RETAIN:
-                raise state.refused(f"{manifests.name(new)} is not Retain: have it be so")
-            if manifests.is_going(new):
-                return _Step("", partial(self._await_end, state, new))
-            what = f"delete {VOLUME} {manifests.name(new)}, which no claim has yet"
-            path, uid = manifests.volume_path(new), new["metadata"]["uid"]
-            return _Step(what, partial(self._objects.delete, path, uid))
-        if was := manifests.annotations(old).get(self._place.policy_key):
-            what = f"have {manifests.name(old)} be {was} again, as it was"
+            if _policy(new) != _RETAIN:
+                raise state.refused(f"{_name(new)} is not Retain: have it be so")
+            if _is_going(new):
+                return _Step("", partial(self._await_end, state, _volume_path(new), new))
+            what = f"delete {_VOLUME} {_name(new)}, which no claim has yet"
+            return self._deletion(what, _volume_path(new), new)
+        if was := _annotations(old).get(self._place.policy_key):
+            what = f"have {_name(old)} be {was} again, as it was"
             return _Step(what, partial(self._restore, old))
         return None
 
@@ -176,107 +222,96 @@ class Rebinding:
 
     def _before(self, state: _State, old: Object, claim: Object) -> _Step:
         new = state.new
-        if manifests.is_going(claim):
-            if new is None or manifests.policy(old) != RETAIN:
+        if _is_going(claim):
+            if new is None or _policy(old) != _RETAIN:
                 raise state.refused("it is being deleted")
-            return _Step("", partial(self._await_deletion, state, claim))
+            return _Step("", partial(self._await_end, state, state.path, claim))
         self._check_old(state, old, claim)
         self._check_unused(state)
-        if (policy := manifests.policy(old)) != RETAIN:
-            what = f"have {manifests.name(old)} kept whatever becomes of its claim"
+        if (policy := _policy(old)) != _RETAIN:
+            what = f"have {_name(old)} kept whatever becomes of its claim"
             return _Step(f"{what} (Retain, now {policy})", partial(self._retain, old))
-        made = manifests.volume_at(self._place, old, claim)
+        made = _volume_at(self._place, old, claim)
         if new is None:
-            what = f"make {VOLUME} {manifests.name(made)}, reserved for {state}, of the volume on"
-            make = partial(self._objects.create, manifests.VOLUMES, made)
+            what = f"make {_VOLUME} {_name(made)}, reserved for {state}, of the volume on"
+            make = partial(self._objects.create, _VOLUMES, made)
             return _Step(f"{what} {self._place.node}", make)
-        if not manifests.is_alike(new, made) or manifests.policy(new) != RETAIN:
-            why = f"{manifests.name(new)} is not what would be made of {manifests.name(old)} now"
+        if not _is_alike(new, made) or _policy(new) != _RETAIN:
+            why = f"{_name(new)} is not what would be made of {_name(old)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
-        if manifests.annotations(new).get(key) != (kept := manifests.annotations(made)[key]):
+        if _annotations(new).get(key) != (kept := _annotations(made)[key]):
             change = {"metadata": {"annotations": {key: kept}}}
             return _Step("", partial(self._change, new, change))
-        what = f"delete the claim {state}, which is then made anew, for {manifests.name(new)}"
+        what = f"delete the claim {state}, which is then made anew, for {_name(new)}"
         # This is safe: the old one is Retain, and the new one keeps the claim's manifest.
-        return _Step(what, partial(self._objects.delete, _path(state), claim["metadata"]["uid"]))
+        return self._deletion(what, state.path, claim)
 
     def _check_old(self, state: _State, old: Object, claim: Object) -> None:
-        name, key = manifests.name(old), self._place.topology_key
-        if manifests.at(old, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
+        name, key = _name(old), self._place.topology_key
+        if _at(old, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
             raise state.refused(f"{name} is of another claim of that name")
-        if manifests.is_going(old):
+        if _is_going(old):
             raise state.refused(f"{name} is being deleted")
-        owners = manifests.at(claim, "metadata", "ownerReferences") or ()
+        owners = _at(claim, "metadata", "ownerReferences") or ()
         if any(one.get("kind") == "Pod" for one in owners):
             raise state.refused("it is its pod's, and goes with it")
-        if list(manifests.wanted_labels(old)) != [key]:
+        if list(_wanted_labels(old)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
-        nodes = self._lists.whole(manifests.NODES, "NodeList").items
+        nodes = self._lists.whole("/api/v1/nodes", "NodeList").items
         wanted = self._place.segment
-        if wanted not in (manifests.at(one, "metadata", "labels", key) for one in nodes):
+        if wanted not in (_at(one, "metadata", "labels", key) for one in nodes):
             why = f"no node has the label {key}={wanted}; does Carver run there?"
             raise state.refused(why)
 
     def _check_unused(self, state: _State) -> None:
         """Refuse while a scheduled pod uses the claim: its kubelet may be about to mount it."""
-        for pod in self._lists.whole(manifests.pods_path(state.namespace), "PodList").items:
-            if manifests.at(pod, "status", "phase") in _ENDED:
+        for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
+            if _at(pod, "status", "phase") in _ENDED:
                 continue
-            if manifests.at(pod, "spec", "nodeName") and state.name in manifests.claims_of(pod):
-                raise state.refused(f"the pod {manifests.name(pod)} uses it; stop that")
+            if _at(pod, "spec", "nodeName") and state.name in _claims_of(pod):
+                raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
     def _retain(self, old: Object) -> None:
-        kept = {self._place.policy_key: manifests.policy(old)}
-        change = {"spec": {"persistentVolumeReclaimPolicy": RETAIN}}
+        kept = {self._place.policy_key: _policy(old)}
+        change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
         self._change(old, {**change, "metadata": {"annotations": kept}})
-
-    def _await_deletion(self, state: _State, claim: Object) -> None:
-        uid = claim["metadata"]["uid"]
-
-        def is_gone() -> bool:
-            found = self._objects.find(_path(state), CLAIM)
-            return found is None or bool(found["metadata"]["uid"] != uid)
-
-        self._wait(state, is_gone, f"it is not gone yet, kept by {manifests.finalizers(claim)}")
 
     # Steps while there is no claim, or it has the new PersistentVolume
 
     def _check_new(self, state: _State, new: Object) -> None:
-        name = manifests.name(new)
-        about = manifests.at(new, "spec", "claimRef") or {}
+        name = _name(new)
+        about = _at(new, "spec", "claimRef") or {}
         if (about.get("namespace"), about.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
-        if manifests.at(new, "spec", "nodeAffinity") != self._place.affinity:
+        if _at(new, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 
     def _anew(self, state: _State, new: Object) -> _Step:
-        name = manifests.name(new)
+        name = _name(new)
         try:
-            made = json.loads(manifests.annotations(new).get(self._place.claim_key, ""))
+            made = json.loads(_annotations(new).get(self._place.claim_key, ""))
             about = made["metadata"]
             own = (about["namespace"], about["name"], made["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
             raise state.refused(f"it is gone; make it anew, with volumeName {name}") from None
         if own != (state.namespace, state.name, name):
             raise state.refused(f"what {name} keeps of it is another's")
-        path = manifests.claims_path(state.namespace)
-        what = f"make the claim {state} anew, for {name}"
-        return _Step(what, partial(self._objects.create, path, made))
+        create = partial(self._objects.create, _path(state.namespace, _CLAIMS), made)
+        return _Step(f"make the claim {state} anew, for {name}", create)
 
     def _after(self, state: _State, new: Object, claim: Object) -> _Step | None:
-        if not manifests.is_bound(new, claim):
+        if not _is_bound(new, claim):
             return _Step("", partial(self._await_binding, state, new))
         if (old := state.old) is not None:
-            name = manifests.name(old)
-            if manifests.policy(old) != RETAIN:
+            name = _name(old)
+            if _policy(old) != _RETAIN:
                 raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
-            if manifests.is_going(old):
-                return _Step("", partial(self._await_end, state, old))
-            path, uid = manifests.volume_path(old), old["metadata"]["uid"]
-            delete = partial(self._objects.delete, path, uid)
-            return _Step(f"delete {VOLUME} {name}, an object that no volume goes with", delete)
-        name, kept = manifests.name(new), manifests.annotations(new)
+            if _is_going(old):
+                return _Step("", partial(self._await_end, state, _volume_path(old), old))
+            what = f"delete {_VOLUME} {name}, an object that no volume goes with"
+            return self._deletion(what, _volume_path(old), old)
+        name, kept = _name(new), _annotations(new)
         restore = partial(self._restore, new)
         if was := kept.get(self._place.policy_key):
             what = f"have {name} be {was} again, as it was; see first that its data are there"
@@ -285,36 +320,145 @@ class Rebinding:
 
     def _await_binding(self, state: _State, new: Object) -> None:
         def is_bound() -> bool:
-            claim = self._objects.find(_path(state), CLAIM)
-            volume = self._objects.find(manifests.volume_path(new), VOLUME)
-            return None not in (claim, volume) and manifests.is_bound(volume or {}, claim or {})
+            claim = self._objects.find(state.path, _CLAIM)
+            volume = self._objects.find(_volume_path(new), _VOLUME)
+            return None not in (claim, volume) and _is_bound(volume or {}, claim or {})
 
         self._wait(state, is_bound, "it is not bound yet; see `kubectl describe pvc`")
 
-    def _await_end(self, state: _State, old: Object) -> None:
-        path, name = manifests.volume_path(old), manifests.name(old)
-        why = f"{name} is not gone yet, kept by {manifests.finalizers(old)}"
-        self._wait(state, lambda: self._objects.find(path, VOLUME) is None, why)
+    def _await_end(self, state: _State, path: str, going: Object) -> None:
+        is_claim = path == state.path
+
+        def is_gone() -> bool:
+            found = self._objects.find(path, _CLAIM if is_claim else _VOLUME)
+            return found is None or bool(found["metadata"]["uid"] != going["metadata"]["uid"])
+
+        kept = ", ".join(_at(going, "metadata", "finalizers") or ()) or "nothing that it names"
+        who = "it" if is_claim else _name(going)
+        self._wait(state, is_gone, f"{who} is not gone yet, kept by {kept}")
+
+    def _deletion(self, what: str, path: str, one: Object) -> _Step:
+        return _Step(what, partial(self._objects.delete, path, one["metadata"]["uid"]))
 
     def _restore(self, new: Object) -> None:
         """Restore the policy and remove both annotations; this is the last step."""
         keys = (self._place.policy_key, self._place.claim_key)
         change: dict[str, Any] = {"metadata": {"annotations": dict.fromkeys(keys)}}
-        if was := manifests.annotations(new).get(self._place.policy_key):
+        if was := _annotations(new).get(self._place.policy_key):
             change["spec"] = {"persistentVolumeReclaimPolicy": was}
         self._change(new, change)
 
     def _change(self, volume: Object, change: Object) -> None:
         version = str(volume["metadata"]["resourceVersion"])
-        self._objects.change(manifests.volume_path(volume), change, version)
+        self._objects.change(_volume_path(volume), change, version)
 
     def _wait(self, state: _State, is_so: Callable[[], bool], why: str) -> None:
         for _ in range(_WAIT_SECONDS):
             if is_so():
                 return
-            self._sleep(1.0)
+            sleep(1.0)
         raise state.refused(f"{why}; call again")
 
 
-def _path(state: _State) -> str:
-    return manifests.claim_path(state.namespace, state.name)
+def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
+    """Make the new PersistentVolume: Retain, reserved for the claim, with its manifest kept."""
+    made = _anew(_VOLUME, old, moved_name(_name(old), place.handle))
+    kept = json.dumps(_claim_of(claim, _name(made)), sort_keys=True)
+    made["metadata"].pop("ownerReferences", None)
+    made["metadata"]["annotations"] = {**_annotations(made), place.claim_key: kept}
+    reference = {"apiVersion": "v1", "kind": _CLAIM, "name": _name(claim)}
+    made["spec"] |= {
+        "csi": {**old["spec"]["csi"], "volumeHandle": place.handle},
+        "nodeAffinity": place.affinity,
+        "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
+        "persistentVolumeReclaimPolicy": _RETAIN,
+    }
+    return made
+
+
+def moved_name(old: str, handle: str) -> str:
+    """Return the name of the new PersistentVolume for the volume of that id."""
+    digest = hashlib.sha256(handle.encode()).hexdigest()
+    return f"{_SUFFIX.sub('', old)[:_MOST_CHARACTERS]}-moved-{digest[:8]}"
+
+
+def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
+    made = _anew(_CLAIM, claim, _name(claim))
+    made["metadata"]["namespace"] = claim["metadata"]["namespace"]
+    made["spec"]["volumeName"] = volume
+    return made
+
+
+def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
+    """Copy an object without the fields that the cluster sets."""
+    about = was["metadata"]
+    kept = {
+        "name": called,
+        "labels": about.get("labels"),
+        "annotations": {k: v for k, v in _annotations(was).items() if k not in _BINDING},
+        "ownerReferences": about.get("ownerReferences"),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": kind,
+        "metadata": {key: value for key, value in kept.items() if value},
+        "spec": dict(was["spec"]),
+    }
+
+
+def _is_alike(volume: Object, made: Object) -> bool:
+    one, other = (
+        {k: v for k, v in each["spec"].items() if k not in _OTHERWISE} for each in (volume, made)
+    )
+    return one == other
+
+
+def _is_bound(volume: Object, claim: Object) -> bool:
+    said = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
+    own: object = _at(volume, "spec", "claimRef", "uid")
+    return said == ("Bound", _name(volume)) and own == claim["metadata"]["uid"]
+
+
+def _wanted_labels(volume: Object) -> Iterator[str]:
+    for term in _at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
+        for wanted in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
+            yield str(wanted.get("key"))
+
+
+def _claims_of(pod: Object) -> Iterator[str]:
+    for one in _at(pod, "spec", "volumes") or ():
+        if claim := _at(one, "persistentVolumeClaim", "claimName"):
+            yield str(claim)
+
+
+def _annotations(one: Object) -> Mapping[str, str]:
+    return _at(one, "metadata", "annotations") or {}
+
+
+def _policy(volume: Object) -> str:
+    return str(_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
+
+
+def _name(one: Object) -> str:
+    return str(_at(one, "metadata", "name") or "")
+
+
+def _is_going(one: Object) -> bool:
+    return _at(one, "metadata", "deletionTimestamp") is not None
+
+
+def _volume_path(volume: Object) -> str:
+    return f"{_VOLUMES}/{quote(_name(volume), safe='')}"
+
+
+def _path(namespace: str, *inside: str) -> str:
+    return "/".join(["/api/v1/namespaces", *(quote(one, safe="") for one in (namespace, *inside))])
+
+
+def _at(one: Object, *keys: str) -> Any:
+    found: Any = one
+    for key in keys:
+        if not isinstance(found, dict):
+            return None
+        found = found.get(key)
+    return found

@@ -71,16 +71,6 @@ class Candidate:
         return f"{self.kind}:{self.identity}:{self.name}"
 
     @property
-    def directory(self) -> str:
-        """Return kubelet's directory of a staging path or a target: its name."""
-        return self.name
-
-    @property
-    def is_deletable(self) -> bool:
-        """Whether a call of Carver's can delete it."""
-        return self.full_remedy.startswith("carver ")
-
-    @property
     def full_remedy(self) -> str:
         """Return what to do about it."""
         namespace, _, name = self.name.rpartition("/")
@@ -137,10 +127,9 @@ def pod_of(target_path: str) -> str:
 
 def _lacks_its_pod(volume: Volume, references: References) -> bool:
     """Whether its tags name a pod that the cluster does not have on this node."""
-    uids = {volume.own_tags.get(tag.POD_UID, ""), pod_of(volume.own_tags.get(tag.TARGET, ""))} - {
-        ""
-    }
-    return not volume.wiping and bool(uids) and references.pods.isdisjoint(uids)
+    of_target = pod_of(volume.own_tags.get(tag.TARGET, ""))
+    uids = {volume.own_tags.get(tag.POD_UID, ""), of_target} - {""}
+    return bool(uids) and references.pods.isdisjoint(uids)
 
 
 def _inline(volume: Volume) -> Candidate:
@@ -198,9 +187,8 @@ def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) ->
 
 # Of pkg/volume/csi in kubelet.
 VOLUME_DATA = "vol_data.json"
-_STAGING, _MOUNTED = "plugins/kubernetes.io/csi", "globalmount"
 _TARGETS = "pods/*/volumes/kubernetes.io~csi/*"
-_TARGET = "mount"
+_MOUNTED = {Kind.STAGING: "globalmount", Kind.TARGET: "mount"}
 
 
 @dataclass(frozen=True)
@@ -219,14 +207,12 @@ def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list
 
     Read this before the volumes: the report then includes volumes made meanwhile.
     """
-    return [
-        place
-        for one in kubelet_dir
-        for place in (
-            *_staging(kernel, Path(one) / _STAGING / driver_name, driver_name),
-            *_targets(kernel, Path(one), driver_name),
-        )
-    ]
+    places: list[Place] = []
+    for one in map(Path, kubelet_dir):
+        staging = one / "plugins/kubernetes.io/csi" / driver_name
+        places += _places(kernel, Kind.STAGING, staging, "*", driver_name)
+        places += _places(kernel, Kind.TARGET, one, _TARGETS, driver_name)
+    return places
 
 
 def candidates(
@@ -261,27 +247,20 @@ def candidates(
             yield Candidate(one.kind, one.directory, one.identity, about, one.handle, one.path)
 
 
-def _staging(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
-    for one in _inside(directory, "*"):
-        data = _volume_data(one / VOLUME_DATA)
-        if data is not None and data.get("driverName", driver_name) == driver_name:
-            yield from _place(kernel, Kind.STAGING, one, one / _MOUNTED, data)
-
-
-def _targets(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
-    for one in _inside(directory, _TARGETS):
-        data = _volume_data(one / VOLUME_DATA)
-        if data and data.get("driverName") == driver_name and data.get("volumeHandle"):
-            yield from _place(kernel, Kind.TARGET, one, one / _TARGET, data)
-
-
-def _place(
-    kernel: Kernel, kind: Kind, directory: Path, path: Path, data: dict[str, str]
+def _places(
+    kernel: Kernel, kind: Kind, directory: Path, pattern: str, driver_name: str
 ) -> Iterator[Place]:
-    with suppress(OSError):  # gone meanwhile
-        seen = kernel.lstat(str(directory))
-        identity = f"{seen.st_dev}.{seen.st_ino}"
-        yield Place(kind, str(directory), str(path), identity, data.get("volumeHandle", ""))
+    for one in _inside(directory, pattern):
+        data = _volume_data(one / VOLUME_DATA)
+        # A staging directory is the driver's by its place, also if its file is gone.
+        if data is None or (kind is Kind.TARGET and not data.get("volumeHandle")):
+            continue
+        if data.get("driverName", driver_name if kind is Kind.STAGING else "") != driver_name:
+            continue
+        with suppress(OSError):  # gone meanwhile
+            seen = kernel.lstat(str(one))
+            path, identity = str(one / _MOUNTED[kind]), f"{seen.st_dev}.{seen.st_ino}"
+            yield Place(kind, str(one), path, identity, data.get("volumeHandle", ""))
 
 
 def _inside(directory: Path, pattern: str) -> list[Path]:

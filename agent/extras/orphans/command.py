@@ -6,20 +6,14 @@ from dataclasses import asdict
 
 import grpc
 
-from agent.cli import status, terminal
+from agent.cli import terminal
 from agent.core import errors, sockets
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.extras.orphans import candidates, look
+from agent.extras.orphans import candidates
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Finder, Orphan
 from mount.kernel import Kernel
-
-
-def finder(settings: Config, host: Host) -> Finder:
-    """Make a finder that reads LVM and the kernel itself: the service need not run."""
-    return look.finder(settings, host.kernel, status.known_to(settings, host))
 
 
 def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
@@ -73,7 +67,7 @@ def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
         if not one.sure:
             seen = f"it was seen for {_duration(one.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
-        if not one.candidate.is_deletable:
+        if not one.candidate.full_remedy.startswith("carver "):
             raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.full_remedy}")
         return one.candidate
     raise errors.NoOrphan(name, "it is not an orphan; see `carver orphans`")
@@ -92,8 +86,8 @@ def _clear(kernel: Kernel, one: Candidate) -> None:
     """Remove kubelet's directories; the kernel refuses those in use or not empty."""
     for remove, path in (
         (kernel.remove_directory, one.path),
-        (kernel.remove_file, f"{one.directory}/{candidates.VOLUME_DATA}"),
-        (kernel.remove_directory, one.directory),
+        (kernel.remove_file, f"{one.name}/{candidates.VOLUME_DATA}"),
+        (kernel.remove_directory, one.name),
     ):
         try:
             remove(path)

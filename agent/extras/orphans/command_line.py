@@ -26,13 +26,16 @@ def add(line: CommandLine) -> None:
 
 
 def _orphans(parsed: argparse.Namespace) -> int:
+    from agent.cli import status
     from agent.core.host import this_host
     from agent.extras.orphans import command
+    from agent.extras.orphans.look import Finder
 
     require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
-    finder = command.finder(config, host)
+    # Reads LVM and the kernel itself: the service need not run.
+    finder = Finder(config, host.kernel, status.known_to(config, host))
     if parsed.delete:
         command.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:

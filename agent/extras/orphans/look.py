@@ -24,8 +24,6 @@ from mount import table
 from mount.kernel import Kernel
 
 _log = logging.getLogger(__name__)
-
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -61,14 +59,6 @@ class History:
         restored from a backup or is not complete yet, so the history is dropped. Raises NotReady if
         the file cannot be used.
         """
-        try:
-            return self._record(seen, versions)
-        except OSError as error:
-            raise errors.NotReady(
-                f"cannot use the history of orphans: {self._file}: {error.strerror}"
-            ) from None
-
-    def _record(self, seen: Iterable[str], versions: Mapping[str, str]) -> Mapping[str, float]:
         with self._opened() as descriptor:
             known = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
             now, boot = self._clock.seconds(), self._clock.boot()
@@ -84,14 +74,18 @@ class History:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """Open the file and lock it, so that two looks do not write at once."""
-        self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._file, flags, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            descriptor = os.open(self._file, flags, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            why = f"{self._file}: {error.strerror}"
+            raise errors.NotReady(f"cannot use the history of orphans: {why}") from None
 
 
 def _parse(content: bytes) -> _Known:
@@ -115,10 +109,6 @@ def _is_older(versions: Mapping[str, str], before: Mapping[str, str]) -> bool:
     )
 
 
-# Beside the socket, like Carver's other files.
-HISTORY = "orphans.json"
-
-
 @dataclass(frozen=True)
 class Orphan:
     """A candidate, and for how long every look has seen it; `sure` after the grace period."""
@@ -129,21 +119,14 @@ class Orphan:
 
 
 class Finder:
-    """Finds orphans. `lists` is called for each look, as certificates and tokens change."""
+    """Finds orphans by the cluster that the configuration names."""
 
-    def __init__(
-        self,
-        config: Config,
-        kernel: Kernel,
-        inventory: Inventory,
-        lists: Callable[[], Lists],
-        history: History,
-    ) -> None:
+    def __init__(self, config: Config, kernel: Kernel, inventory: Inventory) -> None:
         self._config = config
         self._kernel = kernel
         self._inventory = inventory
-        self._lists = lists
-        self._history = history
+        # Beside the socket, like Carver's other files.
+        self._history = History(config.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
         """Return all candidates, the sure ones first.
@@ -168,16 +151,9 @@ class Finder:
         orphans = [Orphan(one, seen[one.key], seen[one.key] >= grace) for one in found]
         return sorted(orphans, key=lambda one: (not one.sure, one.candidate.kind))
 
-
-def finder(config: Config, kernel: Kernel, inventory: Inventory) -> Finder:
-    """Make a finder for the cluster that the configuration names."""
-    return Finder(
-        config,
-        kernel,
-        inventory,
-        lambda: Lists(access.find(config.kubeconfig, os.environ)),
-        History(config.endpoint.parent / HISTORY),
-    )
+    def _lists(self) -> Lists:
+        # For each look, as certificates and tokens change.
+        return Lists(access.find(self._config.kubeconfig, os.environ))
 
 
 class OrphanWatch:
@@ -193,15 +169,11 @@ class OrphanWatch:
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
         self._logged: frozenset[str] = frozenset()
-        self._time_seconds = 0.0
+        # The time of the last complete look, since the epoch; 0 before the first.
+        self.time_seconds = 0.0
         self.task = PeriodicTask(
             "orphans", self._step, interval_seconds, "cannot look for orphans: %s"
         )
-
-    @property
-    def time_seconds(self) -> float:
-        """Return the time of the last complete look, since the epoch; 0 before the first."""
-        return self._time_seconds
 
     def counts(self) -> Mapping[Kind, int]:
         """Count the sure ones of each kind at the last complete look."""
@@ -210,7 +182,7 @@ class OrphanWatch:
     def _step(self) -> None:
         """Look once, and log new orphans."""
         found = [one.candidate for one in self._look() if one.sure]
-        self._counts, self._time_seconds = Counter(one.kind for one in found), self._clock()
+        self._counts, self.time_seconds = Counter(one.kind for one in found), self._clock()
         for one in found:
             if one.key not in self._logged:
                 words = (one.kind, one.name, one.about, one.full_remedy)

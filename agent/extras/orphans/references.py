@@ -37,17 +37,11 @@ class PersistentVolume:
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """A CSIStorageCapacity of the driver's; `name` is namespace/name."""
+class OfNode:
+    """A CSIStorageCapacity of the driver's, or a claim that waits for its selected node's volume.
 
-    name: str
-    uid: str
-    node: str
-
-
-@dataclass(frozen=True)
-class WaitingClaim:
-    """A claim that waits for its selected node's volume; `name` is namespace/name."""
+    `name` is namespace/name.
+    """
 
     name: str
     uid: str
@@ -64,8 +58,8 @@ class References:
     """
 
     volumes: tuple[PersistentVolume, ...]
-    capacities: tuple[Capacity, ...]
-    waiting_claims: tuple[WaitingClaim, ...]
+    capacities: tuple[OfNode, ...]
+    waiting_claims: tuple[OfNode, ...]
     spoken_for: frozenset[str]
     handle_digests: frozenset[str]
     pods: frozenset[str]
@@ -157,14 +151,13 @@ def _is_unready(node: Mapping[str, Any]) -> bool:
     return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
 
 
-def _waiting_claims(items: Any, driver_name: str) -> Iterator[WaitingClaim]:
+def _waiting_claims(items: Any, driver_name: str) -> Iterator[OfNode]:
     for one in items:
         about = one["metadata"]
         said = _table(about, "annotations")
         node, is_own = said.get(_SELECTED_NODE), driver_name in map(said.get, _PROVISIONERS)
         if node and is_own and _table(one, "status").get("phase") == "Pending":
-            name = f"{about.get('namespace', '')}/{about['name']}"
-            yield WaitingClaim(name, about["uid"], str(node))
+            yield OfNode(_full_name(one), about["uid"], str(node))
 
 
 def _uids_of_pods(items: Any) -> Iterator[str]:
@@ -175,13 +168,14 @@ def _uids_of_pods(items: Any) -> Iterator[str]:
             yield str(uid)
 
 
-def _capacities(items: Any, topology_key: str) -> Iterator[Capacity]:
+def _capacities(items: Any, topology_key: str) -> Iterator[OfNode]:
     for one in items:
-        about = one["metadata"]
-        node = _table(_table(one, "nodeTopology"), "matchLabels").get(topology_key)
-        if node:
-            name = f"{about.get('namespace', '')}/{about['name']}"
-            yield Capacity(name, about["uid"], str(node))
+        if node := _table(_table(one, "nodeTopology"), "matchLabels").get(topology_key):
+            yield OfNode(_full_name(one), one["metadata"]["uid"], str(node))
+
+
+def _full_name(one: Mapping[str, Any]) -> str:
+    return f"{one['metadata'].get('namespace', '')}/{one['metadata']['name']}"
 
 
 def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -> PersistentVolume:

@@ -11,25 +11,21 @@ if TYPE_CHECKING:
 
 
 class Orphans(Extra):
-    """The extra: a periodic look, if the settings ask for one."""
+    """The extra: a periodic look."""
 
-    def __init__(self, watch: "OrphanWatch | None" = None) -> None:
+    def __init__(self, watch: "OrphanWatch") -> None:
         self.watch = watch
 
     def start(self) -> None:
         """Start the periodic look."""
-        if self.watch is not None:
-            self.watch.task.start()
+        self.watch.task.start()
 
     def stop(self) -> None:
         """Stop the periodic look."""
-        if self.watch is not None:
-            self.watch.task.stop()
+        self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:
         """Return the number of orphans, and when they were counted."""
-        if self.watch is None:
-            return ()
         return (
             Gauge(
                 "carver_orphans",
@@ -45,12 +41,12 @@ class Orphans(Extra):
         )
 
 
-def add(service: Service) -> Orphans:
-    """Make the extra of a service."""
+def add(service: Service) -> Extra:
+    """Make the extra of a service, which looks only if the settings ask for it."""
     config, kernel, known = service.context.config, service.context.kernel, service.inventory
     if not config.orphan_interval_seconds:
-        return Orphans()
+        return Extra()
     # Imported here: it needs a YAML parser, which most services do not load.
-    from agent.extras.orphans.look import OrphanWatch, finder
+    from agent.extras.orphans.look import Finder, OrphanWatch
 
-    return Orphans(OrphanWatch(finder(config, kernel, known).look, config.orphan_interval_seconds))
+    return Orphans(OrphanWatch(Finder(config, kernel, known).look, config.orphan_interval_seconds))

@@ -3,42 +3,25 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from io import BufferedIOBase
 
 from agent.core import errors
-from agent.core.extents import Extent
+from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form
 from agent.extras.streams.form import Frame, Header, Totals
 from mount.blocks import Opened
 
 
-class Source(Protocol):
-    """A binary file that blocks until it can return all that was asked for, or ends."""
-
-    def read(self, length: int, /) -> bytes:
-        """Read so many bytes, or fewer at the end."""
-        ...
-
-    def readinto(self, place: memoryview, /) -> int:
-        """Read into memory; return how many bytes."""
-        ...
-
-
 class Reader:
     """Reads a stream. Raises BadStream, StreamEnded."""
 
-    def __init__(self, source: Source, begun: bytes = b"") -> None:
+    def __init__(self, source: BufferedIOBase, begun: bytes = b"") -> None:
         """`begun` are the stream's first bytes, if they were read already."""
         self.totals = Totals()
         self.read_bytes = 0
         self._source = source
         prefix = begun + self._take(form.PREFIX_BYTES - len(begun))
         self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of its volume."""
-        return self.header.size_bytes
 
     def frames(self) -> Iterator[Frame]:
         """The parts in their order; when this ends, the stream was whole.
@@ -56,10 +39,11 @@ class Reader:
                 # Only then, as a frame of zeroes may be left out on the way.
                 room = next(rooms)
                 frame = replace(frame, payload=self._fill(room[:stored]), room=room)
-            if not at <= frame.offset_bytes <= frame.end_bytes <= self.size_bytes:
+            if not at <= frame.offset_bytes <= frame.end_bytes <= self.header.size_bytes:
                 raise errors.BadStream(f"after byte {at} comes byte {frame.offset_bytes}")
             if kind == form.END:
-                if frame.data() != self.totals.pack() or frame.offset_bytes != self.size_bytes:
+                is_end = frame.offset_bytes == self.header.size_bytes
+                if frame.data() != self.totals.pack() or not is_end:
                     raise errors.BadStream("its end mark is of another stream")
                 return
             at = frame.end_bytes
@@ -81,7 +65,7 @@ class Reader:
             raise errors.StreamEnded(self.read_bytes)
 
 
-def streams(source: Source) -> Iterator[Reader]:
+def streams(source: BufferedIOBase) -> Iterator[Reader]:
     """Streams one after another, such as a whole one and increments.
 
     Read all frames of one before the next.
@@ -115,7 +99,6 @@ def apply(
     record: Callable[[int], None],
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
-    record_seconds: float = RECORD_SECONDS,
 ) -> None:
     """Apply all of a stream; when this returns, it is on the disk.
 
@@ -137,40 +120,28 @@ def apply(
             note(Extent(frame.offset_bytes, frame.length_bytes))
             yield frame
 
-    state = _Progress(device, header.offset_bytes, header.size_bytes, record)
-    due = time.monotonic() + record_seconds
+    written_bytes = recorded_bytes = header.offset_bytes
+
+    def write_down() -> None:
+        nonlocal recorded_bytes
+        if written_bytes > recorded_bytes:
+            device.flush()
+            recorded_bytes = written_bytes
+            record(min(written_bytes, header.size_bytes))
+
+    due = time.monotonic() + RECORD_SECONDS
     try:
         for frame in form.ordered(write, _parts(noted(), target, header)):
-            state.end_bytes = frame.end_bytes
-            tell(min(frame.end_bytes, header.size_bytes))
+            written_bytes = frame.end_bytes
+            tell(min(written_bytes, header.size_bytes))
             if time.monotonic() >= due:
-                state.write_down()
-                due = time.monotonic() + record_seconds
+                write_down()
+                due = time.monotonic() + RECORD_SECONDS
     except errors.BadStream:
         # Everything before that is good, and need not be sent again.
-        state.write_down()
+        write_down()
         raise
     device.flush()
-
-
-@dataclass
-class _Progress:
-    device: Opened
-    end_bytes: int
-    size_bytes: int
-    record: Callable[[int], None]
-    recorded: int = -1
-
-    def __post_init__(self) -> None:
-        self.recorded = self.end_bytes
-
-    def write_down(self) -> None:
-        """Flush, then record the offset."""
-        if self.end_bytes <= self.recorded:
-            return
-        self.device.flush()
-        self.recorded = self.end_bytes
-        self.record(min(self.end_bytes, self.size_bytes))
 
 
 def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from agent.core.extents import Extent, clipped, merged
+from agent.extras.changed_blocks.extents import Extent, clipped, merged
 from agent.extras.streams import form
 from agent.extras.streams.form import Header, Packed, Totals
 from mount.blocks import Bytes, Opened
@@ -16,11 +16,10 @@ class Writer:
 
     def __init__(self, write: Callable[[Bytes], object], header: Header) -> None:
         self.totals = Totals()
-        self.written_bytes = 0
         self._write = write
         self._header = header
         text, self._proof = form.opening(header)
-        self._put(text)
+        self._write(text)
 
     def data(self, offset_bytes: int, length_bytes: int, packed: Packed) -> None:
         """Write a part with data, packed by `form.pack`."""
@@ -41,13 +40,9 @@ class Writer:
         self, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
     ) -> None:
         text, self._proof = form.heading(self._proof, kind, offset_bytes, length_bytes, packed)
-        self._put(text)
-        if packed is not None:
-            self._put(packed.payload)
-
-    def _put(self, text: Bytes) -> None:
         self._write(text)
-        self.written_bytes += len(text)
+        if packed is not None:
+            self._write(packed.payload)
 
 
 # The granularity in which zeroes are found.

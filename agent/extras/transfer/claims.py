@@ -6,11 +6,9 @@ from pathlib import Path
 
 from agent.cli import terminal
 from agent.cli.volumes import VolumeVerbs
-from agent.extras.kubernetes import access, manifests
+from agent.extras.kubernetes import access, rebinding
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.manifests import Place
-from agent.extras.kubernetes.objects import Lists, Objects
-from agent.extras.kubernetes.rebinding import Rebinding
+from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import streams_command
 from proto import carver_pb2 as carver
 
@@ -60,7 +58,7 @@ _PVC_FILTER = (
 
 def steps(moved: carver.MoveState, place: Place) -> str:
     """The steps for the claim of a volume that moved."""
-    new = manifests.moved_name(moved.pv, place.handle)
+    new = rebinding.moved_name(moved.pv, place.handle)
     return _STEPS.format(
         pvc=moved.pvc,
         namespace=moved.namespace,
@@ -73,9 +71,9 @@ def steps(moved: carver.MoveState, place: Place) -> str:
     )
 
 
-def cluster_of(kubeconfig: str | None) -> Server | None:
-    """The cluster of a kubeconfig, if any; raises BadConfig, before anything is done."""
-    return access.of_file(Path(kubeconfig)) if kubeconfig else None
+def say(text: str) -> None:
+    """Print a step to the standard error, as the standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
@@ -87,11 +85,8 @@ def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = F
     def confirmed(question: str) -> bool:
         return yes or terminal.confirmed(question)
 
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    made = Rebinding(Lists(cluster), Objects(cluster), was, place)
-    (made.undo if undo else made.run)(confirmed, tell)
+    made = Rebinding(cluster, was, place)
+    (made.undo if undo else made.run)(confirmed, say)
 
 
 def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:

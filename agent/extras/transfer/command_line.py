@@ -165,9 +165,9 @@ def _add_move(verbs: Commands) -> None:
 
 def _move(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import move_command
-    from agent.extras.transfer.remote import Ssh
+    from agent.extras.transfer.remote import Remote
 
-    def remote(node: str) -> Ssh:
-        return Ssh(node, shlex.split(parsed.ssh), shlex.split(parsed.remote_carver))
+    def remote(node: str) -> Remote:
+        return Remote(node, shlex.split(parsed.ssh), shlex.split(parsed.remote_carver))
 
     move_command.carry_out(verbs, parsed, remote)

@@ -6,12 +6,12 @@ after a crash of either. docs/backup.md has the table of states.
 
 import argparse
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -20,7 +20,8 @@ import grpc
 from agent.cli import terminal
 from agent.cli.volumes import VolumeVerbs
 from agent.core import errors, ids, tag
-from agent.extras.kubernetes.manifests import Place
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.rebinding import Place
 from agent.extras.transfer import claims, streams_command
 from agent.extras.transfer.remote import Remote
 from mount.blocks import Bytes
@@ -36,7 +37,6 @@ _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
 _KEEP_SECONDS = 8.0
 # Checks while another command holds it: longer than the hold of one that was killed.
 _HELD_LOOKS = 20
-MOVED = "moved"
 _PREFIX = "move-"
 _PREFIX_CHARACTERS = 12
 
@@ -81,7 +81,7 @@ class Move:
         """
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
         begun = self._transfer.BeginMove(request)
-        while begun.state != MOVED:
+        while begun.state != tag.MOVED:
             begun = self._round(begun) or begun
         return self._complete(begun)
 
@@ -90,20 +90,19 @@ class Move:
         here = streams_command.values(self._here())
         # A text in the JSON since 0.1.0.
         here["in_use"] = str(here["in_use"])
-        return {"here": {**here, "word": ""}, "there": self._there()}
+        return {"here": {**here, "word": ""}, "there": self._ask("--status")}
 
     def finish(self) -> None:
         """Delete what is left here, if the other node has the volume; raises NotMoved."""
         here = self._here()
-        if here.state == MOVED:
-            there = self._there()
+        if here.state == tag.MOVED:
+            there = self._ask("--status")
             is_theirs = there["release"] == here.release
-            if not is_theirs or there["state"] not in (streams_command.READY, MOVED):
-                raise errors.NotMoved(
-                    self._volume_id,
+            if not is_theirs or there["state"] not in (tag.READY, tag.MOVED):
+                raise self._refused(
                     f"{self._remote.node} does not have it as a volume of its own: go on with the"
                     " move, or --undo it. Where another node has it by now, --there-is-none and"
-                    " then `carver volume delete` remove what is here",
+                    " then `carver volume delete` remove what is here"
                 )
         self._drop(keep=())
         self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
@@ -118,29 +117,29 @@ class Move:
         name, node = self._options.name, self._remote.node
         here = self._here()
         if not here.node:
-            raise errors.NotMoved(self._volume_id, "no move of it was begun")
+            raise self._refused("no move of it was begun")
         if here.state == tag.WIPING:
-            raise errors.NotMoved(self._volume_id, "what is left of it here is being deleted")
-        there = self._there()
+            raise self._refused("what is left of it here is being deleted")
+        there = self._ask("--status")
         # A volume of that name that did not come by this move is not touched.
         is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here.release
-        if is_theirs and there["state"] == MOVED:
-            raise errors.NotMoved(
-                self._volume_id, f"{node} has moved it on; --undo that move there first"
-            )
-        if is_theirs and there["state"] == streams_command.READY:
+        if is_theirs and there["state"] == tag.MOVED:
+            raise self._refused(f"{node} has moved it on; --undo that move there first")
+        if is_theirs and there["state"] == tag.READY:
             lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
             if not confirmed(lost):
                 raise errors.NotConfirmed(name, "taken back")
             self._ask("--withdraw", "--release", here.word)
-        elif here.state == MOVED and not (is_theirs and _was_never_ready(there)):
+        elif here.state == tag.MOVED and not (
+            # It was never finished there, or an --undo has withdrawn it.
+            is_theirs and (there["state"] == tag.RECEIVING or there["finishing"])
+        ):
             none = f"{node} has no {name} that came by this move"
             if not is_nowhere(f"{none}. Is it on no other node either?"):
-                raise errors.NotMoved(
-                    self._volume_id,
+                raise self._refused(
                     f"{none}, but may have had it, and moved it on or deleted it. Look on each"
                     " node (`carver volume list`); where none has it, --there-is-none takes it"
-                    " back",
+                    " back"
                 )
         if is_theirs:
             self._ask("--abort", "--yes")
@@ -160,13 +159,12 @@ class Move:
 
     def _round(self, begun: carver.MoveState) -> carver.MoveState | None:
         """Do one step; return the move's state if that was the last."""
-        there, own = self._there(), self._own()
+        there, own = self._ask("--status"), self._own()
         release = begun.release
         if there["state"] != streams_command.ABSENT and there["release"] != release:
-            raise errors.NotMoved(
-                self._volume_id,
+            raise self._refused(
                 f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
-                " --as NAME",
+                " --as NAME"
             )
         self._verifies = bool(there.get("verifies"))
         base = own.get(there["chain"], "")
@@ -245,27 +243,24 @@ class Move:
         if here == there:
             return
         self._ask("--abort", "--yes")
-        raise errors.NotMoved(
-            self._volume_id,
+        raise self._refused(
             f"{self._remote.node} holds something else than was sent, and it was removed"
-            " there; look for a disk or memory with errors, then call again",
+            " there; look for a disk or memory with errors, then call again"
         )
 
     def _complete(self, begun: carver.MoveState) -> dict[str, Any]:
         """Finish a committed move on the other node."""
-        there = self._there()
+        there = self._ask("--status")
         if there["state"] == streams_command.ABSENT or there["release"] != begun.release:
-            raise errors.NotMoved(
-                self._volume_id,
+            raise self._refused(
                 f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
-                " back where no other node has it",
+                " back where no other node has it"
             )
-        if there["state"] == MOVED:
-            raise errors.NotMoved(
-                self._volume_id,
-                f"{self._remote.node} has moved it on; --finish deletes what is left here",
+        if there["state"] == tag.MOVED:
+            raise self._refused(
+                f"{self._remote.node} has moved it on; --finish deletes what is left here"
             )
-        if there["state"] != streams_command.READY:
+        if there["state"] != tag.READY:
             there = self._ask("--finish", "--release", begun.word)
         self._drop(keep=())
         self._tell(
@@ -345,8 +340,8 @@ class Move:
             if one not in keep:
                 self._caller.delete_snapshot(one)
 
-    def _there(self) -> dict[str, Any]:
-        return self._ask("--status")
+    def _refused(self, why: str) -> errors.NotMoved:
+        return errors.NotMoved(self._volume_id, why)
 
     def _ask(self, *words: str) -> dict[str, Any]:
         return self._remote.ask("volume", "receive", self._options.name, *words, "--json")
@@ -359,18 +354,15 @@ def carry_out(
     at: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
 ) -> None:
     """Do what the flags of `carver volume move` ask for."""
-
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    cluster = claims.cluster_of(parsed.kubeconfig)
+    # First, as it raises BadConfig.
+    cluster = access.of_file(Path(parsed.kubeconfig)) if parsed.kubeconfig else None
     found = at.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
     node = parsed.to or found.node
     if not node:
         raise errors.Missing("--to")
     name = parsed.name_there or ids.readable_name(found.volume_id)
     options = Options(name, parsed.device_class, parsed.compress, parsed.json)
-    move = Move(at, remote_of(node), found.volume_id, options, tell)
+    move = Move(at, remote_of(node), found.volume_id, options, claims.say)
     if found.node not in ("", node):
         raise errors.NotMoved(parsed.name, f"it moves to {found.node}")
 
@@ -402,12 +394,7 @@ def carry_out(
             if cluster:
                 claims.rebind(cluster, found.volume_id, place, yes=parsed.yes)
             else:
-                tell(claims.steps(found, place))
-
-
-def _was_never_ready(there: Mapping[str, Any]) -> bool:
-    """Whether it was never finished there, or an --undo has withdrawn it."""
-    return bool(there["state"] == streams_command.RECEIVING or there["finishing"])
+                claims.say(claims.steps(found, place))
 
 
 @contextmanager

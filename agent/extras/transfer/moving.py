@@ -58,13 +58,11 @@ class Mover:
             volume = self._volume(volume_id)
             was = volume.own_tags.get(tag.MOVE_TO, "")
             if was and was != node:
-                raise errors.NotMoved(
-                    volume_id, f"it moves to {was}; end that by --finish or --undo first"
-                )
+                why = f"it moves to {was}; end that by --finish or --undo first"
+                raise errors.NotMoved(volume_id, why)
             if not was:
-                self._inventory.usable(
-                    self._inventory.state(volume.group.name, resume=True), volume_id
-                )
+                known = self._inventory.state(volume.group.name, resume=True)
+                self._inventory.usable(known, volume_id)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
@@ -81,10 +79,9 @@ class Mover:
         try:
             users.require_unused(self._kernel, self._inventory, volume)
             if not token:
-                with self._volume_groups.hold(volume.group.name):
-                    known = self._inventory.state(volume.group.name, resume=True).group(
-                        volume.group.name
-                    )
+                group = volume.group.name
+                with self._volume_groups.hold(group):
+                    known = self._inventory.state(group, resume=True).group(group)
                     there = frozenset(one.uuid for one in known.volumes.values())
                     self._holds.note(volume_id, held, there)
         except BaseException:

@@ -137,10 +137,9 @@ class Receiver:
         Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
+            known = self._inventory.state(ids.group_of(volume_id), resume=True)
             try:
-                volume = self._inventory.get(
-                    self._inventory.state(ids.group_of(volume_id), resume=True), volume_id
-                )
+                volume = self._inventory.get(known, volume_id)
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
                 return
@@ -181,9 +180,8 @@ class Receiver:
         self, known: report.Report, one: DeviceClass, name: str, header: Header
     ) -> carver.ReceiveState:
         if not header.is_whole:
-            raise errors.NotReceived(
-                name, "there is no volume, and the stream needs a base; send a whole one"
-            )
+            why = "there is no volume, and the stream needs a base; send a whole one"
+            raise errors.NotReceived(name, why)
         if header.offset_bytes:
             why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
@@ -242,22 +240,16 @@ class Receiver:
         if own_tags.get(tag.RELEASE, "") != header.release:
             raise errors.NotReceived(name, "it comes by another move, or by none")
         if header.base_chain != holds:
-            raise errors.NotReceived(
-                name,
-                f"the stream continues {header.base_chain or 'nothing'}"
-                f" ({header.base_snapshot_id or 'it is a whole one'}), it holds"
-                f" {holds or 'nothing whole'}",
-            )
+            base_id = header.base_snapshot_id or "it is a whole one"
+            why = f"the stream continues {header.base_chain or 'nothing'} ({base_id}), it holds"
+            raise errors.NotReceived(name, f"{why} {holds or 'nothing whole'}")
         if into and into != header.chain:
-            raise errors.NotReceived(
-                name, f"a stream to {into} was begun; send that again, or remove what is there"
-            )
+            why = f"a stream to {into} was begun; send that again, or remove what is there"
+            raise errors.NotReceived(name, why)
         if header.offset_bytes > (volume.offset_bytes if into else 0):
-            raise errors.NotReceived(
-                name,
-                f"the stream begins at byte {header.offset_bytes}, after byte"
-                f" {volume.offset_bytes}, up to which it was received",
-            )
+            received = f"after byte {volume.offset_bytes}, up to which it was received"
+            why = f"the stream begins at byte {header.offset_bytes}, {received}"
+            raise errors.NotReceived(name, why)
 
     def _require_whole(self, volume: Volume, release: str) -> None:
         own_tags, name = volume.own_tags, volume.own_tags[tag.NAME]
@@ -267,9 +259,8 @@ class Receiver:
             raise errors.NotReceived(name, "its stream is incomplete; send it again")
         wanted = own_tags.get(tag.RELEASE, "")
         if wanted and not hmac.compare_digest(_digest(release), wanted):
-            raise errors.NotReceived(
-                name, "its source has not released it; `carver volume move` there does both"
-            )
+            why = "its source has not released it; `carver volume move` there does both"
+            raise errors.NotReceived(name, why)
         if release and wanted and own_tags.get(tag.RELEASED) != release:
             self._mark(volume, {tag.RELEASED: release})
 

@@ -96,18 +96,14 @@ class Sender:
     def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
         """Activate a snapshot; return a stream's header, since a base if named, and the lease.
 
-        `close` ends the lease. At most two commands. Raises NoSuchSnapshot, OtherGroup, SourceLost,
-        BadField.
+        `Activations.end_lease` ends it. At most two commands. Raises NoSuchSnapshot, OtherGroup,
+        SourceLost, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
             known = self._inventory.state(group_of(snapshot_id), resume=True)
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
             return header, self._activations.lease(snapshot)
-
-    def close(self, snapshot_id: str, word: str) -> None:
-        """End the lease of `open`."""
-        self._activations.end_lease(group_of(snapshot_id), word)
 
     def chain(self, snapshot_id: str) -> str:
         """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""

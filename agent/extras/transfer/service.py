@@ -15,13 +15,11 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
 from agent.core import ids
-from agent.core.extents import LogicalOffset
-from agent.core.locks import VolumeLocks
 from agent.csi import operator
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import service as changed_blocks
-from agent.extras.changed_blocks.delta import Delta
+from agent.extras.changed_blocks.extents import LogicalOffset
 from agent.extras.streams import form
 from agent.extras.transfer.moving import Mover
 from agent.extras.transfer.receiving import Receiver
@@ -38,26 +36,18 @@ _Ranges = Generator[carver.RangesResponse, None, None]
 
 def add(service: Service) -> "Transfer":
     """Make the extra of a service."""
-    delta = changed_blocks.of(service).delta
-    context, deleter = service.context, service.deleter
-    return Transfer(
-        Sender(context, delta.activations),
-        Receiver(context, deleter, service.pool_remover),
-        Mover(context, deleter),
-        delta,
-        context.locks,
-    )
+    return Transfer(service)
 
 
 class Transfer(Extra, carver_pb2_grpc.TransferServicer):
     """The extra, and its service."""
 
-    def __init__(
-        self, sender: Sender, receiver: Receiver, mover: Mover, delta: Delta, locks: VolumeLocks
-    ) -> None:
-        self._sender, self._receiver, self._mover = sender, receiver, mover
-        self._delta = delta
-        self._locks = locks
+    def __init__(self, service: Service) -> None:
+        context, self._locks = service.context, service.context.locks
+        self._delta = changed_blocks.of(service).delta
+        self._sender = Sender(context, self._delta.activations)
+        self._receiver = Receiver(context, service.deleter, service.pool_remover)
+        self._mover = Mover(context, service.deleter)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register this service."""
@@ -74,7 +64,8 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
 
     def CloseSnapshot(self, request: carver.CloseSnapshotRequest, context: _Context) -> Empty:
         _require(request, "snapshot_id", "lease")
-        self._sender.close(request.snapshot_id, request.lease)
+        group = ids.group_of(request.snapshot_id)
+        self._delta.activations.end_lease(group, request.lease)
         return Empty()
 
     def SnapshotChain(

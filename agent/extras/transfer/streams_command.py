@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from itertools import chain
 from typing import Any, BinaryIO, cast
 
@@ -17,31 +18,20 @@ from google.protobuf.message import Message
 from agent.cli import terminal
 from agent.cli.volumes import VolumeVerbs
 from agent.core import errors, ids
-from agent.core.extents import Extent
 from agent.core.ids import VolumeId
 from agent.csi.client import Client
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.comparing import Spool
+from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
-from agent.extras.streams.reading import Reader, Source, Target
+from agent.extras.streams.reading import Reader, Target
 from lvm import errors as lvm_errors
 from mount.blocks import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
 _JSON_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class State:
-    """Progress. The rate is of the volume's bytes, sent or skipped, in a second."""
-
-    what: str
-    offset_bytes: int
-    size_bytes: int
-    bytes_per_second: int
-    seconds_left: int | None
 
 
 # Called with the offset in the volume so far.
@@ -70,14 +60,20 @@ def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
             return
         printed_at = now
         rate = (offset_bytes - start_bytes) / max(now - began, 0.001)
-        left = round((size_bytes - offset_bytes) / rate) if rate > 0 else None
-        state = State(what, offset_bytes, size_bytes, round(rate), left)
-        print(json.dumps(asdict(state)), file=sys.stderr, flush=True)
+        state = {
+            "what": what,
+            "offset_bytes": offset_bytes,
+            "size_bytes": size_bytes,
+            # Of the volume's bytes, sent or skipped.
+            "bytes_per_second": round(rate),
+            "seconds_left": round((size_bytes - offset_bytes) / rate) if rate > 0 else None,
+        }
+        print(json.dumps(state), file=sys.stderr, flush=True)
 
     return tell
 
 
-RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
+ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -108,13 +104,8 @@ class Outgoing:
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
             why = f"must be a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
-        found = extents(
-            self.at.caller,
-            header.snapshot_id,
-            header.base_snapshot_id,
-            offset_bytes,
-            is_compared=compare,
-        )
+        ids_of_both = header.snapshot_id, header.base_snapshot_id
+        found = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
         first = next(found, None)
         # The service has the base open now, so it can no longer be replaced.
         self.require_same()
@@ -143,7 +134,7 @@ class Outgoing:
     def checksum(self, *, as_json: bool = False) -> str:
         """The checksum of the whole snapshot."""
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
-            found = _checksum(self.device, self.header.size_bytes, "checking", as_json=as_json)
+            found = _checksum(self.device, self.header.size_bytes, as_json=as_json)
             self._prove()
             return found
 
@@ -187,11 +178,10 @@ def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[O
             yield source
     finally:
         if opened.lease:
+            close = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
             # On failure, the next reading or the next start deactivates it.
             with suppress(grpc.RpcError):
-                _transfer(at).CloseSnapshot(
-                    carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
-                )
+                _transfer(at).CloseSnapshot(close)
 
 
 def chain_of(at: VolumeVerbs, snapshot_id: str) -> str:
@@ -243,14 +233,8 @@ def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> d
         return withdraw(at, name, parsed.release)
     if parsed.abort:
         return abort(at, name, confirmed=parsed.yes)
-    return receive(
-        at,
-        name,
-        source,
-        device_class=parsed.device_class,
-        verify=parsed.verify,
-        as_json=parsed.json,
-    )
+    word, verify = parsed.device_class, parsed.verify
+    return receive(at, name, source, device_class=word, verify=verify, as_json=parsed.json)
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
@@ -326,11 +310,10 @@ def receive(
     widen(source)
     # typing.BinaryIO lacks readinto, which each binary file has.
     verified = ""
-    for reader in reading.streams(cast("Source", source)):
+    for reader in reading.streams(cast("BufferedIOBase", source)):
         with opened_spool(at) as parts:
-            verified = _receive_one(
-                at, name, device_class, reader, parts if verify else None, as_json=as_json
-            )
+            noted = parts if verify else None
+            verified = _receive_one(at, name, device_class, reader, noted, as_json=as_json)
     return {**status(at, name), **({"verified": verified} if verify else {})}
 
 
@@ -371,24 +354,15 @@ def _receive_one(
         target = Target(device, kernel.device_size_bytes(path), begun.blank)
 
         def record(offset_bytes: int) -> None:
-            transfer.RecordReceive(
-                carver.RecordReceiveRequest(
-                    volume_id=volume_id, into=header.chain, offset_bytes=offset_bytes
-                )
-            )
+            request = carver.RecordReceiveRequest(volume_id=volume_id, into=header.chain)
+            request.offset_bytes = offset_bytes
+            transfer.RecordReceive(request)
 
-        start = header.offset_bytes
-        what = f"receiving {name}"
-        with shown(what, start, header.size_bytes, as_json=as_json) as tell:
-            reading.apply(
-                reader,
-                target,
-                record=record,
-                note=(lambda _part: None) if parts is None else parts.add,
-                tell=tell,
-                record_seconds=reading.RECORD_SECONDS,
-            )
-            tell(header.size_bytes)
+        start, end = header.offset_bytes, header.size_bytes
+        with shown(f"receiving {name}", start, end, as_json=as_json) as tell:
+            note = (lambda _part: None) if parts is None else parts.add
+            reading.apply(reader, target, record=record, note=note, tell=tell)
+            tell(end)
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
         # Still open for writing, so that it has no other writer.
         return "" if parts is None else sending.of_parts(device, header, parts)
@@ -409,23 +383,19 @@ def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> d
     _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
     path = _device(at, found["volume_id"])
     with _explained(f"reading {name}"), at.host.kernel.opened(path) as device:
-        digest = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
+        digest = _checksum(device, found["content_bytes"], as_json=as_json)
     return {"chain": found["chain"], "sha256": digest}
 
 
 def finish(at: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
     """Make what was received a volume, its file system checked."""
-    volume_id = _require_received(at, name)["volume_id"]
-    request = carver.ReleaseRequest(volume_id=volume_id, release=release)
-    _transfer(at).FinishReceive(request)
+    _transfer(at).FinishReceive(_release(at, name, release))
     return status(at, name)
 
 
 def withdraw(at: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
     """Undo `finish`."""
-    volume_id = _require_received(at, name)["volume_id"]
-    request = carver.ReleaseRequest(volume_id=volume_id, release=release)
-    _transfer(at).WithdrawReceive(request)
+    _transfer(at).WithdrawReceive(_release(at, name, release))
     return status(at, name)
 
 
@@ -444,6 +414,10 @@ def abort(at: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
     return status(at, name)
 
 
+def _release(at: VolumeVerbs, name: str, word: str) -> carver.ReleaseRequest:
+    return carver.ReleaseRequest(volume_id=_require_received(at, name)["volume_id"], release=word)
+
+
 def _require_received(at: VolumeVerbs, name: str) -> dict[str, Any]:
     found = status(at, name)
     if found["state"] == ABSENT:
@@ -451,8 +425,8 @@ def _require_received(at: VolumeVerbs, name: str) -> dict[str, Any]:
     return found
 
 
-def _checksum(device: Opened, size_bytes: int, what: str, *, as_json: bool) -> str:
-    with shown(what, 0, size_bytes, as_json=as_json) as tell:
+def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
+    with shown("checking", 0, size_bytes, as_json=as_json) as tell:
         return sending.of(device, size_bytes, tell)
 
 

@@ -23,7 +23,7 @@ Shell = Callable[..., str]
 
 @pytest.fixture
 def api() -> Iterator[ApiServer]:
-    with api_server.running() as made:
+    with api_server.running(ApiServer()) as made:
         made.add(NODES, "here")
         yield made
 

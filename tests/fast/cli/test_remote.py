@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.core import errors
-from agent.extras.transfer.remote import Ssh
+from agent.extras.transfer.remote import Remote
 
 pytestmark = pytest.mark.starts_programs
 
@@ -22,21 +22,21 @@ if "--quiet" not in words:
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> Ssh:
+def remote(tmp_path: Path) -> Remote:
     """As ssh does: the line is for a shell there."""
     ssh, carver = tmp_path / "ssh", tmp_path / "carver.py"
     ssh.write_text('#!/bin/sh\n[ "$1" = -q ] && [ "$2" = -- ] || exit 99\nexec sh -c "$4"\n')
     ssh.chmod(0o755)
     carver.write_text(CARVER)
-    return Ssh("node-b", [str(ssh), "-q"], [sys.executable, str(carver)])
+    return Remote("node-b", [str(ssh), "-q"], [sys.executable, str(carver)])
 
 
-def test_words_arrive_as_they_are_whatever_a_shell_makes_of_them(remote: Ssh) -> None:
+def test_words_arrive_as_they_are_whatever_a_shell_makes_of_them(remote: Remote) -> None:
     odd = ["volume", "it's; rm -rf $HOME", "a  b", '"', "--json"]
     assert remote.ask(*odd)["words"] == odd
 
 
-def test_what_the_other_side_says_is_told(remote: Ssh) -> None:
+def test_what_the_other_side_says_is_told(remote: Remote) -> None:
     with pytest.raises(errors.NodeRefused, match="no such volume"):
         remote.ask("volume", "--fail")
     with pytest.raises(errors.NodeRefused, match="JSON"):
@@ -45,7 +45,7 @@ def test_what_the_other_side_says_is_told(remote: Ssh) -> None:
         remote.feed("volume", "--fail", write=lambda put: put(b"x" * (1 << 20)))
 
 
-def test_a_stream_goes_there_to_its_end(remote: Ssh, tmp_path: Path) -> None:
+def test_a_stream_goes_there_to_its_end(remote: Remote, tmp_path: Path) -> None:
     told = tmp_path / "told"
     (tmp_path / "carver.py").write_text(
         f"import sys\nopen({str(told)!r}, 'w').write(str(len(sys.stdin.buffer.read())))\n"
@@ -54,12 +54,12 @@ def test_a_stream_goes_there_to_its_end(remote: Ssh, tmp_path: Path) -> None:
     assert int(told.read_text()) == 3 << 20
 
 
-def test_what_is_said_of_a_stream_is_read_where_it_is_json(remote: Ssh) -> None:
+def test_what_is_said_of_a_stream_is_read_where_it_is_json(remote: Remote) -> None:
     told = remote.feed("volume", "receive", "db", "--verify", write=lambda put: put(b"x" * 4096))
     assert told["read"] == 4096
 
 
-def test_what_fails_here_ends_what_runs_there(remote: Ssh) -> None:
+def test_what_fails_here_ends_what_runs_there(remote: Remote) -> None:
     def broken(_put: object) -> None:
         raise errors.SourceLost("snapshot", "it was lost")
 
@@ -69,4 +69,4 @@ def test_what_fails_here_ends_what_runs_there(remote: Ssh) -> None:
 
 def test_a_program_that_is_not_there_is_named() -> None:
     with pytest.raises(errors.NodeRefused, match="no-such-ssh"):
-        Ssh("node-b", ["/no-such-ssh"], ["carver"]).ask("status", "--json")
+        Remote("node-b", ["/no-such-ssh"], ["carver"]).ask("status", "--json")

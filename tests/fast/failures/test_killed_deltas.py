@@ -13,7 +13,7 @@ from model.operations import MIB, Use
 from model.stopping import Switch
 
 from agent.core.classes import DeviceClass
-from agent.core.extents import Extent, UserExtent
+from agent.extras.changed_blocks.extents import Extent, UserExtent
 from agent.extras.transfer import streams_command
 from lvm import tags
 from lvm.layout import Layout

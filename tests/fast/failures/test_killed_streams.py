@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from model.stopping import Killed, Switch
 from nodes import Node, Stand, volume_of, write
 
-from agent.core import errors
+from agent.core import errors, tag
 from agent.csi.client import block
 from agent.extras.streams import reading
 from agent.extras.transfer import streams_command
@@ -147,9 +147,7 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
                 assert usable(made.there) <= (deed == "finish")
                 if is_before or deed == "abort":
                     act(made, given)
-                elif (
-                    streams_command.status(made.there.at, "copy")["state"] != streams_command.READY
-                ):
+                elif streams_command.status(made.there.at, "copy")["state"] != tag.READY:
                     streams_command.abort(made.there.at, "copy", confirmed=True)
                 if deed == "abort" or (deed == "receive" and not is_before):
                     assert made.there.names() == set()

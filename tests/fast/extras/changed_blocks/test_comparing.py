@@ -2,9 +2,9 @@
 
 from typing import cast
 
-from agent.core.extents import Extent
 from agent.extras.changed_blocks import comparing, service
 from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
+from agent.extras.changed_blocks.extents import Extent
 from mount.blocks import Reader
 
 MIB = 1 << 20

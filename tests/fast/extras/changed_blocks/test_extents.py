@@ -7,17 +7,16 @@ from typing import cast
 
 import pytest
 
-from agent.core.extents import (
+from agent.extras.changed_blocks import comparing as spools
+from agent.extras.changed_blocks.delta import Reading, UserReading
+from agent.extras.changed_blocks.extents import (
     Extent,
     LogicalOffset,
-    Reading,
     UserExtent,
     UserOffset,
-    UserReading,
     clipped,
     merged,
 )
-from agent.extras.changed_blocks import comparing as spools
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:

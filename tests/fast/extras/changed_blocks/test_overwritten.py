@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from agent.core.extents import Extent
 from agent.extras.changed_blocks import comparing
+from agent.extras.changed_blocks.extents import Extent
 from lvm.devices import Exceptions
 
 CHUNK = 4096
@@ -31,8 +31,10 @@ class Table(Exceptions):
             yield array("Q", self.numbers[at : at + 256])
 
 
-def ranges(table: Table, start: int, end: int, part_chunks: int = 64) -> list[Extent]:
-    return list(comparing.ranges([table], start, end, lambda: None, part_chunks))
+def ranges(tables: list[Table], start: int, end: int, part_chunks: int = 64) -> list[Extent]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comparing, "_PART_CHUNKS", part_chunks)
+        return list(comparing.ranges(tables, start, end, lambda: None))
 
 
 @pytest.mark.parametrize("part_chunks", [8, 16, 64, 1 << 20])
@@ -44,7 +46,7 @@ def test_random_tables_are_told_in_order(seed: int, part_chunks: int) -> None:
     end = chance.randrange(start, 500 * CHUNK, 512)
     found: set[int] = set()
     last = -1
-    for one in ranges(Table(numbers), start, end, part_chunks):
+    for one in ranges([Table(numbers)], start, end, part_chunks):
         assert last < one.offset_bytes < one.end_bytes
         found |= set(range(one.offset_bytes, one.end_bytes, 512))
         last = one.end_bytes
@@ -59,7 +61,7 @@ def test_random_tables_are_told_in_order(seed: int, part_chunks: int) -> None:
 
 def test_parts_in_which_nothing_was_overwritten_cost_nothing() -> None:
     table = Table([3, 100_000, 5_000_000])
-    assert ranges(table, 0, 16 * TIB) == [
+    assert ranges([table], 0, 16 * TIB) == [
         Extent(3 * CHUNK, CHUNK),
         Extent(100_000 * CHUNK, CHUNK),
         Extent(5_000_000 * CHUNK, CHUNK),
@@ -116,7 +118,7 @@ def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
         at += length + chance.choice([0, 1, 8, 500])
     # The order of stretches is that of the writes.
     cut = chance.randrange(len(numbers))
-    found = ranges(Table(numbers[cut:] + numbers[:cut]), 0, 30_000 * CHUNK, 1 << 12)
+    found = ranges([Table(numbers[cut:] + numbers[:cut])], 0, 30_000 * CHUNK, 1 << 12)
     told = [
         number
         for one in found
@@ -127,8 +129,7 @@ def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
 
 
 def test_what_any_of_two_tables_has_is_told_once() -> None:
-    tables = [Table([9, 2, 3]), Table([3, 4, 200])]
-    found = list(comparing.ranges(tables, 0, 1000 * CHUNK, lambda: None, 64))
+    found = ranges([Table([9, 2, 3]), Table([3, 4, 200])], 0, 1000 * CHUNK)
     assert found == [
         Extent(2 * CHUNK, 3 * CHUNK),
         Extent(9 * CHUNK, CHUNK),

@@ -22,13 +22,13 @@ def data(name: str) -> str:
 
 @pytest.fixture
 def secure() -> Iterator[ApiServer]:
-    with api_server.running(tls=True, client_certificates=True) as made:
+    with api_server.running(ApiServer(), tls=True, client_certificates=True) as made:
         made.add(NODES, "here")
         yield made
 
 
 def nodes(server: access.Server) -> list[str]:
-    found = Lists(server, silence_seconds=5, sleep=lambda _: None).whole(NODES, "NodeList")
+    found = Lists(server).whole(NODES, "NodeList")
     return [one["metadata"]["name"] for one in found.items]
 
 
@@ -72,7 +72,7 @@ def test_a_server_of_another_name_is_not_believed(secure: ApiServer, tmp_path: P
 @pytest.mark.parametrize("key", ["token", "tokenFile"])
 def test_a_token_is_shown_to_the_server(key: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
-    with api_server.running() as api:
+    with api_server.running(ApiServer()) as api:
         api.add(NODES, "here")
         api.token = "s3cret"  # noqa: S105
         given = "s3cret" if key == "token" else "token"
@@ -84,7 +84,7 @@ def test_a_token_is_shown_to_the_server(key: str, tmp_path: Path) -> None:
 
 
 def test_a_token_on_a_file_is_read_for_each_request(tmp_path: Path) -> None:
-    with api_server.running() as api:
+    with api_server.running(ApiServer()) as api:
         api.add(NODES, "here")
         (tmp_path / "token").write_text("old")
         file = kubeconfig(tmp_path / "config", api.url, user={"tokenFile": "token"})
@@ -97,7 +97,7 @@ def test_a_token_on_a_file_is_read_for_each_request(tmp_path: Path) -> None:
 def test_a_pod_has_a_service_account(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     (tmp_path / "ca.crt").write_bytes((TLS / "ca.pem").read_bytes())
-    with api_server.running(tls=True) as api:
+    with api_server.running(ApiServer(), tls=True) as api:
         api.add(NODES, "here")
         api.token = "s3cret"  # noqa: S105
         port = api.url.rpartition(":")[2]

@@ -8,28 +8,22 @@ import pytest
 from api_server import VOLUMES, ApiServer, Lie, body, changed, cut_off, hang_up, silence, status
 
 from agent.core import errors
+from agent.extras.kubernetes import objects
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists
 
 
 @pytest.fixture
 def api() -> Iterator[ApiServer]:
-    with api_server.running() as made:
+    with api_server.running(ApiServer(), page_items=3) as made:
         for number in range(7):
             made.add(VOLUMES, f"pv-{number}")
         yield made
 
 
-def lists(api: ApiServer, **limits: float) -> Lists:
-    port = int(api.url.rpartition(":")[2])
-    bounds = {"silence_seconds": 5.0, "list_seconds": 20.0} | limits
-    return Lists(
-        Server("tests", "127.0.0.1", port), page_items=3, sleep=lambda _seconds: None, **bounds
-    )
-
-
-def read(api: ApiServer, **limits: float) -> list[str]:
-    found = lists(api, **limits).whole(VOLUMES, "PersistentVolumeList")
+def read(api: ApiServer) -> list[str]:
+    server = Server("tests", "127.0.0.1", int(api.url.rpartition(":")[2]))
+    found = Lists(server).whole(VOLUMES, "PersistentVolumeList")
     return [one["metadata"]["name"] for one in found.items]
 
 
@@ -141,18 +135,20 @@ def test_pages_without_an_end_end(api: ApiServer) -> None:
     assert len(api.asked) < 10
 
 
-def test_a_server_that_is_silent_is_given_up(api: ApiServer) -> None:
+def test_a_silent_server_is_given_up(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_SILENCE_SECONDS", 0.05)
     api.lie(VOLUMES, *[silence(0.5)] * 3)
     with pytest.raises(errors.ClusterSilent, match="in time"):
-        read(api, silence_seconds=0.05)
+        read(api)
 
 
-def test_a_list_that_takes_too_long_is_given_up(api: ApiServer) -> None:
+def test_a_slow_list_is_given_up(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_LIST_SECONDS", 0.0)
     with pytest.raises(errors.ClusterSilent, match="in time"):
-        read(api, list_seconds=0)
+        read(api)
 
 
-def test_a_server_that_is_started_anew_is_asked_again(api: ApiServer) -> None:
+def test_a_restarted_server_is_asked_again(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def restart(handler: api_server.Handler, document: api_server.Object) -> None:
         handler.close_connection = True
         down.set()
@@ -170,10 +166,8 @@ def test_a_server_that_is_started_anew_is_asked_again(api: ApiServer) -> None:
         else:
             api.start()
 
-    port = int(api.url.rpartition(":")[2])
-    asking = Lists(Server("tests", "127.0.0.1", port), page_items=3, sleep=pause)
-    found = asking.whole(VOLUMES, "PersistentVolumeList")
-    assert [one["metadata"]["name"] for one in found.items] == ALL
+    monkeypatch.setattr(objects, "sleep", pause)
+    assert read(api) == ALL
     assert len(attempts) == 2
 
 

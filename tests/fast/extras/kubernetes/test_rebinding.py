@@ -14,9 +14,7 @@ from binding import DRIVER, KEY, Cluster
 
 from agent.core import errors, ids
 from agent.extras.kubernetes import access
-from agent.extras.kubernetes.manifests import Place
-from agent.extras.kubernetes.objects import Lists, Objects
-from agent.extras.kubernetes.rebinding import Rebinding
+from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import claims
 from proto import carver_pb2 as carver
 
@@ -24,20 +22,15 @@ WAS, IS = "data@x/vol-pvc-1", "data@y/vol-pvc-1"
 PLACE = Place(IS, "b", DRIVER)
 
 
-def _not(_seconds: float) -> None:
-    """No pause."""
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with binding.running(Cluster()) as made:
+    with api_server.running(Cluster()) as made:
         yield made
 
 
 def rebinding(cluster: Cluster, directory: Path, place: Place = PLACE) -> Rebinding:
     server = access.of_file(kubeconfig(directory / "kubeconfig", cluster.url))
-    lists = Lists(server, page_items=2, sleep=_not)
-    return Rebinding(lists, Objects(server, sleep=_not), WAS, place, sleep=_not)
+    return Rebinding(server, WAS, place)
 
 
 def run(cluster: Cluster, directory: Path, yes: Callable[[str], bool] = lambda _text: True) -> None:
@@ -88,7 +81,7 @@ def test_a_claim_gets_the_volume_where_it_is_now(cluster: Cluster, tmp_path: Pat
 
 
 def test_what_was_retain_stays_so(tmp_path: Path) -> None:
-    with binding.running(Cluster(policy="Retain")) as cluster:
+    with api_server.running(Cluster(policy="Retain")) as cluster:
         run(cluster, tmp_path)
         require_moved(cluster, "Retain")
 
@@ -101,9 +94,7 @@ def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
     [first] = cluster.volumes
     server = access.of_file(kubeconfig(tmp_path / "kubeconfig", cluster.url))
     there = Place("data@z/vol-pvc-1", "c", DRIVER)
-    Rebinding(Lists(server), Objects(server), IS, there, sleep=_not).run(
-        lambda _text: True, lambda _text: None
-    )
+    Rebinding(server, IS, there).run(lambda _text: True, lambda _text: None)
     [second] = cluster.volumes
     assert first != second
     assert len(first) == len(second)
@@ -114,7 +105,7 @@ def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
 def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold(tmp_path: Path) -> None:
     a, b = (f"{one}.{'n' * 63}.{'o' * 63}" for one in "ab")
     there = ids.node_segment(b)
-    with binding.running(Cluster(nodes=(ids.node_segment(a), there))) as cluster:
+    with api_server.running(Cluster(nodes=(ids.node_segment(a), there))) as cluster:
         rebinding(cluster, tmp_path, Place(IS, b, DRIVER)).run(
             lambda _text: True, lambda _text: None
         )
@@ -216,7 +207,7 @@ def test_whoever_is_killed_at_any_request_is_followed_by_one_that_goes_on(
         """The process ended."""
 
     for step in itertools.count():
-        with binding.running(Cluster()) as cluster:
+        with api_server.running(Cluster()) as cluster:
             left = iter(range(step, -1, -1))
             going = rebinding(cluster, tmp_path)
             ask = going._objects._ask
@@ -449,7 +440,7 @@ def test_one_made_by_hand_is_gone_on_with_or_named(cluster: Cluster, tmp_path: P
 def test_a_name_that_is_taken_is_told(cluster: Cluster, tmp_path: Path) -> None:
     run(cluster, tmp_path)
     [taken] = cluster.volumes
-    with binding.running(Cluster()) as other:
+    with api_server.running(Cluster()) as other:
         foreign = json.loads(json.dumps(other.volume("pvc-1")))
         foreign["metadata"] |= {"name": taken, "uid": "uid-1"}
         foreign["spec"]["csi"]["driver"] = "other.csi"

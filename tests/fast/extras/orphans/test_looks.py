@@ -28,13 +28,12 @@ from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
+from agent.cli import status as status_command
 from agent.core import errors, ids
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
-from agent.extras.kubernetes import access
-from agent.extras.kubernetes.objects import Lists
 from agent.extras.orphans import command as orphans
 from agent.extras.orphans import references
 from agent.extras.orphans.candidates import Kind
@@ -75,13 +74,11 @@ class Node:
 
     def finder(self, config: Config | None = None) -> Finder:
         """One of a process of its own."""
-        made = orphans.finder(config or self.config, self.machine)
+        config = config or self.config
+        made = Finder(config, self.host.kernel, status_command.known_to(config, self.machine))
         # Its clock and its patience are the test's.
         clock = Clock(lambda: self.seconds, lambda: self.boot)
         made._history = History(self.config.endpoint.parent / "orphans.json", clock)
-        server = access.of_file(self.config.kubeconfig) if self.config.kubeconfig else None
-        assert server is not None
-        made._lists = lambda: Lists(server, silence_seconds=5, page_items=2, sleep=_not)
         return made
 
     def look(self) -> list[Orphan]:
@@ -113,13 +110,9 @@ class Node:
         return set(report.read(self.host.lvm).group("data").volumes)
 
 
-def _not(_seconds: float) -> None:
-    """No pause."""
-
-
 @pytest.fixture
 def api() -> Iterator[ApiServer]:
-    with api_server.running() as made:
+    with api_server.running(ApiServer()) as made:
         yield made
 
 
@@ -671,14 +664,10 @@ def test_nothing_that_a_look_raises_ends_the_looks(caplog: pytest.LogCaptureFixt
 
 
 def test_a_service_looks_by_itself_where_it_is_told_to(node: Node) -> None:
-    def watch_of(service: Service) -> OrphanWatch | None:
-        return cast(Orphans, service.extras["orphans"]).watch
-
-    assert watch_of(node.service) is None
+    assert not isinstance(node.service.extras["orphans"], Orphans)
     config = replace(node.config, orphan_interval_seconds=60)
     service = Service(config, node.machine, node.host.lvm)
-    watch = watch_of(service)
-    assert watch is not None
+    watch = cast(Orphans, service.extras["orphans"]).watch
     watch.task.run_once()
     assert watch.time_seconds > 0
     service.stop()

@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import errors
-from agent.core.extents import Extent
+from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header, Packed
 from agent.extras.streams.reading import Reader, Target, streams
@@ -25,6 +25,13 @@ SIZE = 16 * MIB
 CHAIN, OTHER = "a1" * 32, "b2" * 32
 WHOLE = Header("volume", "snapshot", SIZE, 17, CHAIN, facts={"fsType": "ext4"})
 LATER = replace(WHOLE, base_snapshot_id="earlier", base_chain=OTHER, base_size_bytes=SIZE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def records_each_frame() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "RECORD_SECONDS", 0.0)
+        yield
 
 
 def ignored(_offset_bytes: int) -> None:
@@ -64,7 +71,7 @@ def applied(
 ) -> bytes:
     device = Memory(before)
     reader = Reader(io.BytesIO(stream))
-    reading.apply(reader, Target(device, len(before), blank), record=record, record_seconds=0)
+    reading.apply(reader, Target(device, len(before), blank), record=record)
     assert device.flushed == bytes(device.content)
     return device.flushed
 
@@ -126,7 +133,7 @@ def test_a_stream_goes_on_where_another_was_cut_off() -> None:
     device = Memory(b"o" * SIZE)
     reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]))
     with pytest.raises(errors.StreamEnded):
-        reading.apply(reader, Target(device, SIZE, False), record=told.append, record_seconds=0)
+        reading.apply(reader, Target(device, SIZE, False), record=told.append)
     assert told
     offset = told[-1]
     rest = sent(replace(WHOLE, offset_bytes=offset), content, Extent(0, SIZE))
@@ -143,7 +150,7 @@ def test_what_is_recorded_is_on_the_disk() -> None:
         flushed.append(device.flushed[:offset_bytes] == content[:offset_bytes])
 
     reader = Reader(io.BytesIO(sent(WHOLE, content, Extent(0, SIZE))))
-    reading.apply(reader, Target(device, SIZE, True), record=record, record_seconds=0)
+    reading.apply(reader, Target(device, SIZE, True), record=record)
     assert flushed
     assert all(flushed)
 

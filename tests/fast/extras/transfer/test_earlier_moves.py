@@ -18,8 +18,8 @@ import pytest
 from fakes.host import FakeHost
 from nodes import Node, Stand
 
+from agent.core import tag
 from agent.csi.client import block
-from agent.extras.transfer import streams_command
 from agent.extras.transfer.move_command import Move, Options
 from proto import csi_pb2 as csi
 
@@ -70,7 +70,7 @@ def test_an_earlier_version_s_move_is_finished(
     progress: list[str] = []
     move = Move(here.at, Stand(there), volume.volume_id, Options("db"), progress.append)
 
-    assert move.run()["state"] == streams_command.READY
+    assert move.run()["state"] == tag.READY
     assert not {"sending all of it"} & set(progress)
     with expect.code("FAILED_PRECONDITION", "moved to there"):
         here.client.stage(volume, here.directory / "staging", block())

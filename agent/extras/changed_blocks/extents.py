@@ -7,10 +7,7 @@ its own type, and mypy refuses one for the other.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NewType, Protocol
-
-from agent.core import errors
-from agent.core.records import Snapshot, Volume
+from typing import NewType
 
 # From the first byte of the logical volume, header included; from that of the user's device.
 LogicalOffset = NewType("LogicalOffset", int)
@@ -40,59 +37,6 @@ class UserExtent:
 
     offset_bytes: UserOffset
     length_bytes: int
-
-
-class Reading(Protocol):
-    """A snapshot or a volume that is held while it is read."""
-
-    @property
-    def of(self) -> Snapshot | Volume:
-        """The object that is read; of two, the target."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size, header included; its device may have grown since."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """The path of its active block device, which is open until the reading ends."""
-        ...
-
-    def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
-        """The sorted ranges from an offset on, in whole blocks of BLOCK_BYTES up to the end.
-
-        Ranges are merged, but those found by comparing only in part, to be yielded early. May be
-        called again, also with another offset. Raises SourceLost, DeltaFailed, OSError.
-        """
-        ...
-
-    def for_user(self) -> "UserReading":
-        """The reading in the user's offsets; raises BlocksUnknown."""
-        ...
-
-
-@dataclass(frozen=True)
-class UserReading:
-    """A reading in the user's offsets, which begin at `begins`."""
-
-    logical: Reading
-    begins: LogicalOffset
-
-    @property
-    def size_bytes(self) -> int:
-        """The size that the user sees."""
-        return self.logical.size_bytes - self.begins
-
-    def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
-        """The ranges of the logical volume behind its header."""
-        if not 0 <= starting_offset <= self.size_bytes:
-            raise errors.NotBeyond(starting_offset, self.size_bytes)
-        return (
-            UserExtent(UserOffset(one.offset_bytes - self.begins), one.length_bytes)
-            for one in self.logical.extents(LogicalOffset(self.begins + starting_offset))
-        )
 
 
 def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
