@@ -6,41 +6,16 @@ from pathlib import Path
 import configured
 import pytest
 from fakes.host import FakeHost
+from fast.cli.conftest import Shell
 
-from agent.cli import main as cli
 from agent.cli import terminal
-from agent.core import settings as configuration
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.daemon.server import Service
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import luks
 
 MIB = 1 << 20
-
-
-class Shell:
-    """A person at a prompt, with keys in files."""
-
-    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._directory = directory
-        self._capsys = capsys
-
-    def __call__(self, line: str, exit_code: int = 0) -> str:
-        """Type a line behind `carver volume`; what was printed, or complained."""
-        ended = cli.main(["volume", *line.split()])
-        seen = self._capsys.readouterr()
-        assert ended == exit_code, seen.err
-        return seen.out if exit_code == 0 else seen.err
-
-    def key(self, name: str, text: str) -> Path:
-        """A file with a key."""
-        file = self._directory / name
-        file.write_text(text)
-        file.chmod(0o400)
-        return file
 
 
 @pytest.fixture
@@ -49,24 +24,9 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def shell(
-    fake: FakeHost,
-    config: Config,
-    service: Service,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Shell:
-    machine = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
-    monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: config)
-    return Shell(tmp_path, capsys)
-
-
-@pytest.fixture
 def db(shell: Shell, tmp_path: Path) -> Path:
     """An encrypted volume that was in use; its key's file."""
-    key = shell.key("key", "sesame")
+    key = shell.key("key", b"sesame")
     shell("create db --size 64MiB --encryption luks2")
     shell(f"publish db {tmp_path}/db --key-file {key}")
     shell(f"expand db 96MiB --key-file {key}")
@@ -80,7 +40,7 @@ def device(fake: FakeHost) -> Device:
     return found
 
 
-def test_a_header_is_shown_kept_and_put_back(
+def test_a_header_is_shown_backed_up_and_restored(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
 ) -> None:
     assert "aes-xts-plain64, sectors of 4096 bytes" in shell("header show db")
@@ -95,12 +55,12 @@ def test_a_header_is_shown_kept_and_put_back(
     assert "unstage it first" in shell(f"header restore db {file} --yes", 1)
 
 
-def test_a_volume_that_is_staged_while_the_question_stands_keeps_its_header(
+def test_a_volume_that_is_staged_before_the_answer_keeps_its_header(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "header"
     shell(f"header backup db {file}")
-    new = shell.key("new", "another")
+    new = shell.key("new", b"another")
     shell(f"rekey db --key-file {db} --new-key-file {new}")
     before = fake.read_bytes(device(fake).path, 0, 4 * MIB)
 
@@ -113,7 +73,7 @@ def test_a_volume_that_is_staged_while_the_question_stands_keeps_its_header(
     assert fake.read_bytes(device(fake).path, 0, 4 * MIB) == before
 
 
-def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_path: Path) -> None:
+def test_only_the_volume_s_own_header_is_restored(shell: Shell, db: Path, tmp_path: Path) -> None:
     shell("create other --size 64MiB --encryption luks2")
     shell(f"publish other {tmp_path}/other --key-file {db}")
     file = tmp_path / "header"
@@ -124,10 +84,10 @@ def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_pat
 
 
 @pytest.mark.parametrize("by", ["rekey", "header"])
-def test_a_key_that_was_changed_by_hand_is_not_called_as_before(
+def test_a_key_that_was_changed_by_hand_loses_its_name(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path, by: str
 ) -> None:
-    file, new = tmp_path / "db.header", shell.key("new", "new one")
+    file, new = tmp_path / "db.header", shell.key("new", b"new one")
     shell(f"header backup db {file}")
     fake.lvm("lvchange", "--addtag", "carver.keyGeneration=2026-11", "--", "data/vol-db")
     assert "2026-11" in shell("list")
@@ -139,10 +99,10 @@ def test_a_key_that_was_changed_by_hand_is_not_called_as_before(
     assert "(unnamed)" in shell("list")
 
 
-def test_a_volume_gets_another_key_and_one_for_recovery(
+def test_a_volume_gets_another_key_and_a_recovery_key(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
 ) -> None:
-    new, spare, again = (shell.key(one, f"{one} one") for one in ("new", "spare", "again"))
+    new, spare, again = (shell.key(one, one.encode()) for one in ("new", "spare", "again"))
     assert shell(f"rekey db --key-file {db} --new-key-file {new}") == "db has a new key\n"
     assert "does not open db" in shell(f"rekey db --key-file {db} --new-key-file {new}", 1)
     # The copy that Carver keeps does not open by the old one either.
@@ -150,8 +110,8 @@ def test_a_volume_gets_another_key_and_one_for_recovery(
     now = fake.read_bytes(device(fake).path, 0, 2 * luks.METADATA_BYTES)
     assert kept.read_bytes() == now
     shell(f"rekey db --key-file {new} --new-key-file {spare} --recovery")
-    told = shell(f"rekey db --key-file {new} --new-key-file {again} --recovery")
-    assert told == "db has a recovery key\n"
+    done = shell(f"rekey db --key-file {new} --new-key-file {again} --recovery")
+    assert done == "db has a recovery key\n"
     header = luks.read(fake.kernel, device(fake).path)
     assert header is not None
     assert header.slots == (1, 2)
@@ -161,7 +121,7 @@ def test_a_volume_gets_another_key_and_one_for_recovery(
         shell("unpublish db")
 
 
-def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys(
+def test_a_header_of_a_re_encryption_is_left_as_it_is(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "header"
@@ -170,14 +130,14 @@ def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys
 
     def reencrypt() -> None:
         begin = ("cryptsetup", "reencrypt", "--key-slot", "0", "--", where)
-        with fake.stream(*begin, stdin=bytearray(b"sesame")) as told:
-            assert list(told) == []
+        with fake.stream(*begin, stdin=bytearray(b"sesame")) as output:
+            assert list(output) == []
 
     with fake.killed_reencryption(where), pytest.raises(mount_errors.CommandFailed):
         reencrypt()
     assert "its own master key" in shell("header show db")
     before = fake.read_bytes(where, 0, 4 * MIB)
-    new = shell.key("new", "another")
+    new = shell.key("new", b"another")
     for line in (
         f"header backup db {tmp_path}/other",
         f"header restore db {file} --yes",
@@ -200,7 +160,7 @@ def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys
         (b"sesame", "--key-file {old} --new-key-file -", "is the key that it has"),
     ],
 )
-def test_what_can_be_no_new_key_changes_nothing(
+def test_a_wrong_new_key_changes_nothing(
     shell: Shell,
     fake: FakeHost,
     db: Path,
@@ -216,35 +176,31 @@ def test_what_can_be_no_new_key_changes_nothing(
     assert fake.read_bytes(device(fake).path, 0, 4 * MIB) == before
 
 
-def test_a_key_that_was_lost_opens_nothing_once_the_one_for_recovery_made_another(
-    shell: Shell, db: Path, tmp_path: Path
-) -> None:
-    recovery, new = shell.key("recovery", "in the safe"), shell.key("new", "another")
+def test_a_lost_key_is_replaced_by_the_recovery_key(shell: Shell, db: Path, tmp_path: Path) -> None:
+    recovery, new = shell.key("recovery", b"in the safe"), shell.key("new", b"another")
     shell(f"rekey db --recovery --key-file {db} --new-key-file {recovery}")
     shell(f"rekey db --key-file {recovery} --new-key-file {new}")
     assert "does not open" in shell(f"publish db {tmp_path}/db --key-file {db}", 1)
     assert "1, 2" in shell("header show db")
-    newest = shell.key("newest", "the next one")
+    newest = shell.key("newest", b"the next one")
     shell(f"rekey db --key-file {new} --new-key-file {newest}")
     shell(f"publish db {tmp_path}/db --key-file {newest}")
 
 
-def test_keys_are_asked_for_where_no_file_has_them(
+def test_keys_are_asked_for_without_a_file(
     shell: Shell, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = iter(("sesame", "".join(["open", " it"])))
     monkeypatch.setattr("getpass.getpass", lambda _prompt: next(typed))
     shell("rekey db")
-    shell(f"publish db {tmp_path}/db --key-file {shell.key('new', 'open it')}")
+    shell(f"publish db {tmp_path}/db --key-file {shell.key('new', b'open it')}")
 
 
 @pytest.mark.parametrize("key", [b"line\r\nline\r\n", "schl\u00fcssel".encode(), b"0123\x00"])
 def test_a_key_is_every_byte_of_its_file_or_of_standard_input(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes
 ) -> None:
-    file = shell.key("key", "")
-    file.chmod(0o600)
-    file.write_bytes(key)
+    file = shell.key("key", key)
     shell("create db --size 64MiB --encryption luks2")
     shell(f"publish db {tmp_path}/db --key-file {file}")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(key)))
@@ -252,18 +208,16 @@ def test_a_key_is_every_byte_of_its_file_or_of_standard_input(
     shell("unpublish db")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(key)))
     shell(f"publish db {tmp_path}/db --key-file -")
-    shell(f"rekey db --key-file {file} --new-key-file {shell.key('new', 'another')}")
+    shell(f"rekey db --key-file {file} --new-key-file {shell.key('new', b'another')}")
 
 
 @pytest.mark.parametrize("verb", ["publish db {directory}/db", "expand db 128MiB"])
-def test_a_key_file_that_cannot_be_used_is_told_in_a_sentence(
+def test_an_unusable_key_file_changes_nothing(
     shell: Shell, db: Path, client: Client, tmp_path: Path, verb: str
 ) -> None:
     shell(f"publish db {tmp_path}/other --key-file {db}")
     line = f"{verb.format(directory=tmp_path)} --key-file"
-    binary = shell.key("binary", "")
-    binary.chmod(0o600)
-    binary.write_bytes(b"\xff\xfe")
+    binary = shell.key("binary", b"\xff\xfe")
     before = client.volumes()
     assert "is not UTF-8" in shell(f"{line} {binary}", 1)
     assert "/nowhere cannot be read" in shell(f"{line} /nowhere", 1)
@@ -278,13 +232,13 @@ def test_a_volume_that_is_not_active_or_not_encrypted_has_no_header(
     shell("create db --size 64MiB")
     assert "not there, or not whole" in shell("header show db", 1)
     fake.deactivate("data", "vol-db")
-    told = shell("header show db", 1)
-    assert "is not active; publish it, or" in told
-    assert "`lvchange -ay -K data/vol-db`" in told
-    assert "NodeStageVolume" not in told
+    complaint = shell("header show db", 1)
+    assert "is not active; publish it, or activate that alone" in complaint
+    assert "`lvchange -ay -K data/vol-db`" in complaint
+    assert "NodeStageVolume" not in complaint
 
 
-def test_whoever_publishes_or_expands_without_the_key_is_told_where_it_goes(
+def test_without_the_key_the_complaint_names_the_option(
     shell: Shell, db: Path, tmp_path: Path
 ) -> None:
     assert "`carver volume publish --key-file`" in shell(f"publish db {tmp_path}/db", 1)

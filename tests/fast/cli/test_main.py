@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
+from nodes import machine
 
 from agent.cli import main as cli
 from agent.cli import status, terminal
 from agent.core import settings
-from agent.core.host import Host
 
 MIB = 1 << 20
 
@@ -25,8 +25,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     """The machine that the command looks at."""
     host = FakeHost(tmp_path)
     host.new_group(100)
-    machine = Host(host.run, host.kernel, host.devices, host.disks)
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(host))
     return host
 
 
@@ -66,33 +65,30 @@ def test_status_is_watched_until_it_is_interrupted(
 
 
 @pytest.mark.parametrize("seconds", ["0", "never", "3601"])
-def test_a_watch_that_nobody_can_follow_is_refused(seconds: str) -> None:
+def test_an_interval_out_of_range_is_refused(seconds: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["status", "--watch", seconds])
 
 
 @pytest.mark.parametrize("words", ["status", "status --json", "doctor", "doctor --json", "orphans"])
-def test_who_is_not_root_is_told_so_in_one_line_and_nothing_is_looked_at(
+def test_commands_that_need_root_refuse_other_users_before_any_command(
     words: str,
     fake: FakeHost,
     file: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who may not read a disk would be told that its group is not there."""
+    """To a user who may not read a disk, its group would seem absent."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert cli.main([*words.split(), "--config", file]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == (
-        "carver: only root may look at disks, LVM and mounts: run it as root (sudo)\n"
-    )
+    complaint = "carver: only root may look at disks, LVM and mounts: run it as root (sudo)\n"
+    assert capsys.readouterr() == ("", complaint)
     assert fake.commands == []
 
 
 @pytest.mark.parametrize("words", ["volume list", "volume create db --size 1GiB", "snapshot list"])
 @pytest.mark.parametrize("refused", ["directory", "socket"])
-def test_who_may_not_use_the_socket_is_told_so_in_one_line(
+def test_a_socket_without_permission_is_named_in_one_line(
     words: str,
     refused: str,
     fake: FakeHost,
@@ -122,27 +118,7 @@ def test_who_may_not_use_the_socket_is_told_so_in_one_line(
     )
 
 
-@pytest.mark.parametrize(("user", "hint"), [(0, ""), (1000, "; run it as root (sudo)")])
-def test_what_is_refused_later_is_told_in_one_line_too(
-    user: int,
-    hint: str,
-    fake: FakeHost,
-    file: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/etc/carver")
-
-    monkeypatch.setattr(settings, "load", refuse)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert cli.main(["volume", "list", "--config", file]) == 1
-    assert capsys.readouterr().err == (
-        f"carver: [Errno 13] Permission denied: '/etc/carver'{hint}\n"
-    )
-
-
-# A process that prints so many lines as a check does, and has found that well or not.
+# A process that prints as many lines as given, and whose checks pass or fail.
 PRINTING = """
 import sys
 from agent.cli import main
@@ -165,7 +141,7 @@ sys.exit(main.main(words))
         (3000, ["--json"], "fail", 1, "stdout"),
     ],
 )
-def test_a_reader_that_wants_no_more_is_no_failure_of_a_check(
+def test_a_reader_that_ends_early_does_not_fail_a_check(
     file: str, lines: int, form: list[str], verdict: str, code: int, closed: str
 ) -> None:
     """As in `carver doctor | true`; 3000 checks are more than a pipe holds."""
@@ -198,7 +174,7 @@ sys.exit(main.main(["completion", "bash"]))
 
 @pytest.mark.starts_programs
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_stream_whose_reader_ends_is_a_failure_that_is_told(size: int) -> None:
+def test_a_stream_whose_reader_ends_fails_with_a_reason(size: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as pipe:
@@ -224,15 +200,33 @@ def test_a_reader_of_one_line_gets_that_line(file: str) -> None:
     assert (ended.stdout, ended.stderr) == ("{\n0\n", "")
 
 
-def test_what_the_kernel_refuses_is_told_with_its_file(
-    fake: FakeHost, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "user", "complaint"),
+    [
+        (NotADirectoryError(20, "Not a directory", "/a"), 0, "[Errno 20] Not a directory: '/a'"),
+        (PermissionError(13, "Not permitted", "/a"), 0, "[Errno 13] Not permitted: '/a'"),
+        (
+            PermissionError(13, "Not permitted", "/a"),
+            1000,
+            "[Errno 13] Not permitted: '/a'; run it as root (sudo)",
+        ),
+    ],
+)
+def test_an_error_of_the_kernel_is_one_line_with_its_file(
+    error: OSError,
+    user: int,
+    complaint: str,
+    file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
-        raise NotADirectoryError(20, "Not a directory", "/run/carver")
+        raise error
 
-    monkeypatch.setattr(status, "read", refuse)
-    assert cli.main(["status", "--config", file]) == 1
-    assert capsys.readouterr().err == "carver: [Errno 20] Not a directory: '/run/carver'\n"
+    monkeypatch.setattr(settings, "load", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert cli.main(["volume", "list", "--config", file]) == 1
+    assert capsys.readouterr().err == f"carver: {complaint}\n"
 
 
 def test_an_interrupted_command_ends_as_shells_expect(
@@ -245,7 +239,7 @@ def test_an_interrupted_command_ends_as_shells_expect(
     assert cli.main(["status", "--config", file]) == 130
 
 
-def test_the_service_loads_nothing_that_is_for_people() -> None:
+def test_the_service_does_not_import_the_command_s_libraries() -> None:
     code = (
         "import sys; import agent.cli.main, agent.daemon.process, agent.daemon.metrics;"
         " print({'rich', 'shtab', 'yaml'} & set(sys.modules))"
@@ -279,7 +273,7 @@ def test_a_shell_s_completion_is_a_script_of_that_shell(
         (3, 2, "████████████ 150 %"),
     ],
 )
-def test_a_bar_is_as_long_as_what_it_measures(part: int, whole: int, text: str) -> None:
+def test_a_bar_is_as_long_as_its_share(part: int, whole: int, text: str) -> None:
     assert terminal.bar(part, whole).plain == text
 
 

@@ -1,0 +1,69 @@
+"""The command as a person types it, on the test's machine and its running service."""
+
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from nodes import machine
+
+from agent.cli import main as cli
+from agent.cli import terminal
+from agent.core import settings
+from agent.core.settings import Config
+from agent.daemon.server import Service
+
+
+class Shell:
+    """A prompt, with keys in files."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._directory = directory
+        self._capsys = capsys
+        self.complaint = ""
+
+    def __call__(self, line: str, exit_code: int = 0, noun: str = "volume") -> str:
+        """Type a line without `carver volume`; return its output, or the complaint if it fails."""
+        ended = cli.main([noun, *line.split()])
+        output, self.complaint = self._capsys.readouterr()
+        assert ended == exit_code, self.complaint
+        return self.complaint if exit_code else output
+
+    def key(self, name: str, key: bytes) -> Path:
+        """A file with a key."""
+        file = self._directory / name
+        file.write_bytes(key)
+        file.chmod(0o400)
+        return file
+
+
+@pytest.fixture
+def prompt(
+    fake: FakeHost,
+    config: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Shell:
+    """A prompt without a service."""
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(fake))
+    monkeypatch.setattr(settings, "load", lambda _arguments, _environment: config)
+    return Shell(tmp_path, capsys)
+
+
+@pytest.fixture
+def shell(prompt: Shell, service: Service) -> Shell:
+    """A prompt beside the service."""
+    return prompt
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The questions that were asked; the answer is no."""
+    asked: list[str] = []
+
+    def no(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    monkeypatch.setattr(terminal, "confirmed", no)
+    return asked
