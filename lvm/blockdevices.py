@@ -5,16 +5,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
-from lvm import labels
+from lvm import labels, lvm2
 from lvm.labels import Kind, dashed
 from mount.block_devices import LoopDevices, attribute
 
-# The later file outweighs the earlier, setting by setting.
-_FILES = ("lvm.conf", "lvmlocal.conf")
-_SETTINGS = (("devices", "global_filter"), ("devices", "filter"))
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 # What udev(7) keeps of each device, beside other lines its links in /dev.
 _LINK = re.compile(r"^S:(.+)$", re.MULTILINE)
@@ -26,38 +23,14 @@ Pattern = tuple[bool, re.Pattern[str]]
 def read(root: Path) -> Callable[[str], bool] | None:
     """Whether the node's filters accept a disk of that path; None where there are none.
 
-    `root` is where lvm2's own root directory is seen. A file that is not in lvm2's form is passed
-    over: lvm2 itself then says so.
+    `root` is where lvm2's own root directory is seen.
     """
-    stamps = tuple(_stamp(root / "etc/lvm" / name) for name in _FILES)
-    filters = _parsed(root, stamps)
+    settings = lvm2.configured(root)
+    found = (settings.get(("devices", one), "") for one in ("global_filter", "filter"))
+    filters = [list(_patterns(one)) for one in found if one]
     if not filters:
         return None
     return lambda path: all(_accepts(one, _names(root, path)) for one in filters)
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-# Read anew where a file has changed.
-@lru_cache(maxsize=4)
-def _parsed(root: Path, _stamps: object) -> Sequence[Sequence[Pattern]]:
-    values: dict[tuple[str, ...], str] = {}
-    for name in _FILES:
-        try:
-            text = (root / "etc/lvm" / name).read_text(errors="surrogateescape")
-            settings = dict(labels.settings(text))
-        except (OSError, labels.Damage):
-            continue
-        # `devices { filter = … }` may be written as `devices/filter = …`.
-        values |= {tuple("/".join(place).split("/")): value for place, value in settings.items()}
-    found = (values.get(one, "") for one in _SETTINGS)
-    return tuple(tuple(_patterns(one)) for one in found if one)
 
 
 def _patterns(value: str) -> Iterator[Pattern]:
@@ -72,12 +45,11 @@ def _patterns(value: str) -> Iterator[Pattern]:
                 continue
 
 
-def _accepts(patterns: Iterable[Pattern], names: Sequence[str]) -> bool:
+def _accepts(patterns: Sequence[Pattern], names: Sequence[str]) -> bool:
     """As lvm2 decides (lib/filters/filter-regex.c): the first pattern that matches a name counts.
 
     One name that is accepted is enough; what no pattern matches is accepted.
     """
-    patterns = list(patterns)
     verdicts = [next((ok for ok, one in patterns if one.search(name)), None) for name in names]
     return True in verdicts or False not in verdicts
 

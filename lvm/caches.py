@@ -80,16 +80,11 @@ def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
     extents = new.size_bytes // group.extent_size_bytes
     _with_mode(lvm, cache)(
         "lvcreate",
-        "--yes",
-        *("--wipesignatures", "y"),
-        *("--zero", "y"),
-        *("--type", cache.kind),
+        *("--yes", "--wipesignatures", "y", "--zero", "y", "--type", cache.kind),
         *_on_fast(group, cache.extents(extents, group.extent_size_bytes)),
         *("--size", f"{new.size_bytes}b"),
         *new.words(),
-        "--",
-        group.name,
-        *layout.placement(group, layout.LINEAR),
+        *("--", group.name, *layout.placement(group, layout.LINEAR)),
     )
 
 

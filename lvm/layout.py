@@ -19,9 +19,6 @@ COPY_ON_WRITE_CHUNK_BYTES = 4096
 # struct disk_exception, drivers/md/dm-snap-persistent.c.
 _EXCEPTION_BYTES = 16
 
-_POWER_OF_TWO_PAGES = frozenset(4096 << shift for shift in range(20))
-
-
 # The RAID levels that Carver makes.
 RAIDS = tuple(one.name for one in raid.LEVELS.values() if not one.by_hand)
 _KINDS: Mapping[str, SegmentType] = {
@@ -65,7 +62,9 @@ class Layout:
             raise ValueError(f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
             raise ValueError(f"{self.kind} has no stripes, so no stripe size")
-        if self.stripe_size_bytes and self.stripe_size_bytes not in _POWER_OF_TWO_PAGES:
+        if self.stripe_size_bytes and self.stripe_size_bytes not in {
+            4096 << one for one in range(20)
+        }:
             raise ValueError("a stripe size is 4 KiB times a power of two")
 
     @property
@@ -178,10 +177,8 @@ def anywhere(group: Group) -> tuple[str, ...]:
     """
     if not any(disk.fast or disk.unclean for disk in group.disks):
         return ()
-    left_out = (disk.fast or disk.unclean or disk.missing for disk in group.disks)
-    return tuple(
-        disk.name for disk, is_out in zip(group.disks, left_out, strict=True) if not is_out
-    )
+    left_out = {one.name for one in group.disks if one.fast or one.unclean or one.missing}
+    return tuple(disk.name for disk in group.disks if disk.name not in left_out)
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
@@ -226,9 +223,6 @@ def parse_percent(text: str) -> float | None:
 
 def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
     """The usable disks with the most free extents, roomiest first; of equals, the first."""
-    usable = [
-        disk
-        for disk in disks
-        if disk.allocatable and not (disk.missing or disk.fast or disk.unclean)
-    ]
+    present = (disk for disk in disks if disk.allocatable and not disk.missing)
+    usable = [disk for disk in present if not (disk.fast or disk.unclean)]
     return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

@@ -2,9 +2,12 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from lvm import errors, labels
 from mount import errors as mount_errors
@@ -15,8 +18,7 @@ _LVM = "etc/lvm"
 # lvmdevices(8): where the file is, and what it is called where lvm.conf(5) says nothing.
 _DEVICES = f"{_LVM}/devices"
 DEVICES_FILE = f"{_DEVICES}/system.devices"
-_USE_DEVICES_FILE = re.compile(r"^[^#\n]*\buse_devicesfile\s*=\s*(\d)", re.M)
-_DEVICES_FILE_NAME = re.compile(r"^[^#\n]*\bdevicesfile\s*=\s*\"([^\"/]+)\"", re.M)
+_USE_DEVICES_FILE = ("devices", "use_devicesfile")
 # The UUID of a physical volume as the file has it: without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
@@ -50,8 +52,8 @@ def without_archives(root: Path) -> tuple[str, ...]:
 
 def devices_file(root: Path) -> Path | None:
     """Where the node lists what lvm2 may use (lvmdevices(8)); None where it does not."""
-    name = _said(root, _DEVICES_FILE_NAME)
-    path = root / (DEVICES_FILE if name is None else f"{_DEVICES}/{name}")
+    name = configured(root).get(("devices", "devicesfile"), '""').strip('"')
+    path = root / (f"{_DEVICES}/{name}" if name and "/" not in name else DEVICES_FILE)
     return path if path.exists() else None
 
 
@@ -62,7 +64,7 @@ def with_devices_file(root: Path) -> tuple[str, ...]:
     in the RHEL family, and does not in Debian, of which the image is. Where there is one, and it is
     not switched off, it counts.
     """
-    if devices_file(root) is None or _said(root, _USE_DEVICES_FILE) is not None:
+    if devices_file(root) is None or _USE_DEVICES_FILE in configured(root):
         return ()
     return ("devices/use_devicesfile=1",)
 
@@ -73,7 +75,7 @@ def listed_disks(root: Path) -> frozenset[str] | None:
     None where there is no such file, or it is switched off: then no disk is left out.
     """
     file = devices_file(root)
-    if file is None or _said(root, _USE_DEVICES_FILE) == "0":
+    if file is None or configured(root).get(_USE_DEVICES_FILE) == "0":
         return None
     return frozenset(_LISTED.findall(_text(file)))
 
@@ -92,16 +94,34 @@ def backed_up(root: Path | None, group: str) -> str:
         return ""
 
 
-def _said(root: Path, setting: re.Pattern[str]) -> str | None:
-    """What lvm.conf(5) says, over which lvmlocal.conf is; None where neither says anything."""
-    for name in ("lvmlocal.conf", "lvm.conf"):
-        try:
-            said = setting.search(_text(root / _LVM / name))
-        except OSError:
-            continue
-        if said is not None:
-            return said[1]
-    return None
+def configured(root: Path) -> Mapping[tuple[str, ...], str]:
+    """The settings of lvm.conf(5), over which lvmlocal.conf is, by their sections and names.
+
+    `root` is where lvm2's own root directory is seen. A file that is not in lvm2's form is passed
+    over: lvm2 itself then says so.
+    """
+    files = (root / _LVM / "lvm.conf", root / _LVM / "lvmlocal.conf")
+    return _parsed(tuple((file, _stamp(file)) for file in files))
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# Read anew where a file has changed.
+@lru_cache(maxsize=4)
+def _parsed(files: tuple[tuple[Path, object], ...]) -> Mapping[tuple[str, ...], str]:
+    values: dict[tuple[str, ...], str] = {}
+    for file, _ in files:
+        with suppress(OSError, labels.Damage):
+            # `devices { filter = … }` may be written as `devices/filter = …`.
+            for place, value in list(labels.settings(_text(file))):
+                values[tuple("/".join(place).split("/"))] = value
+    return MappingProxyType(values)
 
 
 def _text(file: Path) -> str:

@@ -23,8 +23,6 @@ MOST_CHUNK_BYTES = _GIB
 _METADATA_BYTES_OF_CHUNK = 80
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
-# Metadata that are looked through in seconds when the pool is activated after a crash.
-_CONVENIENT_METADATA_BYTES = _GIB
 _METADATA_BLOCK_BYTES = 4096
 _TENTH = Reserve(percent=10)
 
@@ -75,12 +73,11 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
 
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
     """The least chunk that is a power of two and keeps the metadata of the whole group handy."""
-    chunk = policy.chunk_size_bytes or LEAST_CHUNK_BYTES
-    while (
-        not policy.chunk_size_bytes
-        and chunk < MOST_CHUNK_BYTES
-        and _metadata_bytes(group, chunk) > _CONVENIENT_METADATA_BYTES
-    ):
+    if policy.chunk_size_bytes:
+        return policy.chunk_size_bytes
+    chunk = LEAST_CHUNK_BYTES
+    # Metadata of 1 GiB are looked through in seconds when the pool is activated after a crash.
+    while chunk < MOST_CHUNK_BYTES and _metadata_bytes(group, chunk) > _GIB:
         chunk *= 2
     return chunk
 
@@ -208,20 +205,13 @@ def create_pool(
     """
     lvm(
         "lvcreate",
-        "--yes",
-        *("--type", "thin-pool"),
-        *("--zero", "y"),
-        *("--discards", "passdown"),
-        *("--setactivationskip", "y"),
-        *("--activate", "y", "--ignoreactivationskip"),
+        *("--yes", "--type", "thin-pool", "--zero", "y", "--discards", "passdown"),
+        *("--setactivationskip", "y", "--activate", "y", "--ignoreactivationskip"),
         *("--chunksize", f"{chunk_size_bytes}b"),
         *("--poolmetadatasize", f"{metadata_extents * extent_size_bytes}b"),
         *("--size", f"{data_extents * extent_size_bytes}b"),
         *tags.words("--addtag", own_tags),
-        *("--name", name),
-        "--",
-        group,
-        *disks,
+        *("--name", name, "--", group, *disks),
     )
 
 
@@ -232,13 +222,9 @@ def create(lvm: Lvm, group: str, pool: str, new: New) -> None:
     """
     lvm(
         "lvcreate",
-        "--yes",
-        *("--type", "thin"),
-        *("--virtualsize", f"{new.size_bytes}b"),
-        *("--thinpool", pool),
+        *("--yes", "--type", "thin", "--virtualsize", f"{new.size_bytes}b", "--thinpool", pool),
         *new.words(),
-        "--",
-        group,
+        *("--", group),
     )
 
 
@@ -257,19 +243,14 @@ def snapshot(
     Both are whole without the other. It is made active only where it may be written to. Raises
     NameTaken.
     """
-    active = ["--activate", "y", "--ignoreactivationskip"]
     lvm(
         "lvcreate",
-        "--yes",
-        "--snapshot",
-        *("--permission", "r" if read_only else "rw"),
+        *("--yes", "--snapshot", "--permission", "r" if read_only else "rw"),
         *("--setactivationskip", "y"),
-        *([] if read_only else active),
+        *(() if read_only else ("--activate", "y", "--ignoreactivationskip")),
         *tuning.words(),
         *tags.words("--addtag", own_tags),
-        *("--name", name),
-        "--",
-        f"{group}/{origin}",
+        *("--name", name, "--", f"{group}/{origin}"),
     )
 
 

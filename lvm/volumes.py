@@ -28,8 +28,7 @@ class New:
         lvm2 2.03.16.)
         """
         return [
-            *("--setactivationskip", "y"),
-            *("--activate", "y", "--ignoreactivationskip"),
+            *("--setactivationskip", "y", "--activate", "y", "--ignoreactivationskip"),
             *self.tuning.words(),
             *tags.words("--addtag", self.own_tags),
             *("--name", self.name),
@@ -45,15 +44,11 @@ def create(
     """
     lvm(
         "lvcreate",
-        "--yes",
-        *("--wipesignatures", "y"),
-        *("--zero", "y"),
+        *("--yes", "--wipesignatures", "y", "--zero", "y"),
         *layout.words(),
         *("--size", f"{new.size_bytes}b"),
         *new.words(),
-        "--",
-        group,
-        *disks,
+        *("--", group, *disks),
     )
 
 
@@ -151,17 +146,10 @@ def create_snapshot(
     """
     lvm(
         "lvcreate",
-        "--yes",
-        *("--type", "snapshot"),
-        *("--permission", "r"),
-        *("--setactivationskip", "y"),
-        *("--chunksize", f"{COPY_ON_WRITE_CHUNK_BYTES}b"),
-        *("--size", f"{size_bytes}b"),
+        *("--yes", "--type", "snapshot", "--permission", "r", "--setactivationskip", "y"),
+        *("--chunksize", f"{COPY_ON_WRITE_CHUNK_BYTES}b", "--size", f"{size_bytes}b"),
         *tags.words("--addtag", own_tags),
-        *("--name", name),
-        "--",
-        f"{group}/{origin}",
-        *disks,
+        *("--name", name, "--", f"{group}/{origin}", *disks),
     )
 
 
