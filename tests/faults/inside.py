@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 
-from faults import killed, late, load, lvm2, outside, replaced
+from faults import killed, load, lvm2, outside
 from faults.bench import PLACE, Bench, Fault
 from faults.row import Row
 from real.host import Lab, lab
@@ -20,12 +20,12 @@ FAULTS: tuple[Fault, ...] = (
     load.killed_at_random,
     outside.group_full,
     outside.group_missing,
-    late.group_late,
+    outside.group_late,
     outside.metadata_full,
     outside.disk_errors,
     outside.image_failed,
     outside.disk_lost,
-    replaced.disk_replaced,
+    outside.disk_replaced,
     lvm2.lvm2_killed,
     lvm2.lvm2_killed_in_layouts,
     lvm2.lvm2_killed_while_suspended,

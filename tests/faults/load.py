@@ -27,7 +27,7 @@ import grpc
 from csi_client import Client
 from faults import leftovers
 from faults.bench import Bench
-from faults.process import GONE, Fault, await_begun
+from faults.process import GONE, Fault, await_begun, until
 
 from agent.core.ids import VolumeId
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
@@ -338,16 +338,16 @@ def killed_at_random(bench: Bench) -> tuple[int, str]:
             time.sleep(bench.random.uniform(0, 1))
             pid = main_pid()
             os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + 60
-            while main_pid() in (0, pid):
-                if time.monotonic() > deadline:
-                    raise Fault("systemd does not start the service again")
-                time.sleep(0.2)
+            until(partial(_is_restarted, pid), "systemd does not start the service again")
             with Client(DEFAULT_SOCKET) as client:
                 await_begun(client)
     judged(bench)
     calls = sum(one.calls for one in workers)
     return times, f"4 clients, {calls} calls: each succeeded at last, data as written"
+
+
+def _is_restarted(killed: int) -> bool:
+    return main_pid() not in (0, killed)
 
 
 def judged(bench: Bench) -> None:
@@ -360,11 +360,10 @@ def judged(bench: Bench) -> None:
 
 
 def _await_answers(workers: list[Worker], count: int) -> None:
-    """Wait for so many answers: a service that is killed before any would get nobody anywhere."""
+    """Wait for so many answers: a service that is killed before any would make no progress."""
     wanted = sum(one.calls for one in workers) + count
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while sum(one.calls for one in workers) < wanted and time.monotonic() < deadline:
-        time.sleep(0.05)
+    with contextlib.suppress(Fault):
+        until(lambda: sum(one.calls for one in workers) >= wanted, "", _PATIENCE_SECONDS)
 
 
 def main_pid() -> int:

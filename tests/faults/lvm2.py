@@ -15,7 +15,7 @@ import psutil
 from csi_client import Client
 from faults import load
 from faults.bench import Bench
-from faults.process import Fault, Process, Trial
+from faults.process import Fault, Process, Trial, class_of, until
 from model import operations as do
 from model.expected import Model
 from model.operations import MIB, Use
@@ -62,9 +62,13 @@ def lvm2_killed_in_layouts(bench: Bench) -> tuple[int, str]:
     for layout in ("raid1", "thin"):
         with bench.host() as host:
             group = host.new_group(30, 30)
-            classes = f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\n'
-            classes += f'layout = "{layout}"\n'
-            machine = Process(host, group, host.directory.parent, classes=classes, sessions=False)
+            machine = Process(
+                host,
+                group,
+                host.directory.parent,
+                classes=class_of(group, layout),
+                sessions=False,
+            )
             trial = Trial(machine, Model(0))
             try:
                 usual = [_seconds(call) for call in _life(trial)]
@@ -121,14 +125,16 @@ def _patiently(call: Callable[[], object]) -> None:
 
 
 def _await_empty(trial: Trial) -> None:
-    """Until all is given back; of a pool's spare lvm2 may leave a volume that nothing tells of."""
-    machine, deadline = trial.machine, time.monotonic() + 150
-    while left := set(report.read(machine.host.lvm).group(machine.group).volumes):
+    """Until all is free again; of a pool's spare lvm2 may leave a volume without any tag."""
+    machine = trial.machine
+
+    def is_empty() -> bool:
+        left = set(report.read(machine.host.lvm).group(machine.group).volumes)
         if left == {"lvol0"}:
             machine.host.lvm("lvremove", "--yes", "--", f"{machine.group}/lvol0")
-        elif time.monotonic() > deadline:
-            raise Fault(f"{', '.join(sorted(left))} is left")
-        time.sleep(0.5)
+        return not left
+
+    until(is_empty, "volumes are left", 150)
 
 
 def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
@@ -156,13 +162,14 @@ def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
 def lvm2_hangs(bench: Bench) -> tuple[int, str]:
     """lvm2 waits for a lock, or stops."""
     late = [_hung(bench, sessions=sessions) for sessions in (False, True)]
-    told = "DEADLINE_EXCEEDED or UNAVAILABLE"
-    return 2 * len(late), f"{told}, {max(late):.1f} s late; no lock and no lvm2 left"
+    return 2 * len(
+        late
+    ), f"DEADLINE_EXCEEDED or UNAVAILABLE, {max(late):.1f} s late; no lock and no lvm2 left"
 
 
 def _hung(bench: Bench, *, sessions: bool) -> float:
-    """How late a call was told that its time is over, in seconds."""
-    # Of what was ended nobody knows what it did; a caller tries again after either.
+    """How long after its deadline a call ended, in seconds."""
+    # What a terminated command did is unknown; a caller tries again after either.
     codes = ("DEADLINE_EXCEEDED", "UNAVAILABLE")
     with bench.trial(40, sessions=sessions) as trial:
         trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
@@ -179,12 +186,12 @@ def _hung(bench: Bench, *, sessions: bool) -> float:
                 trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), *codes)
                 late_seconds = time.monotonic() - started - 6
                 # lvm2 went by itself, before the lock was free.
-                await_none(lambda: at_work(trial, before))
+                until(lambda: not at_work(trial, before), "lvm2 still runs", 30)
             trial.make(do.Get("a"))
             before = lvm2_of(trial)
             with stopping_lvm2(trial):
                 trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), *codes)
-            await_none(lambda: at_work(trial, before))
+            until(lambda: not at_work(trial, before), "lvm2 still runs", 30)
         machine.client = usual
         for name in ("b", "c"):
             trial.patiently(do.Create(name, 16 * MIB, 0, BLOCK))
@@ -217,13 +224,14 @@ def session_killed(bench: Bench) -> tuple[int, str]:
 
 def _shell_of(pid: int) -> psutil.Process:
     """The shell that the service has open, once it has one."""
-    deadline = time.monotonic() + _SHELL_SECONDS
-    while time.monotonic() < deadline:
-        for one in psutil.Process(pid).children(recursive=True):
-            if is_shell(one):
-                return one
-        time.sleep(0.1)
-    raise Fault("the service has no shell of lvm2's open")
+    found: list[psutil.Process] = []
+
+    def is_open() -> bool:
+        found[:] = filter(is_shell, psutil.Process(pid).children(recursive=True))
+        return bool(found)
+
+    until(is_open, "the service has no shell of lvm2's open", _SHELL_SECONDS)
+    return found[0]
 
 
 def is_shell(process: psutil.Process) -> bool:
@@ -244,14 +252,6 @@ def lvm2_of(trial: Trial) -> list[psutil.Process]:
         children = psutil.Process(trial.machine.process.pid).children(recursive=True)
         return [one for one in children if one.is_running() and one.name().startswith("lvm")]
     return []
-
-
-def await_none(look: Callable[[], list[psutil.Process]]) -> None:
-    deadline = time.monotonic() + 30
-    while left := look():
-        if time.monotonic() > deadline:
-            raise Fault(f"{left} still runs")
-        time.sleep(0.1)
 
 
 @contextmanager

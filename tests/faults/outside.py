@@ -9,18 +9,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import grpc
 from faults import leftovers
 from faults.bench import Bench
-from faults.process import Fault
+from faults.process import Fault, Trial, class_of, until
 from model import operations as do
 from model.operations import MIB, Use
 from real.disks import Disk
 from real.host import RealHost
 
-from agent.csi.client import block
-from lvm import report
+from agent.core import tag
+from agent.csi.client import Client, block
+from lvm import report, tags
 from mount import loop
 
 EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
@@ -69,6 +72,45 @@ def group_missing(bench: Bench) -> tuple[int, str]:
             trial.make(do.Stage("a", "staging", BLOCK))
             trial.make(do.Create("b", 16 * MIB, 0, BLOCK))
     return 1, "FAILED_PRECONDITION, nothing taken for gone; all there when it is back"
+
+
+def group_late(bench: Bench) -> tuple[int, str]:
+    """A group comes after the start, with a deletion and a snapshot in it."""
+    with bench.host() as host:
+        group = host.new_group(40)
+        ((_, (disk,)),) = host._groups
+        file = loop_file(disk)
+        with bench.served(host, group, 40) as trial:
+            machine = trial.machine
+            for name in ("a", "b"):
+                trial.make(do.Create(name, 16 * MIB, 0, BLOCK))
+            snapshot = machine.client.snapshot("1", id_of(machine.client, "a"))
+            machine.stop()
+            # As a kill leaves it, right after the deletion was put on record.
+            (new,) = tags.encode({tag.STATE: tag.WIPING})
+            (old,) = tags.encode({tag.STATE: tag.READY})
+            host.lvm("lvchange", "--addtag", new, "--deltag", old, "--", f"{group}/vol-b")
+            host.lvm("vgchange", "--activate", "n", "--", group)
+            trial.model.deactivate("a")
+            trial.model.apply(do.Delete("b"))
+            loop.detach(host.kernel, disk)
+            machine.start(machine.switch)
+            for call in (do.Delete("a"), do.Get("a"), do.Volumes()):
+                trial.refused(call, "FAILED_PRECONDITION", "UNAVAILABLE")
+            trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+            host.kernel.loop_configure(disk, file, read_only=False, direct_io=False, name=file)
+            trial.patiently(do.Stage("a", "staging", BLOCK))
+            if [one.snapshot_id for one in machine.client.snapshots()] != [snapshot.snapshot_id]:
+                trial.lost += 1
+            machine.client.delete_snapshot(snapshot.snapshot_id)
+            trial.compare()
+            trial.patiently(do.Create("c", 16 * MIB, 0, BLOCK))
+    return 1, "refused until it comes; then the deletion goes on, and the rest is there"
+
+
+def id_of(client: Client, name: str) -> str:
+    (found,) = [one for one in client.volumes() if one.volume_id.endswith(name)]
+    return found.volume_id
 
 
 def metadata_full(bench: Bench) -> tuple[int, str]:
@@ -128,15 +170,8 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
 
 def image_failed(bench: Bench) -> tuple[int, str]:
     """An image of a RAID fails for a while."""
-    group = "carver_image"
-    classes = f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\nlayout = "raid1"\n'
-    with (
-        bench.host() as host,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as first,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as second,
-        host.own_group(group, [first.path, second.path]) as total,
-        bench.served(host, group, total, classes) as trial,
-    ):
+    with two_disks(bench, "raid1") as (trial, first, second):
+        host, group = trial.machine.host, trial.machine.group
         volume = trial.machine.client.create("a", 16 * MIB, block())
         device = host.devices.find(group, "vol-a")
         assert device is not None
@@ -151,14 +186,8 @@ def image_failed(bench: Bench) -> tuple[int, str]:
 
 def disk_lost(bench: Bench) -> tuple[int, str]:
     """A disk is lost, and what was on it given up."""
-    group = "carver_lost"
-    with (
-        bench.host() as host,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as kept,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as gone,
-        host.own_group(group, [kept.path, gone.path]) as total,
-        bench.served(host, group, total) as trial,
-    ):
+    with two_disks(bench) as (trial, kept, gone):
+        host, group = trial.machine.host, trial.machine.group
         client, size_bytes = trial.machine.client, 30 * _EXTENT_BYTES
         volume = client.create("a", size_bytes, block())
         device = host.devices.find(group, "vol-a")
@@ -171,16 +200,62 @@ def disk_lost(bench: Bench) -> tuple[int, str]:
         if client.volumes() or "vol-a" not in report.read(host.lvm).group(group).volumes:
             raise Fault("it is not on record as deleted")
         host.lvm("lvchange", "--addtag", "carver.givenUp=yes", "--", f"{group}/vol-a")
-        deadline = time.monotonic() + 120
-        while "vol-a" in report.read(host.lvm).group(group).volumes:
+
+        def is_removed() -> bool:
             client.delete(volume.volume_id)
-            if time.monotonic() > deadline:
-                raise Fault("what was given up stays")
-            time.sleep(1)
+            return "vol-a" not in report.read(host.lvm).group(group).volumes
+
+        until(is_removed, "what was given up stays", 120)
         trial.leaked += len(_marked(kept))
         host.lvm("vgreduce", "--removemissing", "--", group)
         trial.model.total_bytes = 20 * _EXTENT_BYTES
     return 1, "deleted; what is there is overwritten, the rest named in the log"
+
+
+def disk_replaced(bench: Bench) -> tuple[int, str]:
+    """A disk under a raid1 is lost and another put in its place, while the service is killed."""
+    times, size_bytes = bench.times(4, 1), 10 * _EXTENT_BYTES
+    for _ in range(times):
+        with two_disks(bench, "raid1") as (trial, kept, gone):
+            host, group = trial.machine.host, trial.machine.group
+            new = host.new_device(21 * _EXTENT_BYTES)
+            volume = trial.machine.client.create("a", size_bytes, block())
+            device = host.devices.find(group, "vol-a")
+            assert device is not None
+            data = os.urandom(size_bytes)
+            host.write_bytes(device.path, 0, data)
+            disks = report.read(host.lvm).group(group).disks
+            lost = next(one.uuid for one in disks if one.name == gone.path)
+            gone.fail()
+            _replace(bench, trial, lost, new)
+            kept.fail()
+            if host.read_bytes(device.path, 0, size_bytes) != data:
+                trial.lost += 1
+            kept.mend()
+            client = trial.machine.client
+            until(partial(_is_whole, client, volume.volume_id), "the volume is not whole", 300)
+            client.delete(volume.volume_id)
+    return times, "killed at random, gone on with; the data are on the new disk alone, too"
+
+
+def _replace(bench: Bench, trial: Trial, lost: str, new: str) -> None:
+    """Have a disk replaced by a service that is killed once, and then asked again."""
+    kill_at, numbers = bench.random.randrange(4), itertools.count()
+
+    def is_replaced() -> bool:
+        number = next(numbers)
+        if number == kill_at:
+            trial.machine.kill()
+        with contextlib.suppress(grpc.RpcError):
+            done, _ = trial.machine.client.replace_disk(lost, new)
+            return done and number >= kill_at
+        return False
+
+    until(is_replaced, "the disk is not replaced", 300)
+
+
+def _is_whole(client: Client, volume_id: str) -> bool:
+    return client.repair(volume_id)[0]
 
 
 def _marked(disk: Disk) -> list[str]:
@@ -305,7 +380,21 @@ def disk_full(bench: Bench) -> tuple[int, str]:
     return 1, "INTERNAL while it lasts, also across a restart; well when there is room"
 
 
-# What the faults are made of.
+# What the faults are made of
+
+
+@contextmanager
+def two_disks(bench: Bench, layout: str = "linear") -> Iterator[tuple[Trial, Disk, Disk]]:
+    """A trial on a group of two disks that can fail."""
+    group = "carver_disks"
+    with (
+        bench.host() as host,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as first,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as second,
+        host.own_group(group, [first.path, second.path]) as total,
+        bench.served(host, group, total, class_of(group, layout)) as trial,
+    ):
+        yield trial, first, second
 
 
 def loop_file(device: str) -> str:
@@ -331,11 +420,12 @@ def command(*words: str) -> None:
 
 def unmount(path: str) -> None:
     """Unmount, as soon as the last command that has a file open there has ended."""
-    for _ in range(100):
-        if subprocess.run(["umount", path], capture_output=True).returncode == 0:
-            return
-        time.sleep(0.1)
-    raise Fault(f"{path} cannot be unmounted")
+    words = ["umount", path]
+    until(
+        lambda: subprocess.run(words, capture_output=True).returncode == 0,
+        f"{path} cannot be unmounted",
+        10,
+    )
 
 
 @contextmanager

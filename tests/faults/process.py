@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,17 +29,32 @@ class Fault(AssertionError):
     """Something was other than the model says."""
 
 
+def until(is_so: Callable[[], object], problem: str, seconds: float = 60) -> None:
+    """Wait until it is so; raises Fault with the problem."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise Fault(problem)
+        time.sleep(0.2)
+
+
 def await_begun(client: Client) -> None:
     """Wait until a service that was just started admits calls that need lvm2."""
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
+
+    def is_admitted() -> bool:
         try:
             client.capacity()
         except grpc.RpcError as error:
-            if error.code().name in GONE and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-        return
+            return error.code().name not in GONE
+        return True
+
+    until(is_admitted, "no call is admitted", _START_SECONDS)
+
+
+def class_of(group: str, layout: str = "linear") -> str:
+    """The configuration of the one class, `plain`."""
+    settings = f'group = "{group}"\nlayout = "{layout}"\ndefault = true\n'
+    return f'[[classes]]\nname = "plain"\n{settings}'
 
 
 @dataclass
@@ -70,9 +85,7 @@ class Process(Machine):
         ]
 
     def start(self, switch: Switch) -> None:
-        text = self.classes or (
-            f'[[classes]]\nname = "plain"\ngroup = "{self.group}"\ndefault = true\n'
-        )
+        text = self.classes or class_of(self.group)
         # A disk that is full has room for what is there already only.
         if not self.configuration.exists() or self.configuration.read_text() != text:
             self.configuration.write_text(text)
@@ -137,24 +150,24 @@ class Trial:
 
     def make(self, call: do.Call) -> Outcome:
         """Make a call, whose answer and effect are as the model says."""
-        told, expected = self.machine.call(call), self.model.apply(call)
-        if not self.machine.same(call, told, expected):
-            raise Fault(f"{call}: {told}, {expected} was expected")
-        return told
+        answer, expected = self.machine.call(call), self.model.apply(call)
+        if not self.machine.same(call, answer, expected):
+            raise Fault(f"{call}: {answer}, {expected} was expected")
+        return answer
 
     def refused(self, call: do.Call, *codes: str) -> None:
         """Make a call that fails with one of these codes, and changes nothing."""
-        told = self.machine.call(call)
-        if told.code not in codes:
-            raise Fault(f"{call}: {told}, one of {', '.join(codes)} was expected")
+        answer = self.machine.call(call)
+        if answer.code not in codes:
+            raise Fault(f"{call}: {answer}, one of {', '.join(codes)} was expected")
 
     def patiently(self, call: do.Call) -> None:
         """Repeat a call, as a CO does, until it is as the model says."""
         deadline = time.monotonic() + 60
         expected = self.model.apply(call)
-        while not self.machine.same(call, told := self.machine.call(call), expected):
+        while not self.machine.same(call, answer := self.machine.call(call), expected):
             if time.monotonic() > deadline:
-                raise Fault(f"{call}: {told}, {expected} was expected")
+                raise Fault(f"{call}: {answer}, {expected} was expected")
             time.sleep(0.5)
 
     def compare(self, *, resting: bool = False) -> None:
