@@ -7,6 +7,7 @@ from pathlib import Path
 import chosen
 import configured
 import expect
+import grpc
 import pytest
 from fakes.host import FakeHost
 from real.any import AnyHost
@@ -18,6 +19,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report, tags
 from lvm.layout import Layout, Reserve
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -50,8 +52,23 @@ def free(host: AnyHost, group: str) -> Iterator[None]:
     assert report.read(host.lvm).group(group).free_extents == before
 
 
-def maximum(client: Client, name: str) -> int:
-    return client.capacity({"class": name}).maximum_volume_size.value
+def create(client: Client, kind: str, size: int, name: str = "pvc-1", **more: str) -> csi.Volume:
+    """Create a raw block volume of a class, with more parameters."""
+    return client.create(name, size, block(), parameters={"class": kind, **more})
+
+
+def maximum(client: Client, kind: str, **more: str) -> int:
+    return client.capacity({"class": kind, **more}).maximum_volume_size.value
+
+
+def check_maximum(client: Client, size: int, kind: str, **more: str) -> None:
+    """The reported maximum can be created, and one byte more cannot."""
+    assert maximum(client, kind, **more) == size
+    with expect.code("RESOURCE_EXHAUSTED", str(size), kind):
+        create(client, kind, size + 1, **more)
+    volume = create(client, kind, size, **more)
+    assert volume.capacity_bytes == size
+    client.delete(volume.volume_id)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid5", "thin"]))
@@ -101,13 +118,10 @@ def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
     _write_tree(host.directory / "origin")
     client.node_expand(origin.volume_id, host.directory / "origin", 24 * MIB)
     snapshot = client.snapshot("1", origin.volume_id)
-    for number, (source, size) in enumerate(
-        (
-            (of_snapshot(snapshot.snapshot_id), 40 * MIB),
-            (of_volume(origin.volume_id), 24 * MIB),
-        )
-    ):
-        copy = client.create(f"copy-{number}", size, use, parameters=parameters, source=source)
+    sources = {40: of_snapshot(snapshot.snapshot_id), 24: of_volume(origin.volume_id)}
+    for mebibytes, source in sources.items():
+        size = mebibytes * MIB
+        copy = client.create(f"copy-{size}", size, use, parameters=parameters, source=source)
         assert copy.capacity_bytes >= size
         client.stage(copy, host.directory / "copy", use)
         assert client.stats(copy.volume_id, host.directory / "copy").usage[0].total > size * 0.6
@@ -122,7 +136,7 @@ def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
 
 @pytest.mark.parametrize("name", chosen.kinds(["raid1", "raid5"], usual=["raid1"]))
 @pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "deleted"])
-def test_a_raid_over_whose_making_lvm2_died_is_made_anew_or_deleted(
+def test_a_half_made_raid_is_made_anew_or_deleted(
     client: Client, host: AnyHost, group: str, free: None, name: str, is_wanted: bool
 ) -> None:
     volume = client.create("pvc-1", SIZE, parameters={"class": name})
@@ -141,23 +155,17 @@ def test_a_raid_over_whose_making_lvm2_died_is_made_anew_or_deleted(
 def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
     client: Client, name: str, free: None
 ) -> None:
-    size = maximum(client, name)
-    with expect.code("RESOURCE_EXHAUSTED", str(size), name):
-        client.create("pvc-1", size + 1, block(), parameters={"class": name})
-    volume = client.create("pvc-1", size, block(), parameters={"class": name})
-    assert volume.capacity_bytes == size
-    client.delete(volume.volume_id)
+    check_maximum(client, maximum(client, name), name)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6"]))
-def test_a_volume_of_each_layout_grows_as_far_as_its_disks_go(
+def test_a_volume_of_each_layout_grows_to_the_reported_room(
     client: Client, name: str, free: None
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block(), parameters={"class": name})
-    try:
+    volume = create(client, name, SIZE)
+    with pytest.raises(grpc.RpcError, match="has room for") as refused:
         client.expand(volume.volume_id, 1 << 40)
-    except Exception as error:
-        room = int(str(error).partition("has room for ")[2].partition(" ")[0])
+    room = int(str(refused.value).partition("has room for ")[2].partition(" ")[0])
     with expect.code("OUT_OF_RANGE"):
         client.expand(volume.volume_id, SIZE + room + 1)
     assert client.expand(volume.volume_id, SIZE + room).capacity_bytes == SIZE + room
@@ -165,13 +173,13 @@ def test_a_volume_of_each_layout_grows_as_far_as_its_disks_go(
 
 
 @pytest.mark.variation
-def test_striped_or_mirrored_silently_becoming_linear(
+def test_a_striped_or_mirrored_volume_never_becomes_linear(
     client: Client, host: AnyHost, group: str
 ) -> None:
     for number, name in enumerate(("striped", "raid1", "raid5")):
-        client.create(f"pvc-{number}", 8 * MIB, block(), parameters={"class": name})
+        create(client, name, 8 * MIB, f"pvc-{number}")
         with expect.code("ALREADY_EXISTS"):
-            client.create(f"pvc-{number}", 8 * MIB, block(), parameters={"class": "linear"})
+            create(client, "linear", 8 * MIB, f"pvc-{number}")
         found = report.read(host.lvm).group(group).volume(f"vol-pvc-{number}")
         assert "linear" not in found.layout
         assert len(found.disks) == LAYOUTS[name].disks
@@ -179,19 +187,17 @@ def test_striped_or_mirrored_silently_becoming_linear(
 
 @pytest.mark.variation
 def test_sizes_are_whole_extents_on_every_stripe(client: Client) -> None:
-    volume = client.create("pvc-1", 1, block(), parameters={"class": "raid6"})
-    assert volume.capacity_bytes == 3 * EXTENT
+    assert create(client, "raid6", 1).capacity_bytes == 3 * EXTENT
     with expect.code("OUT_OF_RANGE", "3 times"):
         client.create("pvc-2", 1, block(), limit_bytes=2 * EXTENT, parameters={"class": "raid6"})
 
 
 @pytest.mark.variation
-def test_a_reserve_is_kept_by_capacity_create_and_growth(client: Client) -> None:
-    parameters = {"class": "spare"}
+def test_capacity_create_and_growth_keep_the_reserve(client: Client) -> None:
     assert maximum(client, "spare") == 36 * EXTENT
-    volume = client.create("pvc-1", 30 * EXTENT, block(), parameters=parameters)
+    volume = create(client, "spare", 30 * EXTENT)
     with expect.code("RESOURCE_EXHAUSTED"):
-        client.create("pvc-2", 7 * EXTENT, block(), parameters=parameters)
+        create(client, "spare", 7 * EXTENT, "pvc-2")
     with expect.code("OUT_OF_RANGE"):
         client.expand(volume.volume_id, 37 * EXTENT)
     assert client.expand(volume.volume_id, 36 * EXTENT).capacity_bytes == 36 * EXTENT
@@ -199,53 +205,33 @@ def test_a_reserve_is_kept_by_capacity_create_and_growth(client: Client) -> None
     assert maximum(client, "linear") == 36 * EXTENT
 
 
-def test_a_mounted_volume_of_a_mirrored_class_says_what_staging_needs(
-    client: Client, tmp_path: Path
-) -> None:
-    volume = client.create("pvc-1", 8 * MIB, mounted(), parameters={"class": "raid1"})
-    assert volume.volume_context["carver/class"] == "raid1"
-
-
-# What a StorageClass may override
-
-
 def test_a_storage_class_overrides_the_layout_of_its_class(
     client: Client, host: AnyHost, group: str, free: None
 ) -> None:
-    wider = {"class": "striped", "carver/stripes": "3", "carver/stripeSize": "16KiB"}
-    volume = client.create("pvc-1", 24 * MIB, block(), parameters=wider)
+    wider = {"carver/stripes": "3", "carver/stripeSize": "16KiB"}
+    volume = create(client, "striped", 24 * MIB, **wider)
     found = report.read(host.lvm).group(group).volume("vol-pvc-1")
     assert len(found.disks) == 3
-    assert client.create("pvc-1", 24 * MIB, block(), parameters=wider) == volume
+    assert create(client, "striped", 24 * MIB, **wider) == volume
     with expect.code("ALREADY_EXISTS", "layout"):
-        client.create("pvc-1", 24 * MIB, block(), parameters={"class": "striped"})
+        create(client, "striped", 24 * MIB)
     assert client.expand(volume.volume_id, 36 * MIB).capacity_bytes == 36 * MIB
     client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
-def test_capacity_is_that_of_the_layout_as_it_is_overridden(client: Client, free: None) -> None:
-    for overrides, disks, stripes, metadata in (
-        ({"class": "striped", "stripes": "4"}, 4, 4, 0),
-        ({"class": "raid1", "mirrors": "2"}, 3, 1, 1),
-        ({"class": "raid5", "stripes": "4"}, 5, 4, 1),
-    ):
-        roomiest = sorted((9, 10, 11, 12, 14, 16))[-disks:]
-        size = client.capacity(overrides).maximum_volume_size.value
-        assert size == (roomiest[0] - metadata) * stripes * EXTENT
-        with expect.code("RESOURCE_EXHAUSTED", str(size)):
-            client.create("pvc-1", size + 1, block(), parameters=overrides)
-        volume = client.create("pvc-1", size, block(), parameters=overrides)
-        assert volume.capacity_bytes == size
-        client.delete(volume.volume_id)
+def test_capacity_is_that_of_the_overridden_layout(client: Client, free: None) -> None:
+    # The extents of the smallest disk that is used, on each stripe, without those for metadata.
+    check_maximum(client, 11 * 4 * EXTENT, "striped", stripes="4")
+    check_maximum(client, (12 - 1) * EXTENT, "raid1", mirrors="2")
+    check_maximum(client, (10 - 1) * 4 * EXTENT, "raid5", stripes="4")
 
 
 @pytest.mark.variation
-def test_an_override_that_asks_for_more_disks_than_there_are_says_how_many(client: Client) -> None:
-    wide = {"class": "striped", "stripes": "7"}
-    assert client.capacity(wide).maximum_volume_size.value == 0
+def test_an_override_that_needs_more_disks_than_there_are_says_how_many(client: Client) -> None:
+    assert maximum(client, "striped", stripes="7") == 0
     with expect.code("RESOURCE_EXHAUSTED", "striped on 7 of 6 disks"):
-        client.create("pvc-1", 28 * MIB, block(), parameters=wide)
+        create(client, "striped", 28 * MIB, stripes="7")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +252,7 @@ def test_an_override_that_asks_for_more_disks_than_there_are_says_how_many(clien
     ids=str,
 )
 @pytest.mark.variation
-def test_an_override_that_cannot_be_is_refused_by_its_name(
+def test_an_invalid_override_is_refused_by_its_name(
     client: Client, parameters: dict[str, str], words: list[str]
 ) -> None:
     with expect.code("INVALID_ARGUMENT", *words):
@@ -275,10 +261,10 @@ def test_an_override_that_cannot_be_is_refused_by_its_name(
         client.capacity(parameters)
 
 
-def test_a_raid_in_use_that_lvm2_died_over_while_it_got_images_is_not_made_anew(
+def test_a_raid_in_use_is_not_half_made_while_it_gets_images(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    create(client, "raid1", SIZE)
     found = report.read(host.lvm).group(group)
     parts = {f"vol-pvc-1_rmeta_{number}": found.volume("vol-pvc-1") for number in range(2)}
     first, second = parts
@@ -298,10 +284,10 @@ def test_a_raid_in_use_that_lvm2_died_over_while_it_got_images_is_not_made_anew(
 
 
 @pytest.mark.parametrize("is_wanted", [True, False], ids=["staged", "deleted"])
-def test_a_raid_of_which_parts_were_left_active_is_activated(
+def test_a_raid_with_active_parts_is_activated(
     client: Client, host: AnyHost, group: str, free: None, is_wanted: bool
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    volume = create(client, "raid1", SIZE)
     host.leave_parts(group, "vol-pvc-1", "_rimage_0", "_rmeta_0")
     if is_wanted:
         client.stage(volume, host.directory / "staging", block())

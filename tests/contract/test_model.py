@@ -212,65 +212,24 @@ class Node(RuleBasedStateMachine):
     def _compare(self) -> None:
         assert self.machine.state() == self.model.state()
 
-    @rule(call=_plain_creates)
-    def create(self, call: do.Create) -> None:
-        self._do(call)
-
-    @rule(call=_creates)
-    def create_oddly(self, call: do.Create) -> None:
-        self._do(call)
-
-    @rule(call=_deletes)
-    def delete(self, call: do.Delete) -> None:
-        self._do(call)
-
-    @rule(call=_snapshots)
-    def snapshot(self, call: do.Snapshot) -> None:
-        self._do(call)
-
     @rule(snapshot=_snapshot_names)
     def delete_snapshot(self, snapshot: str) -> None:
         self._do(do.DeleteSnapshot(snapshot))
 
-    @rule(call=_copies)
-    def copy(self, call: do.Create) -> None:
-        self._do(call)
-
-    @rule(call=_stages)
-    def stage(self, call: do.Stage) -> None:
-        self._do(call)
-
-    @rule(call=_publishes)
-    def publish(self, call: do.Publish) -> None:
-        self._do(call)
-
-    @rule(call=st.one_of(_inlines, _inlines, _odd_inlines))
-    def publish_inline(self, call: do.PublishInline) -> None:
-        self._do(call)
-
-    @rule(call=_unpublishes)
-    def unpublish(self, call: do.Unpublish) -> None:
-        self._do(call)
-
-    @rule(call=_unstages)
-    def unstage(self, call: do.Unstage) -> None:
-        self._do(call)
-
-    @rule(call=_expands)
-    def expand(self, call: do.Expand) -> None:
-        self._do(call)
-
-    @rule(call=_modifies)
-    def modify(self, call: do.Modify) -> None:
-        self._do(call)
-
-    @rule(call=_node_expands)
-    def node_expand(self, call: do.NodeExpand) -> None:
-        self._do(call)
-
-    @rule(call=_looks)
-    def look(self, call: do.Call) -> None:
-        self._do(call)
+    create = rule(call=_plain_creates)(_do)
+    create_oddly = rule(call=_creates)(_do)
+    delete = rule(call=_deletes)(_do)
+    snapshot = rule(call=_snapshots)(_do)
+    copy = rule(call=_copies)(_do)
+    stage = rule(call=_stages)(_do)
+    publish = rule(call=_publishes)(_do)
+    publish_inline = rule(call=st.one_of(_inlines, _inlines, _odd_inlines))(_do)
+    unpublish = rule(call=_unpublishes)(_do)
+    unstage = rule(call=_unstages)(_do)
+    expand = rule(call=_expands)(_do)
+    modify = rule(call=_modifies)(_do)
+    node_expand = rule(call=_node_expands)(_do)
+    look = rule(call=_looks)(_do)
 
     @rule(volume=_names, use=_usual, path=_targets, read_only=st.booleans())
     def bring_into_use(self, volume: str, use: Use, path: str, read_only: bool) -> None:

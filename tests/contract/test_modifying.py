@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import chosen
 import configured
@@ -54,13 +55,23 @@ def config(config: Config, group: str) -> Config:
 
 def tuning(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Tuning:
     """What LVM has of a volume; what the kernel has is the same."""
-    told = report.read(host.lvm).group(group).volume(name).tuning
+    found = report.read(host.lvm).group(group).volume(name).tuning
     device = host.devices.find(group, name)
-    if isinstance(host, RealHost) and device is not None and told.read_ahead_bytes != AUTO:
+    if isinstance(host, RealHost) and device is not None and found.read_ahead_bytes != AUTO:
         number = ":".join(map(str, device.number))
         queue = Path(f"/sys/dev/block/{number}/queue/read_ahead_kb")
-        assert int(queue.read_text()) * KIB == told.read_ahead_bytes
-    return told
+        assert int(queue.read_text()) * KIB == found.read_ahead_bytes
+    return found
+
+
+def create(
+    client: Client, kind: str = "linear", mutable: Mapping[str, str] | None = None, **asked: Any
+) -> csi.Volume:
+    """Create `pvc-1`, a raw block volume of a class."""
+    name = asked.pop("name", "pvc-1")
+    return client.create(
+        name, SIZE, block(), parameters={"class": kind}, mutable=mutable or {}, **asked
+    )
 
 
 def cost(host: AnyHost) -> list[str]:
@@ -69,7 +80,7 @@ def cost(host: AnyHost) -> list[str]:
 
 
 @pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1"]))
-def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_while_mounted(
+def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
     staging = host.directory / "staging"
@@ -93,12 +104,10 @@ def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_whi
 
 
 @pytest.mark.parametrize("name", chosen.kinds(RAIDS, usual=["raid1"]))
-def test_the_recovery_of_a_raid_has_limits_that_can_be_changed_and_taken_away(
+def test_recovery_rates_of_a_raid_are_changed_and_removed(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
-    volume = client.create(
-        "pvc-1", SIZE, block(), parameters={"class": name}, mutable={**OF_RECOVERY}
-    )
+    volume = create(client, name, OF_RECOVERY)
     assert tuning(host, group) == Tuning(AUTO, 100, 2048)
     # Above what was the maximum before.
     higher = {"minimumRecoveryRate": "3MiB", "maximumRecoveryRate": "4MiB", "readAhead": "8KiB"}
@@ -111,12 +120,12 @@ def test_the_recovery_of_a_raid_has_limits_that_can_be_changed_and_taken_away(
 
 
 @pytest.mark.variation
-def test_parameters_cost_no_command_at_creation_and_one_beside_the_report_later(
+def test_parameters_take_no_command_at_creation_and_one_later(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    parameters, mutable = {"class": "raid1"}, {"readAhead": "1MiB", **OF_RECOVERY}
+    mutable = {"readAhead": "1MiB", **OF_RECOVERY}
     host.commands = []
-    volume = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    volume = create(client, "raid1", mutable)
     assert cost(host) == ["lvm fullreport", "lvm lvcreate"]
     client.modify(volume.volume_id, mutable)
     # What CreateVolume did is read once; then nothing was written.
@@ -133,24 +142,22 @@ def test_parameters_cost_no_command_at_creation_and_one_beside_the_report_later(
 
 
 @pytest.mark.variation
-def test_a_minimum_alone_costs_a_command_more_at_creation(
+def test_a_minimum_alone_takes_one_more_command_at_creation(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    parameters, mutable = {"class": "raid1"}, {"minimumRecoveryRate": "1MiB"}
+    mutable = {"minimumRecoveryRate": "1MiB"}
     host.commands = []
-    made = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    made = create(client, "raid1", mutable)
     assert cost(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvchange"]
-    assert client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable) == made
+    assert create(client, "raid1", mutable) == made
     assert cost(host) == ["lvm fullreport"]
     assert tuning(host, group) == Tuning(AUTO, 1024, 0)
 
 
 @pytest.mark.variation
-def test_only_what_is_named_is_changed(client: Client, host: AnyHost, group: str) -> None:
+def test_only_given_parameters_are_changed(client: Client, host: AnyHost, group: str) -> None:
     mutable = {"readAhead": "1MiB", **OF_RECOVERY}
-    volume = client.create(
-        "pvc-1", SIZE, block(), parameters={"class": "raid1"}, mutable={"readAhead": "1MiB"}
-    )
+    volume = create(client, "raid1", {"readAhead": "1MiB"})
     client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB"})
     client.modify(volume.volume_id, {"minimumRecoveryRate": "100KiB"})
     assert tuning(host, group) == Tuning(MIB, 100, 2048)
@@ -181,23 +188,17 @@ def test_only_what_is_named_is_changed(client: Client, host: AnyHost, group: str
     ],
 )
 @pytest.mark.variation
-def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(
+def test_invalid_parameters_are_refused_by_name_and_change_nothing(
     client: Client, host: AnyHost, group: str, mutable: Mapping[str, str], words: tuple[str, ...]
 ) -> None:
-    raid = {"class": "raid1"}
     with expect.code("INVALID_ARGUMENT", "mutable_parameters", *words):
-        client.create("pvc-1", SIZE, block(), parameters=raid, mutable=mutable)
+        create(client, "raid1", mutable)
     assert client.volumes() == []
-    volume = client.create("pvc-1", SIZE, block(), parameters=raid)
+    volume = create(client, "raid1")
     host.commands = []
-    # What is right beside it is not done either.
-    usual = (
-        {}
-        if {key.removeprefix("carver/") for key in mutable} >= {"readAhead"}
-        else {"readAhead": "2MiB"}
-    )
+    # A valid parameter beside it is not applied either.
     with expect.code("INVALID_ARGUMENT", "mutable_parameters", *words):
-        client.modify(volume.volume_id, {**usual, **mutable})
+        client.modify(volume.volume_id, {"readAhead": "2MiB", **mutable})
     assert cost(host) == []
     assert tuning(host, group) == PLAIN
 
@@ -206,26 +207,23 @@ def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(
     "name", chosen.kinds(["linear", "striped", "thin", "cache"], usual=["linear"])
 )
 @pytest.mark.variation
-def test_rates_are_refused_where_the_layout_is_no_raid(
-    client: Client, host: AnyHost, group: str, name: str
-) -> None:
-    parameters, rate = {"class": name}, {"readAhead": "1MiB", "maximumRecoveryRate": "1MiB"}
-    with expect.code("INVALID_ARGUMENT", "[maximumRecoveryRate]", "RAID", "carver/readAhead"):
-        client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=rate)
+def test_rates_are_for_raids_only(client: Client, host: AnyHost, group: str, name: str) -> None:
+    rate = {"readAhead": "1MiB", "maximumRecoveryRate": "1MiB"}
+    words = ("[maximumRecoveryRate]", "RAID", "carver/readAhead")
+    with expect.code("INVALID_ARGUMENT", *words):
+        create(client, name, rate)
     assert client.volumes() == []
-    volume = client.create("pvc-1", SIZE, block(), parameters=parameters)
-    with expect.code("INVALID_ARGUMENT", "[maximumRecoveryRate]", "RAID", "carver/readAhead"):
+    volume = create(client, name)
+    with expect.code("INVALID_ARGUMENT", *words):
         client.modify(volume.volume_id, rate)
     assert tuning(host, group) == PLAIN
 
 
 @pytest.mark.variation
-def test_a_minimum_above_the_maximum_that_a_volume_has_is_refused(
+def test_a_minimum_above_the_present_maximum_is_refused(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    volume = client.create(
-        "pvc-1", SIZE, block(), parameters={"class": "raid1"}, mutable={**OF_RECOVERY}
-    )
+    volume = create(client, "raid1", OF_RECOVERY)
     with expect.code("INVALID_ARGUMENT", "minimum recovery rate, 4096KiB", "maximum, 2048KiB"):
         client.modify(volume.volume_id, {"minimumRecoveryRate": "4MiB", "readAhead": "1MiB"})
     with expect.code("INVALID_ARGUMENT", "minimum recovery rate, 100KiB", "maximum, 50KiB"):
@@ -236,7 +234,7 @@ def test_a_minimum_above_the_maximum_that_a_volume_has_is_refused(
 @pytest.mark.variation
 def test_a_volume_and_parameters_are_required(client: Client, group: str) -> None:
     usual = {"readAhead": "1MiB"}
-    volume = client.create("pvc-1", SIZE, block())
+    volume = create(client)
     for volume_id, mutable, code in (
         ("", usual, "INVALID_ARGUMENT"),
         (volume.volume_id, {}, "INVALID_ARGUMENT"),
@@ -250,18 +248,18 @@ def test_a_volume_and_parameters_are_required(client: Client, group: str) -> Non
 
 
 @pytest.mark.variation
-def test_a_repeated_create_gives_the_volume_what_it_asks_for_now(
+def test_a_repeated_create_applies_its_parameters(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    first = client.create("pvc-1", SIZE, block(), mutable={"readAhead": "1MiB"})
+    first = create(client, mutable={"readAhead": "1MiB"})
     host.commands = []
-    assert client.create("pvc-1", SIZE, block(), mutable={"readAhead": "1MiB"}) == first
-    assert client.create("pvc-1", SIZE, block()) == first
+    assert create(client, mutable={"readAhead": "1MiB"}) == first
+    assert create(client) == first
     assert cost(host) == ["lvm fullreport"]
     assert tuning(host, group) == Tuning(MIB, 0, 0)
     host.commands = []
 
-    assert client.create("pvc-1", SIZE, block(), mutable={"readAhead": "2MiB"}) == first
+    assert create(client, mutable={"readAhead": "2MiB"}) == first
     assert cost(host) == ["lvm lvchange"]
     assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
 
@@ -271,30 +269,22 @@ def test_a_repeated_create_gives_the_volume_what_it_asks_for_now(
 def test_a_copy_has_parameters_of_its_own(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
-    parameters = {"class": name}
-    origin = client.create(
-        "pvc-1", SIZE, block(), parameters=parameters, mutable={"readAhead": "1MiB"}
-    )
+    origin = create(client, name, {"readAhead": "1MiB"})
     snapshot = client.snapshot("snap", origin.volume_id)
-    sources = {
-        "pvc-2": of_snapshot(snapshot.snapshot_id),
-        "pvc-3": of_volume(origin.volume_id),
-    }
-    for copy, source in sources.items():
-        client.create(
-            copy, SIZE, block(), parameters=parameters, source=source, mutable={"readAhead": "8KiB"}
-        )
+    restored = of_snapshot(snapshot.snapshot_id)
+    for copy, source in (("pvc-2", restored), ("pvc-3", of_volume(origin.volume_id))):
+        create(client, name, {"readAhead": "8KiB"}, name=copy, source=source)
         assert tuning(host, group, f"vol-{copy}") == Tuning(8 * KIB, 0, 0)
-    client.create("pvc-4", SIZE, block(), parameters=parameters, source=sources["pvc-2"])
+    create(client, name, name="pvc-4", source=restored)
     assert tuning(host, group, "vol-pvc-4") == PLAIN
     assert tuning(host, group) == Tuning(MIB, 0, 0)
 
 
 @pytest.mark.variation
-def test_copy_on_write_snapshots_keep_the_read_ahead_as_it_is_and_nothing_else(
+def test_copy_on_write_snapshots_forbid_only_a_change_of_the_read_ahead(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    volume = create(client, "raid1")
     snapshot = client.snapshot("snap", volume.volume_id)
     client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB", "readAhead": "auto"})
     with expect.code("FAILED_PRECONDITION", "snap", "read-ahead", "delete"):
@@ -306,10 +296,10 @@ def test_copy_on_write_snapshots_keep_the_read_ahead_as_it_is_and_nothing_else(
 
 
 @pytest.mark.variation
-def test_an_inactive_volume_stays_so_and_has_its_read_ahead_when_it_is_staged(
+def test_an_inactive_volume_gets_its_read_ahead_when_it_is_staged(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
+    volume = create(client)
     host.deactivate(group, "vol-pvc-1")
     client.modify(volume.volume_id, {"readAhead": "1MiB"})
     assert host.devices.find(group, "vol-pvc-1") is None
@@ -320,17 +310,14 @@ def test_an_inactive_volume_stays_so_and_has_its_read_ahead_when_it_is_staged(
 
 @pytest.mark.parametrize("kind", ["cache", "writecache"])
 @pytest.mark.variation
-def test_a_volume_that_was_made_without_its_cache_gets_that_and_keeps_its_parameters(
+def test_a_repeated_create_attaches_a_missing_cache_and_keeps_parameters(
     client: Client, host: AnyHost, group: str, kind: str
 ) -> None:
-    parameters, mutable = {"class": kind}, {"readAhead": "1MiB"}
-    made = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    made = create(client, kind, {"readAhead": "1MiB"})
     # What a killed lvcreate leaves.
     host.lvm("lvconvert", "--yes", "--splitcache", "--", f"{group}/vol-pvc-1")
     volumes.remove(host.lvm, group, "vol-pvc-1_cache")
-    mutable = {"readAhead": "2MiB"}
-    again = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
-    assert again == made
+    assert create(client, kind, {"readAhead": "2MiB"}) == made
     assert report.read(host.lvm).group(group).volume("vol-pvc-1").layout == {kind}
     assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
 
@@ -347,10 +334,8 @@ def test_parameters_are_confirmed_where_the_volume_can_have_them(client: Client)
         assert dict(answer.confirmed.mutable_parameters) == mutable
         return ""
 
-    linear = client.create("pvc-1", SIZE, block())
-    raid = client.create(
-        "pvc-2", SIZE, block(), parameters={"class": "raid1"}, mutable={**OF_RECOVERY}
-    )
+    linear = create(client)
+    raid = create(client, "raid1", OF_RECOVERY, name="pvc-2")
     assert validate(linear, {"readAhead": "1MiB"}) == ""
     assert "RAID" in validate(linear, {"minimumRecoveryRate": "1MiB"})
     assert validate(raid, {"minimumRecoveryRate": "1MiB"}) == ""
@@ -359,10 +344,10 @@ def test_parameters_are_confirmed_where_the_volume_can_have_them(client: Client)
 
 
 @pytest.mark.variation
-def test_of_two_changes_at_once_one_is_put_off_or_both_are_made(
+def test_of_two_changes_at_once_one_is_aborted_or_both_are_made(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
+    volume = create(client)
 
     def modify(size: str) -> str:
         try:
@@ -372,14 +357,14 @@ def test_of_two_changes_at_once_one_is_put_off_or_both_are_made(
         return "OK"
 
     with ThreadPoolExecutor(4) as pool:
-        told = set(pool.map(modify, ["1MiB", "2MiB"] * 4))
-    assert "OK" in told
-    assert told <= {"OK", "ABORTED"}
+        codes = set(pool.map(modify, ["1MiB", "2MiB"] * 4))
+    assert "OK" in codes
+    assert codes <= {"OK", "ABORTED"}
     assert tuning(host, group).read_ahead_bytes in (MIB, 2 * MIB)
 
 
 @pytest.mark.variation
-def test_the_capability_is_told(client: Client) -> None:
+def test_the_controller_offers_modify_volume(client: Client) -> None:
     answer = client.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
-    told = {one.rpc.type for one in answer.capabilities}
-    assert csi.ControllerServiceCapability.RPC.MODIFY_VOLUME in told
+    offered = {one.rpc.type for one in answer.capabilities}
+    assert csi.ControllerServiceCapability.RPC.MODIFY_VOLUME in offered
