@@ -1,5 +1,6 @@
 """Keys in memory: few copies, overwritten; and never shown."""
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -23,41 +24,35 @@ def fresh(text: str) -> str:
     return "".join([text, ""]) if len(text) < 2 else "".join(list(text))
 
 
-def test_a_key_is_overwritten_where_it_lies() -> None:
-    key = Key(b"correct horse")
-    lies = (ctypes.c_char * len(key.data)).from_buffer(key.data)
-    with Keys(key).used():
-        assert bytes(lies) == b"correct horse"
-    assert bytes(lies) == bytes(13)
+@pytest.mark.parametrize("fails", [False, True])
+def test_both_keys_are_overwritten_in_place_also_after_an_error(fails: bool) -> None:
+    both = Key(b"correct horse"), Key(b"battery horse")
+    memory = [(ctypes.c_char * 13).from_buffer(one.data) for one in both]
+    with contextlib.suppress(ZeroDivisionError), Keys(*both).used():
+        assert [bytes(one) for one in memory] == [b"correct horse", b"battery horse"]
+        if fails:
+            raise ZeroDivisionError
+    assert [bytes(one) for one in memory] == [bytes(13), bytes(13)]
 
 
-def test_it_is_overwritten_whatever_happened_and_also_the_one_before() -> None:
-    keys = Keys(Key(b"new"), Key(b"old"))
-    with pytest.raises(ZeroDivisionError), keys.used():
-        raise ZeroDivisionError
-    assert keys.present is not None
-    assert keys.previous is not None
-    assert keys.present.data == keys.previous.data == bytes(3)
-
-
-@pytest.mark.parametrize("told", ["correct horse", "schlüssel", "鍵と錠", "🔑 and 鍵", "éé"])
-def test_a_text_is_overwritten_where_it_lies(told: str) -> None:
-    text = fresh(told)
+@pytest.mark.parametrize("key", ["correct horse", "schlüssel", "鍵と錠", "🔑 and 鍵", "éé"])
+def test_a_text_is_overwritten_in_place(key: str) -> None:
+    text = fresh(key)
     secret.wipe(text)
-    assert list(text) == ["\0"] * len(told)
+    assert list(text) == ["\0"] * len(key)
 
 
-def test_bytes_are_overwritten_where_they_lie() -> None:
+def test_bytes_are_overwritten_in_place() -> None:
     data = bytes(bytearray(b"battery staple"))
     secret.wipe(data)
     assert data == bytes(14)
 
 
-@pytest.mark.parametrize("told", ["", "k", "é", b"", b"k"])
-def test_what_python_shares_is_left_alone(told: str | bytes) -> None:
-    before = str(told)
-    secret.wipe(told)
-    assert str(told) == before
+@pytest.mark.parametrize("shared", ["", "k", "é", b"", b"k"])
+def test_texts_that_python_shares_are_left_alone(shared: str | bytes) -> None:
+    before = str(shared)
+    secret.wipe(shared)
+    assert str(shared) == before
     assert chr(107) == "k"
     assert bytes([107]) == b"k"
 
@@ -68,10 +63,10 @@ def test_a_key_is_never_shown() -> None:
         assert "hunter2" not in shown
 
 
-@pytest.mark.parametrize("told", ["", "x" * 2049])
-def test_a_key_has_1_to_2048_bytes(told: str) -> None:
+@pytest.mark.parametrize("text", ["", "x" * 2049])
+def test_a_key_has_1_to_2048_bytes(text: str) -> None:
     with pytest.raises(errors.BadField, match="1 to 2048 bytes") as caught:
-        secret.of_text("secrets[passphrase]", told)
+        secret.of_text("secrets[passphrase]", text)
     assert "xx" not in str(caught.value)
 
 
@@ -81,9 +76,9 @@ def test_a_request_s_keys_are_read_and_its_texts_overwritten(
     wiped: list[str | bytes] = []
     real = secret.wipe
 
-    def wipe(told: str | bytes) -> None:
-        real(told)
-        wiped.append(told)
+    def wipe(text: str | bytes) -> None:
+        real(text)
+        wiped.append(text)
 
     monkeypatch.setattr(secret, "wipe", wipe)
     wire = csi.NodeStageVolumeRequest(secrets={"passphrase": "hunter2", "user": "alice"})
@@ -130,45 +125,38 @@ def test_an_error_of_a_call_keeps_nothing_of_its_request(is_stream: bool) -> Non
 
     left: list[weakref.ref[Held]] = []
 
-    def behave(_request: Message, _context: object) -> Iterator[Message]:
+    def stream(_request: Message, _context: object) -> Iterator[Message]:
         held = Held()
         left.append(weakref.ref(held))
         raise errors.NoSuchVolume("data@x/vol-db")
         yield held
 
-    def behave_once(request: Message, context: object) -> Message:
-        return next(behave(request, context))
+    def once(request: Message, context: object) -> Message:
+        return next(stream(request, context))
 
     wire = csi.NodeStageVolumeRequest
+    codecs = wire.FromString, wire.SerializeToString
     handler = (
-        grpc.unary_stream_rpc_method_handler(behave, wire.FromString, wire.SerializeToString)
+        grpc.unary_stream_rpc_method_handler(stream, *codecs)
         if is_stream
-        else grpc.unary_unary_rpc_method_handler(
-            behave_once, wire.FromString, wire.SerializeToString
-        )
+        else grpc.unary_unary_rpc_method_handler(once, *codecs)
     )
     wrapped: Any = Interceptor().intercept_service(lambda _: handler, DETAILS)
-
-    def call() -> None:
-        if is_stream:
-            list(wrapped.unary_stream(wire(), Context()))
-        else:
-            wrapped.unary_unary(wire(), Context())
-
+    call = (lambda *said: list(wrapped.unary_stream(*said))) if is_stream else wrapped.unary_unary
     gc.disable()
     try:
         with pytest.raises(RuntimeError, match="NOT_FOUND"):
-            call()
+            call(wire(), Context())
         assert [one() for one in left] == [None]
     finally:
         gc.enable()
 
 
-def test_the_header_of_a_text_is_where_it_is_believed_to_be() -> None:
-    # What `wipe` relies on: PyASCIIObject and PyBytesObject with their data behind them.
+def test_texts_and_bytes_have_their_data_behind_their_headers() -> None:
+    # `wipe` relies on it: PyASCIIObject and PyBytesObject with their data behind them.
     text = fresh("correct horse")
     assert ctypes.string_at(id(text) + sys.getsizeof("") - 1, 13) == b"correct horse"
-    for told, form in (("schlüssel", "latin-1"), ("鍵と錠", "utf-16-le"), ("🔑鍵", "utf-32-le")):
-        text, data = fresh(told), told.encode(form)
+    for key, form in (("schlüssel", "latin-1"), ("鍵と錠", "utf-16-le"), ("🔑鍵", "utf-32-le")):
+        text, data = fresh(key), key.encode(form)
         assert ctypes.string_at(id(text) + secret._WIDE_HEADER_BYTES, len(data)) == data
     assert ctypes.string_at(id(b"staple") + bytes.__basicsize__ - 1, 6) == b"staple"
