@@ -1,4 +1,4 @@
-"""Health of volumes and storage: by what is known, without a process, until it is over."""
+"""Health of volumes and storage, without a process, until the problem is over."""
 
 import expect
 import pytest
@@ -17,8 +17,8 @@ def volume(client: Client) -> csi.Volume:
     return client.create("pvc-1", 16 * MIB, block())
 
 
-def told(client: Client, volume: csi.Volume) -> list[tuple[int, str]]:
-    """What is wrong with a volume, as all calls tell it alike."""
+def reported(client: Client, volume: csi.Volume) -> list[tuple[int, str]]:
+    """What is wrong with a volume, as all calls report it."""
     node = client.node_health(volume.volume_id)
     assert node.volume_id == volume.volume_id
     found: list[tuple[int, str]] = [(one.status, one.reason) for one in node.health_statuses]
@@ -30,16 +30,16 @@ def told(client: Client, volume: csi.Volume) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_volume_is_well_from_its_first_moment_and_gone_after_its_last_one(
+def test_a_volume_is_healthy_from_its_creation_and_not_found_once_deleted(
     client: Client, volume: csi.Volume, host: AnyHost
 ) -> None:
     host.commands.clear()
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
     staging, target = host.directory / "staging", host.directory / "target"
     client.stage(volume, staging, block())
     client.publish(volume, staging, target, block())
     host.commands.clear()
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
     assert not client.node_health(volume.volume_id, target, staging).health_statuses
     # What the machine lacks that runs the test is none of its groups' fault.
     assert [one for one in client.storage_health() if not one.HasField("volume_capability")] == []
@@ -53,49 +53,51 @@ def test_a_volume_is_well_from_its_first_moment_and_gone_after_its_last_one(
     assert client.unhealthy() == []
 
 
-def test_a_device_that_was_left_suspended_is_told_of_until_it_is_resumed(
+def test_a_suspended_device_is_reported_until_it_is_resumed(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     service.diagnosis.settling_seconds = 0.1
-    # As lvm2 tells of it once.
     service.inventory.state()
     host.suspend(group, "vol-pvc-1")
     try:
         host.commands.clear()
-        assert told(client, volume) == [(csi.INACCESSIBLE, "DeviceSuspended")]
+        assert reported(client, volume) == [(csi.INACCESSIBLE, "DeviceSuspended")]
         assert host.commands == []
     finally:
         host.devices.resume(group, "vol-pvc-1")
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
 
 
 @pytest.mark.variation
-def test_a_snapshot_that_overflowed_is_told_of_its_volume_until_it_is_deleted(
+def test_an_overflowed_snapshot_is_reported_of_its_volume_until_it_is_deleted(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     snapshot = client.snapshot("s", volume.volume_id, {"size": "4Mi"})
     service.inventory.state()
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
     host.write_bytes(device.path, 0, b"x" * (12 * MIB))
-    assert told(client, volume) == [(csi.DATA_LOSS, "SnapshotOverflowed")]
+    assert reported(client, volume) == [(csi.DATA_LOSS, "SnapshotOverflowed")]
+    [status] = client.volume_health(volume.volume_id).health_statuses
+    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in status.message
+    assert "delete it" in status.message
     client.delete_snapshot(snapshot.snapshot_id)
     service.inventory.state()
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
 
 
 @pytest.mark.variation
-def test_an_encrypted_volume_that_is_open_for_nobody_is_told_of_until_it_is_closed(
+def test_an_open_encrypted_volume_without_a_mount_is_reported_until_it_is_closed(
     client: Client, host: AnyHost
 ) -> None:
     encrypted, staging = {"carver/encryption": "luks2"}, host.directory / "staging"
     volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=encrypted)
     client.stage(volume, staging, mounted("ext4"), {"passphrase": "sesame"})
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
     # As a kill between opening and mounting leaves it.
     host.kernel.unmount(str(staging))
-    assert told(client, volume) == [(csi.DEGRADED, "EncryptionLeftOpen")]
+    assert reported(client, volume) == [(csi.DEGRADED, "EncryptionLeftOpen")]
     client.unstage(volume.volume_id, staging)
-    assert told(client, volume) == []
+    assert reported(client, volume) == []
     client.delete(volume.volume_id)

@@ -1,4 +1,4 @@
-"""What is wrong with a volume is told, with what to do about it."""
+"""What is wrong with a volume is reported, with a remedy."""
 
 import errno
 import os
@@ -64,7 +64,7 @@ def staged(client: Client, tmp_path: Path) -> csi.Volume:
 def seen(
     client: Client, volume_id: str, reason: str, status: "csi.VolumeHealthErrorType.ValueType"
 ) -> str:
-    """The message of the one thing that is wrong, as all three calls tell it."""
+    """The message of the only problem, as all three calls report it."""
     [listed] = client.unhealthy()
     every = (client.volume_health(volume_id), client.node_health(volume_id), listed)
     for health in every:
@@ -74,20 +74,8 @@ def seen(
     return every[0].health_statuses[0].message
 
 
-def test_a_volume_in_order_says_so(client: Client, staged: csi.Volume, tmp_path: Path) -> None:
-    staging = tmp_path / "staging"
-    for health in (
-        client.node_health(staged.volume_id),
-        client.node_health(staged.volume_id, tmp_path / "target", staging),
-        client.volume_health(staged.volume_id),
-    ):
-        assert health.volume_id == staged.volume_id
-        assert not health.health_statuses
-    assert client.unhealthy() == []
-
-
 @pytest.mark.parametrize("words", [("ro",), ("rw", "emergency_ro"), ("rw", "shutdown")])
-def test_a_file_system_that_turned_read_only_is_told(
+def test_a_file_system_that_turned_read_only_is_reported(
     client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     kernel.remount_read_only("/dev/mapper/data-vol--pvc--1", *words)
@@ -96,7 +84,7 @@ def test_a_file_system_that_turned_read_only_is_told(
     assert client.stats(staged.volume_id, tmp_path / "staging").usage
 
 
-def test_a_volume_that_was_asked_for_read_only_is_in_order(
+def test_a_volume_published_read_only_is_healthy(
     client: Client, staged: csi.Volume, tmp_path: Path
 ) -> None:
     client.publish(staged, tmp_path / "staging", tmp_path / "target", read_only=True)
@@ -110,7 +98,7 @@ def test_a_volume_that_was_asked_for_read_only_is_in_order(
         ("btrfs", "MediumErrors", csi.DATA_LOSS, "scrub"),
     ],
 )
-def test_errors_that_the_file_system_counted_are_told(
+def test_errors_that_the_file_system_counted_are_reported(
     client: Client,
     fake: FakeHost,
     tmp_path: Path,
@@ -127,12 +115,12 @@ def test_errors_that_the_file_system_counted_are_told(
     assert remedy in found
 
 
-def test_a_file_system_that_does_not_answer_is_told_and_no_failure_of_the_call(
+def test_a_file_system_that_does_not_answer_is_reported_and_fails_no_call(
     client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
 ) -> None:
     kernel.dead = str(tmp_path / "staging")
-    told = seen(client, staged.volume_id, "FileSystemNotResponding", csi.INACCESSIBLE)
-    assert "does not answer: Input/output error" in told
+    message = seen(client, staged.volume_id, "FileSystemNotResponding", csi.INACCESSIBLE)
+    assert "does not answer: Input/output error" in message
     found = client.stats(staged.volume_id, tmp_path / "staging")
     assert [one.total for one in found.usage] == [320 * MIB]
 
@@ -147,7 +135,7 @@ def test_a_file_system_that_does_not_answer_is_told_and_no_failure_of_the_call(
         ("strange", "LvmReports", csi.DEGRADED, "lv_health_status"),
     ],
 )
-def test_what_lvm_reports_against_a_volume_is_told(
+def test_what_lvm_reports_against_a_volume_is_reported(
     client: Client,
     service: Service,
     staged: csi.Volume,
@@ -159,29 +147,36 @@ def test_what_lvm_reports_against_a_volume_is_told(
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = health
     service.inventory.state()
-    told = seen(client, staged.volume_id, reason, status)
-    assert health in told
-    assert remedy in told
-    assert "(seen 0 s ago, at " in told
+    message = seen(client, staged.volume_id, reason, status)
+    assert health in message
+    assert remedy in message
+    assert "(seen 0 s ago, at " in message
 
 
-# What is told of LVM, by a report that was read before
+# LVM's problems, by the last report
 
 
-def told(client: Client, volume: csi.Volume, path: Path) -> str:
-    """All of it that the node knows."""
+def problems(client: Client, volume: csi.Volume, path: Path) -> str:
+    """All messages of the node's."""
     found = client.node_health(volume.volume_id, staging_path=path).health_statuses
     return "; ".join(one.message for one in found)
 
 
+def report_partial(fake: FakeHost, service: Service, name: str = "vol-pvc-1") -> None:
+    """Have a volume lack a disk, and the service read that."""
+    fake.lvm2.groups["data"].volumes[name].health = "partial"
+    fake.lvm2.groups["data"].seqno += 1
+    service.inventory.state()
+
+
 def renew(service: Service) -> None:
-    """As the thread that watches does, when its time has come."""
+    """Refresh the state, as the monitor does periodically."""
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = 0.0
     wait(service.inventory.refresh(60.0))
 
 
-def test_health_is_what_lvm_said_last_and_no_process_is_started(
+def test_health_is_by_the_last_report_and_starts_no_process(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     group = fake.lvm2.groups["data"]
@@ -191,11 +186,11 @@ def test_health_is_what_lvm_said_last_and_no_process_is_started(
     group.disks[0].missing = True
     group.volumes["vol-pvc-1"].health = "partial"
     before = len(fake.commands)
-    assert told(client, staged, tmp_path / "staging") == ""
+    assert problems(client, staged, tmp_path / "staging") == ""
     assert len(fake.commands) == before
 
     renew(service)
-    message = told(client, staged, tmp_path / "staging")
+    message = problems(client, staged, tmp_path / "staging")
     assert f"the disk {group.disks[0].uuid} is missing" in message
     assert "restore the volume from a backup" in message
     assert len(fake.commands) == before + 1
@@ -203,28 +198,24 @@ def test_health_is_what_lvm_said_last_and_no_process_is_started(
     group.disks[0].missing = False
     group.volumes["vol-pvc-1"].health = ""
     renew(service)
-    assert told(client, staged, tmp_path / "staging") == ""
+    assert problems(client, staged, tmp_path / "staging") == ""
 
 
-def test_a_raw_block_volume_has_a_health_too(
+def test_a_raw_block_volume_has_a_health(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     volume = client.create("pvc-1", 16 * MIB, block())
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
-    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
+    report_partial(fake, service)
     assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
     assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
 
 
-def test_an_inline_volume_has_a_health_too_of_the_node_s(
+def test_an_inline_volume_has_a_health_of_the_node(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
-    fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
+    report_partial(fake, service, "eph-csi-1")
     [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
     assert "eph-csi-1 is partial" in found.message
     with expect.code("NOT_FOUND"):
@@ -232,34 +223,34 @@ def test_an_inline_volume_has_a_health_too_of_the_node_s(
     assert client.unhealthy() == []
 
 
-def test_while_lvm_does_not_answer_what_it_said_before_is_told(
+def test_while_lvm_does_not_answer_its_last_report_counts(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
-    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
+    report_partial(fake, service)
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
     fake.lvm2.groups["data"].seqno += 1
     renew(service)
-    assert "partial" in told(client, staged, tmp_path / "staging")
+    assert "partial" in problems(client, staged, tmp_path / "staging")
     with pytest.raises(CommandError, match="a disk hangs"):
         service.inventory.state(max_age=MONITOR_AGE_SECONDS)
 
 
-def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
+def test_a_volume_that_no_report_has_yet_is_diagnosed_by_the_kernel_alone(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     for volume_group in service.volume_groups:
         assert volume_group.cached is not None
         volume_group.cached = replace(volume_group.cached, volumes={})
     fake.commands.clear()
-    assert told(client, staged, tmp_path / "staging") == ""
+    assert problems(client, staged, tmp_path / "staging") == ""
     fake.lvm2.suspend("data", "vol-pvc-1")
-    assert "is suspended" in told(client, staged, tmp_path / "staging")
+    suspended = problems(client, staged, tmp_path / "staging")
+    assert "is suspended" in suspended
+    assert "dmsetup resume" in suspended
     assert fake.commands == []
 
 
-def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
+def test_state_is_refreshed_only_while_it_is_in_use_and_old(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     before = len(fake.commands)
@@ -275,30 +266,17 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     fake.lvm2.groups["data"].seqno += 1
     service.inventory.outdate()
     wait(service.inventory.refresh(60.0))
-    assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
+    assert len(fake.commands) == before + 1, "new enough, though a disk changed since"
 
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = time.time() - 70
     wait(service.inventory.refresh(60.0))
-    assert len(fake.commands) == before + 2, "and then it is not"
+    assert len(fake.commands) == before + 2, "too old"
 
 
-def test_a_snapshot_that_ran_full_is_told_of_its_volume(
-    client: Client, service: Service, staged: csi.Volume, fake: FakeHost
+def test_an_encrypted_raw_block_volume_that_is_staged_is_healthy(
+    client: Client, tmp_path: Path
 ) -> None:
-    snapshot = client.snapshot("s", staged.volume_id)
-    # A volume is told of by its report, and its snapshots with it.
-    service.inventory.state()
-    fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 320 * MIB)
-    found = seen(client, staged.volume_id, "SnapshotOverflowed", csi.DATA_LOSS)
-    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in found
-    assert "delete it" in found
-    client.delete_snapshot(snapshot.snapshot_id)
-    renew(service)
-    assert not client.volume_health(staged.volume_id).health_statuses
-
-
-def test_a_raw_block_volume_that_is_staged_is_well(client: Client, tmp_path: Path) -> None:
     encrypted = {"carver/encryption": "luks2"}
     volume = client.create("pvc-1", 48 * MIB, block(), parameters=encrypted)
     client.stage(volume, tmp_path / "staging", block(), {"passphrase": "sesame"})

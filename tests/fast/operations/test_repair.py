@@ -1,6 +1,5 @@
-"""Volumes made whole again: RAID volumes, pools with damaged metadata; when told, and unasked."""
+"""Repair RAID volumes and pools with damaged metadata: on request, and automatically."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import configured
@@ -42,29 +41,22 @@ def config(tmp_path: Path) -> Config:
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
 
 
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake)
-    yield running
-    running.stop()
-
-
 def make(client: Client, name: str, device_class: str, extents: int = 4) -> str:
     parameters = {"class": device_class}
     return client.create(name, extents * EXTENT, block(), parameters=parameters).volume_id
 
 
 def repaired(client: Client, volume_id: str, *, pool_metadata: bool = False) -> list[str]:
-    told = []
+    messages = []
     for _ in range(20):
         done, message = client.repair(volume_id, pool_metadata=pool_metadata)
-        told.append(message)
+        messages.append(message)
         if done:
-            return told
-    raise AssertionError(told)
+            return messages
+    raise AssertionError(messages)
 
 
-def test_a_volume_that_is_whole_is_left_alone(client: Client, fake: FakeHost) -> None:
+def test_a_whole_volume_costs_one_report_at_most(client: Client, fake: FakeHost) -> None:
     for name in ("plain", "raid", "thin"):
         volume = make(client, name, name)
         fake.commands.clear()
@@ -72,11 +64,11 @@ def test_a_volume_that_is_whole_is_left_alone(client: Client, fake: FakeHost) ->
         assert {words[1] for words in fake.commands} <= {"fullreport"}
 
 
-def test_a_lost_image_is_built_anew_on_a_disk_with_room(client: Client, fake: FakeHost) -> None:
+def test_a_lost_image_is_rebuilt_on_a_disk_with_room(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid")
     fake.lose_disk("data", 0)
-    told = repaired(client, volume)
-    assert any("%" in one for one in told), told
+    messages = repaired(client, volume)
+    assert any("%" in one for one in messages), messages
     assert list(fake.lvm2.groups["data"].volumes["vol-a"].extents) == [
         "/dev/fake-data-2",
         "/dev/fake-data-1",
@@ -92,7 +84,7 @@ def test_without_room_on_another_disk_nothing_is_begun(client: Client, fake: Fak
         client.repair(volume)
 
 
-def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost) -> None:
+def test_a_volume_without_a_copy_is_not_repaired(client: Client, fake: FakeHost) -> None:
     ids = {name: make(client, name, name) for name in ("plain", "thin")}
     lost = fake.lvm2.groups["data"].disks[0]
     fake.lose_disk("data", 0)
@@ -101,19 +93,15 @@ def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost) -> Non
             client.repair(volume)
 
 
-def test_an_image_that_failed_for_a_while_is_brought_in(client: Client, fake: FakeHost) -> None:
-    volume = make(client, "a", "raid")
-    fake.fail_image("data", "vol-a", 1)
-    repaired(client, volume)
-    assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
-
-
-def test_an_image_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_metadata(
-    client: Client, fake: FakeHost
+@pytest.mark.parametrize("then_created", [(), ("b",)], ids=["", "metadata changed since"])
+def test_an_image_that_failed_for_a_while_is_refreshed(
+    client: Client, fake: FakeHost, then_created: tuple[str, ...]
 ) -> None:
+    """The metadata have nothing of the failure, also after a later change of the group."""
     volume = make(client, "a", "raid")
     fake.fail_image("data", "vol-a", 1)
-    make(client, "b", "raid")
+    for name in then_created:
+        make(client, name, "raid")
     repaired(client, volume)
     assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
 
@@ -173,8 +161,8 @@ def test_the_disks_of_an_image_of_each_pair_are_replaced(
     group.disks = [one for one in group.disks if one.name in images(fake)]
     pairs = [(one, fake.new_device(61 * EXTENT)) for one in lose_images(fake, 0, 2)]
     lost = [one for one, _ in pairs]
-    told = [client.replace_disk(*pairs[0])[1] for _ in range(10)]
-    assert "replace each" in told[-1], "its disk has the other lost image, and takes no second one"
+    messages = [client.replace_disk(*pairs[0])[1] for _ in range(10)]
+    assert "replace each" in messages[-1], "its disk has the other lost image, and takes no second"
     for pair in pairs * 10:
         client.replace_disk(*pair)
     assert all(client.replace_disk(*pair)[0] for pair in pairs)
@@ -186,7 +174,7 @@ def reasons(client: Client, volume_id: str) -> set[str]:
     return {one.reason for one in client.volume_health(volume_id).health_statuses}
 
 
-def test_copies_that_differ_are_made_alike(client: Client, fake: FakeHost) -> None:
+def test_copies_that_differ_are_synchronised(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "raid")
     fake.lvm2.groups["data"].volumes["vol-a"].health = "mismatches exist"
     repaired(client, volume)
@@ -199,7 +187,7 @@ def pool_of(fake: FakeHost) -> FakePool:
     return found
 
 
-def test_a_pool_s_metadata_are_written_anew_only_when_told(client: Client, fake: FakeHost) -> None:
+def test_pool_metadata_are_rewritten_only_on_request(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "thin")
     make(client, "b", "thin")
     pool = pool_of(fake)
@@ -207,15 +195,13 @@ def test_a_pool_s_metadata_are_written_anew_only_when_told(client: Client, fake:
     with expect.code("FAILED_PRECONDITION", "vol-a, vol-b", "--pool-metadata"):
         client.repair(volume)
     assert pool.damaged
-    [told] = repaired(client, volume, pool_metadata=True)
-    assert "pool-thin_meta0" in told
+    [message] = repaired(client, volume, pool_metadata=True)
+    assert "pool-thin_meta0" in message
     assert (pool.damaged, pool.mode, pool.active) == (False, "rw", True)
     assert client.repair(volume)[0]
 
 
-def test_a_pool_that_cannot_be_activated_is_known_as_damaged(
-    client: Client, fake: FakeHost
-) -> None:
+def test_a_pool_that_cannot_be_activated_counts_as_damaged(client: Client, fake: FakeHost) -> None:
     volume = make(client, "a", "thin")
     fake.deactivate("data", "vol-a")
     fake.deactivate("data", "pool-thin")
@@ -236,7 +222,7 @@ def test_a_pool_in_use_is_not_repaired(client: Client, fake: FakeHost, tmp_path:
     assert pool.active
 
 
-def test_a_volume_is_repaired_unasked_once_it_was_degraded_for_long(
+def test_a_volume_is_repaired_automatically_after_the_delay_of_its_class(
     client: Client, fake: FakeHost, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, device_class in (("a", "auto"), ("b", "raid"), ("c", "plain")):
@@ -253,7 +239,7 @@ def test_a_volume_is_repaired_unasked_once_it_was_degraded_for_long(
     assert [one for one in caplog.messages if "vol-a" in one and "rebuilt" in one]
 
 
-def test_a_disk_that_is_back_in_time_begins_no_rebuild(
+def test_a_disk_that_returns_in_time_begins_no_rebuild(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
     make(client, "a", "auto")
@@ -267,7 +253,7 @@ def test_a_disk_that_is_back_in_time_begins_no_rebuild(
     assert fake.lvm2.groups["data"].volumes["vol-a"].extents != before
 
 
-def test_a_repair_without_room_is_told_once_and_tried_again(
+def test_an_automatic_repair_without_room_is_logged_once_and_retried(
     client: Client, fake: FakeHost, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(client, "a", "auto", 39)
@@ -282,7 +268,7 @@ def test_a_repair_without_room_is_told_once_and_tried_again(
     assert fake.lvm2.groups["data"].volumes["vol-a"].health == ""
 
 
-def test_where_no_class_asks_for_it_nothing_looks(tmp_path: Path, fake: FakeHost) -> None:
+def test_without_a_class_for_automatic_repair_nothing_runs(tmp_path: Path, fake: FakeHost) -> None:
     service = serving.start(configured.carver(tmp_path), fake)
     service.auto_repair.tasks.start()
     assert not service.auto_repair.tasks.is_alive
