@@ -1,4 +1,4 @@
-"""What fills up is extended in time, within what its group has, and a look costs no command."""
+"""Pools and snapshots are extended in time, within their group's room; a look costs no command."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ import expect
 import pytest
 import serving
 from fakes.host import FakeHost
-from fakes.lvm import FakePool
+from fakes.lvm import FakePool, FakeVolume
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,15 +81,12 @@ def started(fake: FakeHost) -> list[str]:
     return words
 
 
-def test_an_idle_look_starts_nothing(service: Service, fake: FakeHost, pool: FakePool) -> None:
-    fill(pool, 70)
-    assert not service.autoextender.step(0)
-    assert started(fake) == []
-
-
-def test_data_that_pass_the_threshold_are_extended_by_their_share(
+def test_data_above_the_threshold_are_extended_by_their_share(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    fill(pool, 70)
+    assert not service.autoextender.step(0)
+    assert started(fake) == [], "an idle look runs no command"
     fill(pool, 71)
     with caplog.at_level(logging.INFO):
         assert service.autoextender.step(0)
@@ -100,7 +97,7 @@ def test_data_that_pass_the_threshold_are_extended_by_their_share(
     assert not service.autoextender.step(0)
 
 
-def test_what_was_filled_at_a_blow_is_extended_by_all_that_it_takes(
+def test_a_pool_filled_at_once_is_extended_by_all_that_it_takes(
     service: Service, pool: FakePool
 ) -> None:
     fill(pool, 100)
@@ -121,7 +118,7 @@ def test_metadata_are_extended_with_their_spare(
     assert not service.autoextender.step(0)
 
 
-def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
+def test_a_pool_grows_up_to_the_reserve_then_warns_once_and_is_retried(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     for now in range(20):
@@ -135,7 +132,7 @@ def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
     started(fake)
     for later in (9, 10, 60):
         assert not service.autoextender.step(now + later)
-        assert started(fake) == [], "nobody made room"
+        assert started(fake) == [], "there is no more room"
     assert caplog.text.count("cannot grow") == 1
     assert service.autoextender.counts()["data", "no room"] == 1
 
@@ -145,20 +142,17 @@ def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
     assert pool.length > 48
 
 
-def test_what_was_full_and_is_not_any_more_is_warned_of_anew(
+def test_a_pool_that_is_full_again_is_warned_of_again(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.lvm2.groups["data"].disks[0].extents = 22
-    fill(pool, 80)
-    service.autoextender.step(0)
-    fill(pool, 60)
-    service.autoextender.step(1)
-    fill(pool, 80)
-    service.autoextender.step(2)
+    for now, percent in enumerate((80, 60, 80)):
+        fill(pool, percent)
+        service.autoextender.step(now)
     assert caplog.text.count("cannot grow") == 2
 
 
-def test_a_failure_is_logged_and_tried_again_while_the_kernel_has_writers_wait(
+def test_a_failure_is_logged_and_retried_while_the_kernel_delays_writers(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(words: Sequence[str]) -> Result | None:
@@ -185,16 +179,14 @@ def test_a_pool_that_needs_a_repair_is_left_alone(
     assert started(fake) == []
 
 
-def test_a_pool_that_is_not_active_is_left_alone(
-    service: Service, fake: FakeHost, pool: FakePool
-) -> None:
+def test_an_inactive_pool_is_left_alone(service: Service, fake: FakeHost, pool: FakePool) -> None:
     fill(pool, 90)
     fake.deactivate("data", "vol-pvc-1")
     fake.deactivate("data", "pool-thin")
     assert not service.autoextender.step(0)
 
 
-def test_a_pool_that_is_being_overwritten_is_not_extended(
+def test_a_pool_that_is_being_erased_is_not_extended(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.lvm("lvremove", "--yes", "--", "data/vol-pvc-1")
@@ -207,12 +199,17 @@ def test_a_pool_that_is_being_overwritten_is_not_extended(
     assert "cannot grow" not in caplog.text
 
 
-def test_the_area_of_a_snapshot_is_extended_up_to_what_it_can_use(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
+@pytest.fixture
+def area(client: Client, fake: FakeHost) -> FakeVolume:
+    """The COW store of a snapshot of 20 extents."""
     volume = client.create("pvc-1", 20 * EXTENT, block())
     client.snapshot("snap-1", volume.volume_id)
-    area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
+    return fake.lvm2.groups["data"].volumes["snap-snap-1"]
+
+
+def test_the_store_of_a_snapshot_is_extended_up_to_what_it_can_use(
+    service: Service, area: FakeVolume
+) -> None:
     assert area.length == 4
     service.autoextender.step(0)
     assert area.length == 4
@@ -220,13 +217,13 @@ def test_the_area_of_a_snapshot_is_extended_up_to_what_it_can_use(
         area.data_percent = 80
         if not service.autoextender.step(now):
             break
-    # Every chunk of the origin, and what it takes to tell where each is.
+    # Every chunk of the origin, and the metadata for them.
     assert area.length == 21
     assert service.autoextender.counts()["snapshot", "extended"] > 1
     assert service.autoextender.counts()["snapshot", "no room"] == 1
 
 
-def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_namesake(
+def test_a_deleted_snapshot_does_not_count_for_another_of_its_name(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 20 * EXTENT, block())
@@ -240,12 +237,9 @@ def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_names
         service.autoextender.step(3 * now + 1)
 
 
-def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
-    client: Client, service: Service, fake: FakeHost
+def test_an_overflowed_or_a_foreign_snapshot_is_left_alone(
+    service: Service, fake: FakeHost, area: FakeVolume
 ) -> None:
-    volume = client.create("pvc-1", 20 * EXTENT, block())
-    client.snapshot("snap-1", volume.volume_id)
-    area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
     area.data_percent, area.overflowed = 100, True
     assert not service.autoextender.step(0)
     area.data_percent, area.overflowed = 80, False
@@ -255,7 +249,7 @@ def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
     assert started(fake) == ["fullreport"]
 
 
-def test_the_thread_looks_by_itself_and_ends_with_the_service(
+def test_the_task_looks_periodically(
     service: Service, pool: FakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.0)
@@ -268,7 +262,7 @@ def test_the_thread_looks_by_itself_and_ends_with_the_service(
 
 
 @given(extents=st.integers(1, 10**6), percent=st.floats(0, 100), threshold=st.integers(1, 99))
-def test_what_is_added_brings_it_below_the_threshold(
+def test_an_extension_brings_a_part_below_the_threshold(
     extents: int, percent: float, threshold: int
 ) -> None:
     policy = Policy(autoextend_threshold=threshold, autoextend_percent=20)
@@ -278,9 +272,7 @@ def test_what_is_added_brings_it_below_the_threshold(
 
 
 @given(st.integers(0, 100), st.integers(1, 30), st.integers(0, 30))
-def test_metadata_grow_by_what_leaves_room_for_the_spare(
-    free: int, metadata: int, spare: int
-) -> None:
+def test_metadata_growth_leaves_room_for_the_spare(free: int, metadata: int, spare: int) -> None:
     disk = PhysicalVolume("/dev/a", "a", 10_000, 10_000 - free, missing=False, allocatable=True)
     group = Group("data", "u", EXTENT, frozenset(), 0, (disk,), spare_extents=spare)
 
@@ -292,10 +284,10 @@ def test_metadata_grow_by_what_leaves_room_for_the_spare(
     assert cost(more + 1) > free
 
 
-# What callers hear of it
+# What callers see
 
 
-def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
+def test_a_pool_that_cannot_grow_is_reported_before_it_is_full(
     client: Client, service: Service, fake: FakeHost, pool: FakePool
 ) -> None:
     volume = client.create("pvc-1", 100 * EXTENT, block(), parameters=THIN)
@@ -303,17 +295,17 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
     fill(pool, 91)
     assert not service.autoextender.step(0)
     service.inventory.state()
-    [told] = client.volume_health(volume.volume_id).health_statuses
-    assert (told.status, told.reason) == (csi.DEGRADED, "PoolNearlyFull")
-    assert "91 % full" in told.message
-    assert "vgextend" in told.message
+    [found] = client.volume_health(volume.volume_id).health_statuses
+    assert (found.status, found.reason) == (csi.DEGRADED, "PoolNearlyFull")
+    assert "91 % full" in found.message
+    assert "vgextend" in found.message
     with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full of what it can grow to"):
         client.create("pvc-2", EXTENT, block(), parameters=THIN)
     with expect.code("OUT_OF_RANGE", "91 % full"):
         client.expand(volume.volume_id, 101 * EXTENT)
 
 
-def test_a_pool_that_has_all_that_it_promised_may_well_be_full(
+def test_a_full_pool_with_all_its_promised_room_is_healthy(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)

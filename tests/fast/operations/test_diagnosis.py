@@ -30,67 +30,51 @@ def pool(mode: str = "rw", data: int = 10, metadata: int = 10, *, check: bool = 
     ],
     ids=str,
 )
-def test_what_is_well_is_passed_over(status: Status) -> None:
+def test_a_healthy_device_has_no_condition(status: Status) -> None:
     assert list(conditions.by_device_mapper("vol-a", [status])) == []
 
 
-def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
-    for status, wrong in (
-        (Cache(MIB, "ro"), "the cache of the thin pool under logical volume vol-a failed"),
-        (WriteCache(MIB, 5, 10, 10, 0), "the write cache of the thin pool under logical volume"),
-    ):
-        [told] = conditions.by_device_mapper("vol-a", [pool(), status])
-        assert wrong in told.message
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(Cache(MIB, "ro"), "cache"), (WriteCache(MIB, 5, 10, 10, 0), "write cache")],
+)
+def test_a_failed_cache_under_a_pool_is_the_pools(status: Status, kind: str) -> None:
+    [found] = conditions.by_device_mapper("vol-a", [pool(), status])
+    assert f"the {kind} of the thin pool under logical volume vol-a" in found.message
+
+
+POOL = "of the thin pool under the volume are"
+VOLUME, REPAIR = "logical volume vol-a", "lvconvert --repair"
 
 
 @pytest.mark.parametrize(
     ("status", "reason", "wrong", "remedy"),
     [
-        (
-            raid("AD"),
-            "RaidDegraded",
-            "1 of the 2 images of its raid1 failed",
-            "lvconvert --repair vol-a",
-        ),
+        (raid("AD"), "RaidDegraded", "1 of the 2 images of its raid1 failed", f"{REPAIR} vol-a"),
         (raid("-A"), "RaidDegraded", "1 of the 2 images", "lvchange --refresh vol-a"),
+        (raid("DD"), "RaidFailed", "2 of the 2 images", REPAIR),
         (raid("Aa", "recover", 84), "RaidResyncing", "resyncing (recover, 42 % done)", "wait"),
-        (
-            pool(data=93),
-            "PoolNearlyFull",
-            "data of the thin pool under the volume are 93 %",
-            "vgextend",
-        ),
-        (
-            pool(metadata=99),
-            "PoolNearlyFull",
-            "metadata of the thin pool under the volume are 99 %",
-            "lvextend",
-        ),
-        (pool("out_of_data_space"), "PoolFull", "no more writes (out_of_data_space)", "make room"),
-        (pool("fail"), "PoolDataLost", "the thin pool under the volume", "lvconvert --repair"),
-        (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
-        (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
-        (raid("DD"), "RaidFailed", "2 of the 2 images", "lvconvert --repair"),
         (raid("AA", mismatches=8), "RaidMismatches", "differ in 8 sectors", "--syncaction repair"),
+        (pool(data=93), "PoolNearlyFull", f"data {POOL} 93 %", "vgextend"),
+        (pool(metadata=99), "PoolNearlyFull", f"metadata {POOL} 99 %", "lvextend"),
+        (pool("out_of_data_space"), "PoolFull", "no more writes (out_of_data_space)", "make room"),
+        (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
+        (pool("fail"), "PoolDataLost", "the thin pool under the volume", REPAIR),
+        (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
         (Snapshot(MIB, "Invalid"), "SnapshotOverflowed", "any more (Invalid)", "delete it"),
-        (
-            Cache(MIB, "ro"),
-            "CacheFailing",
-            "the cache of logical volume vol-a failed (ro)",
-            "--uncache vol-a",
-        ),
+        (Cache(MIB, "ro"), "CacheFailing", f"cache of {VOLUME} failed (ro)", "--uncache vol-a"),
         (Cache(MIB, "rw", needs_check=True), "CacheFailing", "failed (rw)", "--uncache"),
         (WriteCache(MIB, 5, 10, 10, 0), "WriteCacheErrors", "met error 5", "back the data up"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_with_what_to_do(
+def test_each_problem_is_reported_with_a_remedy(
     status: Status, reason: str, wrong: str, remedy: str
 ) -> None:
-    [told] = conditions.by_device_mapper("vol-a", [status])
-    assert told.reason.word == reason
-    assert wrong in told.message
-    assert remedy in told.message
+    [found] = conditions.by_device_mapper("vol-a", [status])
+    assert found.reason.word == reason
+    assert wrong in found.message
+    assert remedy in found.message
 
 
 @pytest.mark.parametrize(
@@ -104,9 +88,9 @@ def test_what_is_wrong_is_told_with_what_to_do(
         ("raid10_near", "ADAD", "DDDA"),
     ],
 )
-def test_a_raid_is_degraded_as_long_as_nothing_is_lost_with_its_disks(
+def test_a_raid_is_degraded_while_no_data_are_lost_and_failed_then(
     kind: str, survived: str, lost: str
 ) -> None:
     for health, reason in ((survived, "RaidDegraded"), (lost, "RaidFailed")):
-        [told] = conditions.by_device_mapper("vol-a", [raid(health, kind=kind)])
-        assert told.reason.word == reason
+        [found] = conditions.by_device_mapper("vol-a", [raid(health, kind=kind)])
+        assert found.reason.word == reason

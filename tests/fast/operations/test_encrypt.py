@@ -1,4 +1,4 @@
-"""Encrypted volumes, opened: what a kill left, kept copies of headers, files with keys."""
+"""Open encrypted volumes: after a kill, backups of headers, key files."""
 
 import json
 from pathlib import Path
@@ -45,46 +45,69 @@ def device(fake: FakeHost) -> FakeDevice:
     return fake.block.get(found.path)
 
 
-def test_a_header_without_a_slot_that_a_killed_cryptsetup_left_is_made_anew(
-    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
-) -> None:
-    fake.intercept = lambda words: Result(1, "", "no luck") if "open" in words else None
-    with expect.code("INTERNAL", "no luck"):
-        client.stage(volume, tmp_path / "staging", mounted("ext4"), KEY)
-    fake.intercept = lambda _: None
-    told = cryptsetup._told(device(fake))
-    assert told is not None
-    cryptsetup._put(device(fake), cryptsetup._uuid(device(fake)), {**told, "keyslots": {}})
-    client.stage(volume, tmp_path / "staging", mounted("ext4"), KEY)
+class Use:
+    """A volume, as kubelet stages it by a secret."""
+
+    def __init__(self, client: Client, volume: csi.Volume, staging: Path) -> None:
+        self._client, self.volume, self._staging = client, volume, staging
+
+    def begin(self, secret: dict[str, str]) -> None:
+        self._client.stage(self.volume, self._staging, mounted("ext4"), secret)
+
+    def end(self) -> None:
+        self._client.unstage(self.volume.volume_id, self._staging)
+
+    def once(self, *secrets: dict[str, str]) -> None:
+        """Stage and unstage it by each of these."""
+        for one in secrets:
+            self.begin(one)
+            self.end()
+
+    def begin_failing(self, fake: FakeHost, word: str, secret: dict[str, str]) -> None:
+        """Stage it while cryptsetup with this word among its arguments fails."""
+        fake.intercept = lambda words: Result(1, "", "no luck") if word in words else None
+        with expect.code("INTERNAL", "no luck"):
+            self.begin(secret)
+        fake.intercept = lambda _: None
+
+    def begin_refused(self, *keys: str) -> None:
+        for one in keys:
+            with expect.code("UNAUTHENTICATED"):
+                self.begin({"passphrase": one})
 
 
-def test_one_that_was_in_use_is_not(
-    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
+@pytest.fixture
+def use(client: Client, volume: csi.Volume, tmp_path: Path) -> Use:
+    return Use(client, volume, tmp_path / "staging")
+
+
+def remove_slots(fake: FakeHost) -> None:
+    """Have the header of the volume without a key slot, as a killed cryptsetup leaves it."""
+    header = cryptsetup._told(device(fake))
+    assert header is not None
+    cryptsetup._put(device(fake), cryptsetup._uuid(device(fake)), {**header, "keyslots": {}})
+
+
+def test_a_header_without_a_slot_is_made_anew_only_before_the_first_use(
+    fake: FakeHost, use: Use
 ) -> None:
-    staging = tmp_path / "staging"
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
-    told = cryptsetup._told(device(fake))
-    assert told is not None
-    cryptsetup._put(device(fake), cryptsetup._uuid(device(fake)), {**told, "keyslots": {}})
+    use.begin_failing(fake, "open", KEY)
+    remove_slots(fake)
+    use.once(KEY)
+    remove_slots(fake)
     before = dict(device(fake).media.blocks)
-    with expect.code("UNAUTHENTICATED"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
+    use.begin_refused(KEY["passphrase"])
     assert device(fake).media.blocks == before
 
 
-def test_one_copy_of_a_header_is_enough(
-    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
-) -> None:
-    staging = tmp_path / "staging"
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
+def test_one_copy_of_a_header_is_enough(fake: FakeHost, use: Use) -> None:
+    use.once(KEY)
     for number in range(4):
         del device(fake).media.blocks[number]
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    use.begin(KEY)
 
 
-def test_a_changed_byte_makes_a_copy_of_a_header_none(fake: FakeHost) -> None:
+def test_a_changed_byte_invalidates_a_copy_of_a_header(fake: FakeHost) -> None:
     path = fake.new_device(64 * MIB)
     words = ["cryptsetup", "luksFormat", "--type", "luks2", "--pbkdf", "argon2id"]
     words += ["--key-slot", "0", "--sector-size", "4096", "--offset", "8192", "--cipher", "x"]
@@ -98,72 +121,49 @@ def test_a_changed_byte_makes_a_copy_of_a_header_none(fake: FakeHost) -> None:
     assert luks.bears_any(fake.kernel, path)
 
 
-def test_a_copy_of_each_header_is_kept_from_its_first_use_to_its_end(
-    client: Client, volume: csi.Volume, config: Config, tmp_path: Path
+def test_a_backup_of_each_header_is_kept_from_first_use_until_deletion(
+    client: Client, use: Use, config: Config
 ) -> None:
-    staging, kept = tmp_path / "staging", config.header_backups
+    kept = config.header_backups
     assert kept is not None
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
+    use.once(KEY)
     [file] = kept.iterdir()
     assert (kept.stat().st_mode & 0o777, file.stat().st_mode & 0o077) == (0o700, 0)
     before = file.read_bytes()
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
+    use.once(KEY)
     assert file.read_bytes() == before
-    client.stage(volume, staging, mounted("ext4"), NEW)
-    client.unstage(volume.volume_id, staging)
+    use.once(NEW)
     slots = json.loads(file.read_bytes()[4096 : luks.METADATA_BYTES].rstrip(b"\0"))["keyslots"]
     assert list(slots) == ["1"]
-    client.delete(volume.volume_id)
+    client.delete(use.volume.volume_id)
     assert list(kept.iterdir()) == []
 
 
-def test_a_copy_that_cannot_be_kept_keeps_no_pod_waiting(
-    client: Client, volume: csi.Volume, config: Config, tmp_path: Path
-) -> None:
+def test_a_failed_backup_of_a_header_fails_no_call(use: Use, config: Config) -> None:
     assert config.header_backups is not None
     config.header_backups.parent.write_text("no directory")
-    client.stage(volume, tmp_path / "staging", mounted("ext4"), KEY)
+    use.begin(KEY)
 
 
-def test_a_killed_change_of_keys_is_brought_to_its_end(
-    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
+def test_a_killed_change_of_keys_is_completed(fake: FakeHost, use: Use) -> None:
+    use.once(KEY)
+    use.begin_failing(fake, "luksKillSlot", NEW)
+    use.once(NEW)
+    use.begin_refused(KEY["passphrase"])
+
+
+def test_a_change_of_keys_after_an_unfinished_one_keeps_only_the_newest(
+    fake: FakeHost, use: Use
 ) -> None:
-    staging = tmp_path / "staging"
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
-    fake.intercept = lambda words: Result(1, "", "no luck") if "luksKillSlot" in words else None
-    with expect.code("INTERNAL", "no luck"):
-        client.stage(volume, staging, mounted("ext4"), NEW)
-    fake.intercept = lambda _: None
-    client.stage(volume, staging, mounted("ext4"), NEW)
-    client.unstage(volume.volume_id, staging)
-    with expect.code("UNAUTHENTICATED"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
-
-
-def test_a_change_of_keys_that_meets_one_that_was_never_ended_leaves_the_newest_alone(
-    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
-) -> None:
-    how, staging = mounted("ext4"), tmp_path / "staging"
-    client.stage(volume, staging, how, KEY)
-    client.unstage(volume.volume_id, staging)
-    fake.intercept = lambda words: Result(1, "", "no luck") if "luksKillSlot" in words else None
-    with expect.code("INTERNAL", "no luck"):
-        client.stage(volume, staging, how, NEW)
-    fake.intercept = lambda _: None
-    third = {"passphrase": "a third one", "previousPassphrase": NEW["passphrase"]}
-    client.stage(volume, staging, how, third)
-    client.unstage(volume.volume_id, staging)
-    for one in (KEY["passphrase"], NEW["passphrase"]):
-        with expect.code("UNAUTHENTICATED"):
-            client.stage(volume, staging, how, {"passphrase": one})
-    client.stage(volume, staging, how, {"passphrase": third["passphrase"]})
+    use.once(KEY)
+    use.begin_failing(fake, "luksKillSlot", NEW)
+    use.once({"passphrase": "a third one", "previousPassphrase": NEW["passphrase"]})
+    use.begin_refused(KEY["passphrase"], NEW["passphrase"])
+    use.begin({"passphrase": "a third one"})
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 2049])
-def test_a_file_without_a_key_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_key_file_that_is_empty_or_too_long_is_refused(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(data)
     file.chmod(0o400)
@@ -171,7 +171,7 @@ def test_a_file_without_a_key_is_refused(tmp_path: Path, data: bytes) -> None:
         encrypt.read_key(str(file))
 
 
-def test_a_file_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_others_can_read_or_that_is_no_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"sesame")
     file.chmod(0o440)

@@ -1,10 +1,11 @@
-"""The preflight: what it says of a node that is well, and of everything that can be missing."""
+"""The preflight: what it finds on a healthy node, and for everything that can be missing."""
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller as do
 from pathlib import Path
 
 import configured
@@ -47,6 +48,35 @@ class Place:
     def program(self, name: str) -> None:
         self.file(f"/usr/sbin/{name}", "#!").chmod(0o755)
 
+    def remove(self, *paths: str) -> None:
+        for path in paths:
+            found = self.root / path.lstrip("/")
+            (found.rmdir if found.is_dir() else found.unlink)()
+
+    def set(self, **settings: object) -> None:
+        self.settings = replace(self.settings, **settings)  # type: ignore[arg-type]
+
+    def set_class(self, **settings: object) -> None:
+        """Have the only class differ in this."""
+        one = replace(self.settings.classes[0], **settings)  # type: ignore[arg-type]
+        self.set(classes=(one,))
+
+    def set_kernel(self, kind: type[FakeKernel]) -> None:
+        self.host.kernel = kind(self.host.block)
+
+    def set_mount(self, number: int, **changes: object) -> None:
+        """Have a mount differ in this: 0 is that of /, 1 that of /dev."""
+        kernel = self.host.kernel
+        assert isinstance(kernel, FakeKernel)
+        kernel.mounts[number] = replace(kernel.mounts[number], **changes)  # type: ignore[arg-type]
+
+    def set_lvm2(self, version: str) -> None:
+        self.host.lvm2.version = version
+
+    def list_disks(self, group: str, *disks: str) -> None:
+        """Have the settings list the disks of a group."""
+        self.set(definitions=(GroupDefinition(group, disks),))
+
     def node(self) -> Node:
         lvm = self.host.lvm
         return Node(
@@ -88,15 +118,10 @@ def place(tmp_path: Path) -> Place:
     return made
 
 
-def with_class(place: Place, kind: str) -> None:
-    shape = Layout(kind, mirrors=int(kind == "raid1"))
-    one = replace(place.settings.classes[0], layout=shape)
-    place.settings = replace(place.settings, classes=(one,))
+STATUS, DEPENDENCIES = "/proc/self/status", f"/lib/modules/{RELEASE}/modules.dep"
 
 
-def test_a_node_that_is_well_passes_everything_but_the_service_that_does_not_run(
-    place: Place,
-) -> None:
+def test_a_healthy_node_passes_everything_but_the_service_that_does_not_run(place: Place) -> None:
     found = preflight.everything(place.node())
     assert {one.check for one in found if one.verdict != PASS} == {"service"}
     others = {"thin tools", "encryption"}
@@ -104,39 +129,14 @@ def test_a_node_that_is_well_passes_everything_but_the_service_that_does_not_run
     assert all(bool(one.remedy) == (one.verdict != PASS) for one in found)
 
 
-def test_all_of_it_costs_two_commands_and_what_probe_asks_none(place: Place) -> None:
+def test_all_checks_cost_two_commands_and_those_of_probe_none(place: Place) -> None:
     preflight.cheap(place.node())
     assert place.host.commands == []
     preflight.everything(place.node())
     assert [words[1] for words in place.host.commands] == ["version", "fullreport"]
 
 
-def without_privileges(place: Place) -> None:
-    place.file("/proc/self/status", "CapEff:\t0000000000000000\n")
-
-
-def without_status(place: Place) -> None:
-    (place.root / "proc/self/status").unlink()
-
-
-def private(place: Place) -> None:
-    kernel = place.host.kernel
-    assert isinstance(kernel, FakeKernel)
-    kernel.mounts[0] = replace(kernel.mounts[0], propagation=())
-
-
-def private_without_kubelet(place: Place) -> None:
-    private(place)
-    for one in ("pods", "plugins"):
-        (place.root / "kubelet" / one).rmdir()
-
-
-def without(path: str) -> Callable[[Place], None]:
-    return lambda place: (place.root / path.lstrip("/")).unlink()
-
-
-def without_libblkid(place: Place) -> None:
-    place.host.kernel = KernelWithoutLibblkid(place.host.block)
+Arrange = Callable[[Place], object]
 
 
 class KernelWithoutLibblkid(FakeKernel):
@@ -146,42 +146,15 @@ class KernelWithoutLibblkid(FakeKernel):
         raise OSError(errno.ENOSYS, "libblkid: cannot open shared object file")
 
 
-def without_kubelet(place: Place) -> None:
-    (place.root / "kubelet/plugins_registry").rmdir()
+class OldKernel(FakeKernel):
+    """Linux before 5.12."""
+
+    def has_new_mount_calls(self) -> bool:
+        return False
 
 
-def without_device(place: Place) -> None:
-    place.settings = replace(place.settings, devices=("/dev/sdx",))
-
-
-def on_a_file(place: Place) -> None:
-    place.settings = replace(
-        place.settings, definitions=(GroupDefinition("data", file=BackingFile(Path("/x"))),)
-    )
-    without("/dev/loop-control")(place)
-
-
-def in_a_container(place: Place) -> None:
-    kernel = place.host.kernel
-    assert isinstance(kernel, FakeKernel)
-    kernel.mounts[1] = replace(kernel.mounts[1], fs_type="tmpfs")
-
-
-def old_lvm2(place: Place) -> None:
-    place.host.lvm2.version = "2.02.187(2) (2020-03-24)"
-
-
-def odd_lvm2(place: Place) -> None:
-    place.host.lvm2.version = "unknown"
-
-
-def sick_lvm2(place: Place) -> None:
+def failing_lvm2(place: Place) -> None:
     place.host.intercept = lambda words: Result(3, "", "no") if words[0] == "lvm" else None
-
-
-def lvm2_on_a_host_that_cannot_be_entered(place: Place) -> None:
-    place.settings = replace(place.settings, lvm="host")
-    without("/usr/sbin/nsenter")(place)
 
 
 def without_group(place: Place) -> None:
@@ -192,118 +165,67 @@ def without_disk(place: Place) -> None:
     place.host.lvm2.groups["group0"].disks[0].missing = True
 
 
-def old_kernel(place: Place) -> None:
-    place.host.kernel = OldKernel(place.host.block)
-
-
-class OldKernel(FakeKernel):
-    """Linux before 5.12."""
-
-    def has_new_mount_calls(self) -> bool:
-        return False
-
-
-def listed(place: Place, group: str, *devices: str) -> None:
-    place.settings = replace(place.settings, definitions=(GroupDefinition(group, devices),))
-
-
-def unmade_group(place: Place) -> None:
-    listed(place, "group0", "/dev/sdx")
-    without_group(place)
-
-
 def other_group(place: Place) -> None:
-    listed(place, "group0", place.host.new_device(1 << 30))
+    place.list_disks("group0", place.host.new_device(1 << 30))
 
 
 def new_disk(place: Place) -> None:
     first, second = (place.host.new_device(1 << 30) for _ in range(2))
     groups.create(place.host.lvm, "made", [first], {}, (1 << 20) - groups.LABEL_BYTES)
-    classes = (replace(place.settings.classes[0], group="made"),)
-    place.settings = replace(place.settings, classes=classes)
-    listed(place, "made", first, second)
-
-
-def no_raid(place: Place) -> None:
-    with_class(place, "raid1")
-    place.file(f"/lib/modules/{RELEASE}/modules.dep", "kernel/drivers/md/dm-snapshot.ko:\n")
-
-
-def no_cache(place: Place) -> None:
-    one = replace(place.settings.classes[0], cache=Cache())
-    place.settings = replace(place.settings, classes=(one,))
-
-
-def no_snapshots(place: Place) -> None:
-    place.file(f"/lib/modules/{RELEASE}/modules.dep", "")
-
-
-def no_list_of_modules(place: Place) -> None:
-    with_class(place, "raid1")
-    without(f"/lib/modules/{RELEASE}/modules.dep")(place)
-
-
-def thin_without_its_tools(place: Place) -> None:
-    with_class(place, "thin")
-    without("/usr/sbin/thin_check")(place)
+    place.set_class(group="made")
+    place.list_disks("made", first, second)
 
 
 def encrypted(place: Place) -> None:
-    one = replace(place.settings.classes[0], encryption="luks2", key_file=Path("/etc/key"))
-    place.settings = replace(place.settings, classes=(one,))
+    place.set_class(encryption="luks2", key_file=Path("/etc/key"))
     place.program("cryptsetup")
     place.file("/etc/key")
     place.file("/sys/module/dm_crypt")
     place.file("/proc/cpuinfo", "flags\t\t: fpu vme aes\n")
 
 
-def encrypted_without(path: str) -> Callable[[Place], None]:
-    def arrange(place: Place) -> None:
-        encrypted(place)
-        without(path)(place)
-
-    return arrange
-
-
-def without_aes(place: Place) -> None:
-    encrypted(place)
-    place.file("/proc/cpuinfo", "flags\t\t: fpu vme\n")
-
-
-LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
-    (without_privileges, "privileges", FAIL, "CAP_SYS_ADMIN"),
-    (without_status, "privileges", WARN, "cannot be looked at"),
-    (private, "kubelet directory", FAIL, "not shared"),
-    (private_without_kubelet, "kubelet directory", WARN, "not shared"),
-    (without_kubelet, "registration", WARN, "plugins_registry does not exist"),
-    (without("/dev/mapper/control"), "device-mapper", FAIL, "does not answer"),
-    (without_device, "devices", FAIL, "/dev/sdx"),
-    (without("/dev/loop-control"), "devices", WARN, "no loop devices"),
-    (on_a_file, "devices", FAIL, "no loop devices"),
-    (in_a_container, "devices", WARN, "/dev is tmpfs"),
-    (old_lvm2, "lvm2", FAIL, "2.02.187, too old"),
-    (odd_lvm2, "lvm2", FAIL, "unknown"),
-    (sick_lvm2, "lvm2", FAIL, "exit code 3"),
-    (lvm2_on_a_host_that_cannot_be_entered, "lvm2", FAIL, "nsenter"),
-    (without_group, "groups", WARN, "group0 is not on this node"),
-    (unmade_group, "groups", WARN, "which Carver makes of /dev/sdx"),
-    (other_group, "groups", FAIL, "which Carver did not make"),
-    (new_disk, "groups", WARN, "is not one of its disks"),
-    (without_disk, "groups", WARN, "misses 1 of its disks"),
-    (sick_lvm2, "groups", FAIL, "exit code 3"),
-    (old_kernel, "kernel", WARN, "5.12"),
-    (no_raid, "modules", FAIL, "no dm-raid, which class plain needs"),
-    (no_cache, "modules", FAIL, "no dm-cache, which class plain needs"),
-    (no_snapshots, "modules", WARN, "no dm-snapshot, which snapshots need"),
-    (no_list_of_modules, "modules", WARN, "dm-raid, for class plain, is not loaded"),
-    (without_libblkid, "file systems", FAIL, "nothing is ever formatted"),
-    (without("/usr/sbin/fsck.ext4"), "file systems", FAIL, "fsck.ext4"),
-    (without("/usr/sbin/mkfs.xfs"), "file systems", WARN, "mkfs.xfs"),
-    (thin_without_its_tools, "thin tools", FAIL, "thin_check"),
-    (encrypted_without("/usr/sbin/cryptsetup"), "encryption", FAIL, "cryptsetup is missing"),
-    (encrypted_without("/sys/module/dm_crypt"), "encryption", FAIL, "no dm-crypt"),
-    (encrypted_without("/etc/key"), "encryption", WARN, "/etc/key is not there"),
-    (without_aes, "encryption", WARN, "no instructions for AES"),
+PRIVATE = do("set_mount", 0, propagation=())
+ON_A_FILE = do("set", definitions=(GroupDefinition("data", file=BackingFile(Path("/x"))),))
+RAID = do("set_class", layout=Layout("raid1", mirrors=1))
+THIN = do("set_class", layout=Layout("thin"))
+LOOP, PLUGINS = "/dev/loop-control", "/kubelet/plugins_registry"
+NO_KUBELET = do("remove", "/kubelet/pods", "/kubelet/plugins")
+NO_RAID = do("file", DEPENDENCIES, "kernel/drivers/md/dm-snapshot.ko:\n")
+NO_AES = do("file", "/proc/cpuinfo", "flags: fpu\n")
+LACKS: list[tuple[Sequence[Arrange], str, str, str]] = [
+    ([do("file", STATUS, f"CapEff:\t{0:016}\n")], "privileges", FAIL, "CAP_SYS_ADMIN"),
+    ([do("remove", STATUS)], "privileges", WARN, "cannot be looked at"),
+    ([PRIVATE], "kubelet directory", FAIL, "not shared"),
+    ([PRIVATE, NO_KUBELET], "kubelet directory", WARN, "not shared"),
+    ([do("remove", PLUGINS)], "registration", WARN, "registry does not exist"),
+    ([do("remove", "/dev/mapper/control")], "device-mapper", FAIL, "does not answer"),
+    ([do("set", devices=("/dev/sdx",))], "devices", FAIL, "/dev/sdx"),
+    ([do("remove", LOOP)], "devices", WARN, "no loop devices"),
+    ([ON_A_FILE, do("remove", LOOP)], "devices", FAIL, "no loop devices"),
+    ([do("set_mount", 1, fs_type="tmpfs")], "devices", WARN, "/dev is tmpfs"),
+    ([do("set_lvm2", "2.02.187(2) (2020-03-24)")], "lvm2", FAIL, "2.02.187, too old"),
+    ([do("set_lvm2", "unknown")], "lvm2", FAIL, "unknown"),
+    ([failing_lvm2], "lvm2", FAIL, "exit code 3"),
+    ([do("set", lvm="host"), do("remove", "/usr/sbin/nsenter")], "lvm2", FAIL, "nsenter"),
+    ([without_group], "groups", WARN, "group0 is not on this node"),
+    ([do("list_disks", "group0", "/dev/sdx"), without_group], "groups", WARN, "makes of /dev/sdx"),
+    ([other_group], "groups", FAIL, "which Carver did not make"),
+    ([new_disk], "groups", WARN, "is not one of its disks"),
+    ([without_disk], "groups", WARN, "misses 1 of its disks"),
+    ([failing_lvm2], "groups", FAIL, "exit code 3"),
+    ([do("set_kernel", OldKernel)], "kernel", WARN, "5.12"),
+    ([RAID, NO_RAID], "modules", FAIL, "no dm-raid, which class plain needs"),
+    ([do("set_class", cache=Cache())], "modules", FAIL, "no dm-cache, which class plain needs"),
+    ([do("file", DEPENDENCIES)], "modules", WARN, "no dm-snapshot, which snapshots need"),
+    ([RAID, do("remove", DEPENDENCIES)], "modules", WARN, "class plain, is not loaded"),
+    ([do("set_kernel", KernelWithoutLibblkid)], "file systems", FAIL, "nothing is ever formatted"),
+    ([do("remove", "/usr/sbin/fsck.ext4")], "file systems", FAIL, "fsck.ext4"),
+    ([do("remove", "/usr/sbin/mkfs.xfs")], "file systems", WARN, "mkfs.xfs"),
+    ([THIN, do("remove", "/usr/sbin/thin_check")], "thin tools", FAIL, "thin_check"),
+    ([encrypted, do("remove", "/usr/sbin/cryptsetup")], "encryption", FAIL, "cryptsetup is miss"),
+    ([encrypted, do("remove", "/sys/module/dm_crypt")], "encryption", FAIL, "no dm-crypt"),
+    ([encrypted, do("remove", "/etc/key")], "encryption", WARN, "/etc/key is not there"),
+    ([encrypted, NO_AES], "encryption", WARN, "no instructions for AES"),
 ]
 
 
@@ -312,21 +234,26 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     LACKS,
     ids=[f"{check}, {words}" for _, check, _, words in LACKS],
 )
-def test_what_is_missing_is_told_with_its_remedy(
-    place: Place, arrange: Callable[[Place], None], check: str, verdict: str, words: str
+def test_what_is_missing_is_reported_with_a_remedy(
+    place: Place, arrange: Sequence[Arrange], check: str, verdict: str, words: str
 ) -> None:
-    arrange(place)
-    told = [one for one in place.of(check) if one.verdict != PASS]
-    assert told
-    assert {one.verdict for one in told} == {verdict}
-    assert words in told[0].message
-    assert told[0].remedy
+    for step in arrange:
+        step(place)
+    found = [one for one in place.of(check) if one.verdict != PASS]
+    assert {one.verdict for one in found} == {verdict}
+    assert words in found[0].message
+    assert found[0].remedy
 
 
-def test_a_group_that_is_missing_because_of_the_devices_file_is_told_so(place: Place) -> None:
+def with_devices_file(place: Place, *disks: str) -> None:
+    """Have the node's devices file list these disks."""
     place.file("/etc/lvm/devices/system.devices")
-    place.host.lvm2.devices_file = set()
+    place.host.lvm2.devices_file = set(disks)
     place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+
+
+def test_a_group_missing_because_of_the_devices_file_is_reported_so(place: Place) -> None:
+    with_devices_file(place)
     found = place.one("groups")
     assert found.verdict == WARN
     assert "that the node's devices file does not list" in found.message
@@ -336,34 +263,35 @@ def test_a_group_that_is_missing_because_of_the_devices_file_is_told_so(place: P
     assert "is not on this node" in place.one("groups").message
 
 
+FILE = "devices/system.devices"
+
+
 @pytest.mark.parametrize(
-    ("files", "settings"),
+    ("files", "counts"),
     [
-        ({}, ()),
-        ({"lvm.conf": "devices {\n\tuse_devicesfile = 1\n}\n"}, ()),
-        ({"devices/system.devices": "", "lvm.conf": "# use_devicesfile = 1\n"}, "heeded"),
-        ({"devices/system.devices": ""}, "heeded"),
-        ({"devices/system.devices": "", "lvm.conf": "devices {\n\tuse_devicesfile = 0\n}\n"}, ()),
-        ({"devices/system.devices": "", "lvmlocal.conf": "devices/use_devicesfile=0\n"}, ()),
+        ({}, False),
+        ({"lvm.conf": "devices {\n\tuse_devicesfile = 1\n}\n"}, False),
+        ({FILE: "", "lvm.conf": "# use_devicesfile = 1\n"}, True),
+        ({FILE: ""}, True),
+        ({FILE: "", "lvm.conf": "devices {\n\tuse_devicesfile = 0\n}\n"}, False),
+        ({FILE: "", "lvmlocal.conf": "devices/use_devicesfile=0\n"}, False),
     ],
 )
-def test_a_devices_file_of_the_node_s_counts_unless_its_lvm_conf_says_otherwise(
-    tmp_path: Path, files: dict[str, str], settings: str | tuple[str, ...]
+def test_a_devices_file_counts_unless_lvm_conf_says_otherwise(
+    tmp_path: Path, files: dict[str, str], counts: bool
 ) -> None:
     for name, text in files.items():
         path = tmp_path / "etc/lvm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    wanted = ("devices/use_devicesfile=1",) if settings == "heeded" else ()
-    assert lvm2.with_devices_file(tmp_path) == wanted
+    expected = ("devices/use_devicesfile=1",) if counts else ()
+    assert lvm2.with_devices_file(tmp_path) == expected
 
 
-def test_a_disk_that_the_devices_file_lacks_is_told_of_a_group_that_misses_it(place: Place) -> None:
+def test_a_disk_missing_because_of_the_devices_file_is_reported_so(place: Place) -> None:
     group = place.host.new_group(10, 10)
     place.settings = configured.carver(place.root, group)
-    place.file("/etc/lvm/devices/system.devices")
-    place.host.lvm2.devices_file = {place.host.lvm2.groups[group].disks[0].name}
-    place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+    with_devices_file(place, place.host.lvm2.groups[group].disks[0].name)
     found = place.one("groups")
     assert found.verdict == WARN
     assert "misses 1 of its disks, some of which the node's devices file" in found.message
@@ -373,7 +301,7 @@ def test_a_disk_that_the_devices_file_lacks_is_told_of_a_group_that_misses_it(pl
     assert "attach them again" in place.one("groups").remedy
 
 
-def test_a_devices_file_is_found_by_the_name_that_it_has_there(tmp_path: Path) -> None:
+def test_a_devices_file_may_have_another_name(tmp_path: Path) -> None:
     own = tmp_path / "etc/lvm"
     (own / "devices").mkdir(parents=True)
     (own / "devices/own.devices").write_text(f"PVID={'x' * 32}\n")
@@ -397,7 +325,7 @@ UUID = "abcdef-0000-0000-0000-0000-0000-000000"
         ("devices/use_devicesfile=0\n", "", None),
     ],
 )
-def test_the_disks_in_a_devices_file_are_told_where_it_counts(
+def test_the_disks_of_a_devices_file_are_listed_where_it_counts(
     tmp_path: Path, switch: str, file: str | None, listed: set[str] | None
 ) -> None:
     (tmp_path / "etc/lvm/devices").mkdir(parents=True)
@@ -408,7 +336,7 @@ def test_the_disks_in_a_devices_file_are_told_where_it_counts(
     assert found == (None if listed is None else {one.replace("-", "") for one in listed})
 
 
-def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
+def test_a_volume_group_uses_no_disk_outside_the_devices_file(place: Place) -> None:
     fake = place.host
     [disk] = fake.lvm2.groups["group0"].disks
     file = place.root / lvm2.DEVICES_FILE
@@ -424,39 +352,33 @@ def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
 
 
 def test_a_group_outside_the_devices_file_is_not_used(place: Place) -> None:
-    place.file("/etc/lvm/devices/system.devices")
     [disk] = place.host.lvm2.groups["group0"].disks
-    heeding = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
-    place.host.lvm2.devices_file = set()
-    assert report.read(heeding).groups == {}
-    place.host.lvm2.devices_file = {disk.name}
-    assert set(report.read(heeding).groups) == {"group0"}
+    for disks, found in ((), set()), ((disk.name,), {"group0"}):
+        with_devices_file(place, *disks)
+        assert set(report.read(place.host.lvm).groups) == found
 
 
-def test_without_udev_lvm2_does_not_wait_for_it(place: Place) -> None:
-    without("/run/udev/control")(place)
-    assert place.one("udev").verdict == PASS
-    assert "without it" in place.one("udev").message
+@pytest.mark.parametrize(
+    ("arrange", "check", "words"),
+    [
+        ([do("remove", "/run/udev/control")], "udev", "without it"),
+        ([do("remove", PLUGINS), do("set", registration="none")], "registration", "another pro"),
+        ([THIN], "thin tools", ""),
+        ([THIN], "modules", ""),
+        ([encrypted], "encryption", ""),
+    ],
+)
+def test_what_is_not_needed_or_is_there_passes(
+    place: Place, arrange: Sequence[Arrange], check: str, words: str
+) -> None:
+    for step in arrange:
+        step(place)
+    found = place.of(check)
+    assert {one.verdict for one in found} == {PASS}
+    assert words in found[0].message
 
 
-def test_who_leaves_registration_to_others_needs_no_directory(place: Place) -> None:
-    without_kubelet(place)
-    place.settings = replace(place.settings, registration="none")
-    assert place.one("registration").verdict == PASS
-
-
-def test_the_tools_of_thin_pools_are_asked_for_where_a_class_is_thin(place: Place) -> None:
-    with_class(place, "thin")
-    assert place.one("thin tools").verdict == PASS
-    assert {one.verdict for one in place.of("modules")} == {PASS}
-
-
-def test_a_node_that_can_encrypt_passes(place: Place) -> None:
-    encrypted(place)
-    assert {one.verdict for one in place.of("encryption")} == {PASS}
-
-
-def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:
+def test_the_kernel_says_whether_it_has_the_new_mount_calls() -> None:
     assert Kernel(old_calls=True).has_new_mount_calls() is False
     assert isinstance(Kernel().has_new_mount_calls(), bool)
 
@@ -466,7 +388,7 @@ def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:
 
 @pytest.fixture
 def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A configuration for the node, which `carver doctor` takes for this one."""
+    """A configuration for the node, on which `carver doctor` runs."""
     machine = Host(place.host.run, place.host.kernel, place.host.devices, place.host.disks)
     monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     node = partial(Node, root=place.root)
@@ -479,46 +401,41 @@ def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_the_doctor_ends_with_0_where_nothing_fails(
-    place: Place, file: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arrange", "code", "words"),
+    [
+        ([], 0, ("volume group group0 is whole", "1 warn")),
+        ([do("remove", "/usr/sbin/fsck.ext4")], 1, ("fail", "install e2fsprogs")),
+        ([without_group], 0, ("volume group group0 is not on this node", "vgcreate")),
+    ],
+    ids=["healthy", "failure", "no group is no failure"],
+)
+def test_the_doctor_exits_with_1_only_after_a_failure(
+    place: Place,
+    file: str,
+    capsys: pytest.CaptureFixture[str],
+    arrange: Sequence[Arrange],
+    code: int,
+    words: tuple[str, ...],
 ) -> None:
-    assert cli.main(["doctor", "--config", file]) == 0
-    told = capsys.readouterr().out
-    assert "volume group group0 is whole" in told
-    assert "1 warn" in told
+    for step in arrange:
+        step(place)
+    assert cli.main(["doctor", "--config", file]) == code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(one in shown for one in words), shown
 
 
-def test_the_doctor_ends_with_1_where_a_check_fails(
-    place: Place, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without("/usr/sbin/fsck.ext4")(place)
-    assert cli.main(["doctor", "--config", file]) == 1
-    told = capsys.readouterr().out
-    assert "fail" in told
-    assert "install e2fsprogs" in told
-
-
-def test_a_node_without_any_of_the_groups_is_no_failure_and_says_what_it_lacks(
-    place: Place, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_group(place)
-    assert cli.main(["doctor", "--config", file]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "volume group group0 is not on this node" in told
-    assert "vgcreate" in told
-
-
-def test_the_doctor_speaks_json(
+def test_the_doctor_prints_json(
     place: Place, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", "--config", file, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["well"] is True
-    assert {one["verdict"] for one in told["checks"]} == {PASS, WARN}
-    assert set(told["checks"][0]) == {"check", "verdict", "message", "remedy"}
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["well"] is True
+    assert {one["verdict"] for one in shown["checks"]} == {PASS, WARN}
+    assert set(shown["checks"][0]) == {"check", "verdict", "message", "remedy"}
 
 
-def test_a_group_on_a_file_that_is_not_there_yet_is_no_crash(
+def test_the_doctor_suggests_to_start_the_service_before_its_file_exists(
     place: Place, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(file).write_text(f'kubelet_dir = ["/kubelet"]\nfile = "{tmp_path}/carver.img"\n')

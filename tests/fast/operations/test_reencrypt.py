@@ -1,9 +1,11 @@
-"""Copies that get a master key of their own: across restarts, and what is left of their source."""
+"""Re-encryption of copies: across restarts, after failures, and what is left of the source."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import configured
@@ -17,6 +19,7 @@ from fakes.host import FakeHost
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
+from agent.daemon.server import Service
 from mount import luks
 from mount.luks import Header
 from proto import csi_pb2 as csi
@@ -35,7 +38,7 @@ def config(host: FakeHost, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def copy(host: FakeHost, config: Config) -> Iterator[csi.Volume]:
-    """A copy of a volume that was in use, whose re-encryption was ended by the service's end."""
+    """A copy of a volume in use, whose re-encryption was stopped with the service."""
     service = serving.start(config, host, eraser=60, copier=60, reencrypter=0.2)
     with Client(config.endpoint) as client:
         source = client.create("source", 48 * MIB, block())
@@ -68,7 +71,7 @@ def header(host: FakeHost) -> Header:
 
 
 def ran(host: FakeHost) -> list[str]:
-    """The actions of cryptsetup since the last look."""
+    """The actions of cryptsetup since the last call of this."""
     found = [
         words[words.index("cryptsetup") + 1] for words in host.commands if "cryptsetup" in words
     ]
@@ -76,7 +79,18 @@ def ran(host: FakeHost) -> list[str]:
     return found
 
 
-def test_a_restart_goes_on_where_it_was(
+@contextmanager
+def serving_copy(
+    host: FakeHost, config: Config, made: csi.Volume, seconds: float, timeout_seconds: float = 120
+) -> Iterator[tuple[Service, Client, Callable[[], None]]]:
+    """A service that waits so long for a re-encryption, its client, and how the copy is staged."""
+    service = serving.start(config, host, eraser=60, copier=60, reencrypter=seconds)
+    with Client(config.endpoint, timeout_seconds=timeout_seconds) as client:
+        yield service, client, partial(client.stage, made, host.directory / "staging", block(), KEY)
+    service.stop()
+
+
+def test_a_restart_continues_where_it_was(
     host: FakeHost, config: Config, copy: csi.Volume, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert leftovers(host) == []
@@ -84,41 +98,37 @@ def test_a_restart_goes_on_where_it_was(
     assert before.is_reencrypting
     assert before.renewed_bytes == 36 * MIB
     ran(host)
-    service = serving.start(config, host, reencrypter=60)
-    # Nobody has its key: the start leaves it alone.
-    assert ran(host) == []
-    with caplog.at_level(logging.INFO), Client(config.endpoint) as client:
-        client.stage(copy, host.directory / "staging", block(), KEY)
+    with serving_copy(host, config, copy, 60) as (_, _, stage), caplog.at_level(logging.INFO):
+        # A start leaves it alone: only a caller has the key.
+        assert ran(host) == []
+        stage()
     assert ran(host) == ["open", "reencrypt", "luksUUID", "open"]
     assert "has a master key of its own" in caplog.text
     assert len(header(host).slots) == 1
-    service.stop()
 
 
-def test_one_that_is_under_way_can_be_ended_at_any_time(
+def test_a_running_one_can_be_stopped_at_any_time(
     host: FakeHost, config: Config, copy: csi.Volume
 ) -> None:
-    service = serving.start(config, host, reencrypter=0)
-    with host.slow_reencryption(), Client(config.endpoint) as client:
-        with expect.code("ABORTED"):
-            client.stage(copy, host.directory / "staging", block(), KEY)
-        # It is the same one that a second call waits for.
-        with expect.code("ABORTED"):
-            client.stage(copy, host.directory / "staging", block(), KEY)
+    with (
+        serving_copy(host, config, copy, 0) as (service, client, stage),
+        host.slow_reencryption(),
+    ):
+        for _ in range(2):  # the second call waits for the same one
+            with expect.code("ABORTED"):
+                stage()
         assert service.reencrypter.jobs.counts()["running"] == 1
         client.unstage(copy.volume_id, host.directory / "staging")
         assert sum(service.reencrypter.jobs.counts().values()) == 0
     assert header(host).is_reencrypting
-    service.stop()
 
 
-def test_the_key_of_one_that_is_called_off_before_its_turn_is_overwritten(
+def test_the_key_of_one_cancelled_before_its_turn_is_overwritten(
     host: FakeHost, config: Config, copy: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.operations.reencrypt._WORKERS", 1)
-    service = serving.start(config, host, eraser=60, copier=60, reencrypter=0)
     staging, other_staging = host.directory / "staging", host.directory / "other"
-    with Client(config.endpoint) as client:
+    with serving_copy(host, config, copy, 0) as (service, client, _):
         [source] = [one for one in client.volumes() if one.volume_id != copy.volume_id]
         other = client.create("other", 0, block(), source=of_volume(source.volume_id))
         with host.slow_reencryption():
@@ -132,34 +142,33 @@ def test_the_key_of_one_that_is_called_off_before_its_turn_is_overwritten(
             client.unstage(copy.volume_id, staging)
         wait([waiting.ended], _PATIENCE_SECONDS)
     assert not any(waiting.secret.data)
-    service.stop()
 
 
-def test_one_that_fails_is_told_and_begun_again_by_the_next_call(
+def test_a_failed_one_is_an_error_and_begun_again_by_the_next_call(
     host: FakeHost, config: Config, copy: csi.Volume
 ) -> None:
-    service = serving.start(config, host, reencrypter=60)
-    with Client(config.endpoint) as client:
+    with serving_copy(host, config, copy, 60) as (service, _, stage):
         with host.killed_reencryption(""), expect.code("INTERNAL", "reencrypt"):
-            client.stage(copy, host.directory / "staging", block(), KEY)
+            stage()
         assert service.reencrypter.jobs.counts()["failed"] == 1
         assert header(host).is_torn
         assert leftovers(host)
-        client.stage(copy, host.directory / "staging", block(), KEY)
+        stage()
         assert sum(service.reencrypter.jobs.counts().values()) == 0
-    service.stop()
 
 
-def test_a_power_cut_within_it_is_made_good_by_the_first_call_afterwards(
+def test_the_first_call_after_a_power_cut_recovers_it(
     host: FakeHost, config: Config, copy: csi.Volume
 ) -> None:
-    service = serving.start(config, host, reencrypter=60)
-    with Client(config.endpoint) as client, host.killed_reencryption(""), expect.code("INTERNAL"):
-        client.stage(copy, host.directory / "staging", block(), KEY)
-    service.stop()
+    with (
+        serving_copy(host, config, copy, 60) as (_, _, stage),
+        host.killed_reencryption(""),
+        expect.code("INTERNAL"),
+    ):
+        stage()
     before = header(host)
     assert before.is_torn
-    # Nothing of device-mapper's outlives the kernel: neither what cryptsetup had, nor the volume's.
+    # No dm device survives the power cut: neither cryptsetup's nor the volumes'.
     [group] = host.lvm2.groups
     logical = host.devices.find(group, "vol-copy")
     assert logical is not None
@@ -167,31 +176,25 @@ def test_a_power_cut_within_it_is_made_good_by_the_first_call_afterwards(
     for name in ("vol-source", "vol-copy"):
         host.deactivate(group, name)
 
-    service = serving.start(config, host, reencrypter=60)
-    ran(host)
-    with Client(config.endpoint) as client:
-        client.stage(copy, host.directory / "staging", block(), KEY)
+    with serving_copy(host, config, copy, 60) as (_, _, stage):
+        ran(host)
+        stage()
     assert ran(host) == ["open", "repair", "reencrypt", "luksUUID", "open"]
     assert not header(host).is_reencrypting
     assert header(host).uuid != before.uuid
-    service.stop()
 
 
-def test_whoever_waits_for_it_has_no_time_for_ever(
+def test_a_call_waits_no_longer_than_its_deadline(
     host: FakeHost, config: Config, copy: csi.Volume
 ) -> None:
-    service = serving.start(config, host, reencrypter=600)
-    with host.slow_reencryption(), Client(config.endpoint, timeout_seconds=1) as client:
+    with serving_copy(host, config, copy, 600, timeout_seconds=1) as (_, _, stage):
         began = time.monotonic()
-        with expect.code("ABORTED", "75 %"):
-            client.stage(copy, host.directory / "staging", block(), KEY)
+        with host.slow_reencryption(), expect.code("ABORTED", "75 %"):
+            stage()
         assert time.monotonic() - began < _PATIENCE_SECONDS
-    service.stop()
 
 
-def test_slots_of_others_and_of_a_killed_cryptsetup_are_taken_away_first(
-    host: FakeHost, config: Config
-) -> None:
+def test_other_key_slots_are_killed_first(host: FakeHost, config: Config) -> None:
     service = serving.start(config, host, eraser=60, copier=60, reencrypter=60)
     staging = host.directory / "staging"
     with Client(config.endpoint) as client:

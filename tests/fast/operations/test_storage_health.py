@@ -1,4 +1,4 @@
-"""What NodeGetStorageHealth tells of the groups, of lvm2, and of what Carver needs beside them."""
+"""What NodeGetStorageHealth reports of groups, of lvm2, and of what else Carver needs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,48 +67,44 @@ def words(client: Client) -> list[tuple[int, str]]:
     return [(one.status, one.reason) for one in client.storage_health()]
 
 
+def only(client: Client, status: int, reason: str) -> str:
+    """The message of the only entry."""
+    [found] = client.storage_health()
+    assert (found.status, found.reason) == (status, reason)
+    return found.message
+
+
 def look(service: Service) -> None:
     service.inventory.outdate()
     for one in service.volume_groups:
         one.refresh().exception(20)
 
 
-def test_storage_that_is_well_has_no_entry_and_costs_no_process(
-    client: Client, fake: FakeHost
-) -> None:
+def test_healthy_storage_has_no_entry_and_costs_no_command(client: Client, fake: FakeHost) -> None:
     client.create("pvc-1", 16 * MIB, block())
     fake.commands.clear()
     assert client.storage_health() == []
     assert fake.commands == []
 
 
-def test_a_disk_that_is_missing_is_told_until_it_is_back(
+def test_missing_disks_of_two_groups_are_one_entry_until_they_are_back(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    fake.lose_disk("data", 1)
+    for name in GROUPS:
+        fake.lose_disk(name, 1)
     look(service)
-    [found] = client.storage_health()
-    assert (found.status, found.reason) == (csi.STORAGE_DEGRADED, "DiskMissing")
-    assert fake.lvm2.groups["data"].disks[1].uuid in found.message
-    assert "seen 0 s ago" in found.message
-    assert not found.HasField("volume_capability")
-    fake.bring_disk("data", 1)
+    message = only(client, csi.STORAGE_DEGRADED, "DiskMissing")
+    for name in GROUPS:
+        assert f"volume group {name} misses a disk" in message
+        assert fake.lvm2.groups[name].disks[1].uuid in message
+        fake.bring_disk(name, 1)
+    assert "seen 0 s ago" in message
+    assert not client.storage_health()[0].HasField("volume_capability")
     look(service)
     assert client.storage_health() == []
 
 
-def test_what_is_wrong_with_two_groups_is_one_entry_that_names_both(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
-    for name in GROUPS:
-        fake.lose_disk(name, 0)
-    look(service)
-    [found] = client.storage_health()
-    assert found.reason == "DiskMissing"
-    assert all(f"volume group {name} misses a disk" in found.message for name in GROUPS)
-
-
-def test_a_group_that_is_gone_is_unreachable_and_one_that_never_was_here_is_not_missed(
+def test_a_missing_group_is_unreachable_unless_it_was_never_here(
     client: Client, service: Service, fake: FakeHost, root: Path
 ) -> None:
     gone = fake.lvm2.groups.pop("data")
@@ -117,7 +113,7 @@ def test_a_group_that_is_gone_is_unreachable_and_one_that_never_was_here_is_not_
     for one in service.volume_groups:
         one.last_seen = None
     assert client.storage_health() == []
-    # As after a start of Carver's: lvm2 remembers.
+    # As after a start of Carver: lvm2 has a backup of the metadata.
     (root / "etc/lvm/backup").mkdir(parents=True)
     (root / "etc/lvm/backup/data").write_text("contents = ...")
     assert words(client) == [(csi.STORAGE_UNREACHABLE, "GroupMissing")]
@@ -126,7 +122,7 @@ def test_a_group_that_is_gone_is_unreachable_and_one_that_never_was_here_is_not_
     assert client.storage_health() == []
 
 
-def test_a_disk_that_does_not_answer_is_told_and_not_waited_for(
+def test_a_disk_that_does_not_answer_is_reported_without_waiting(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     assert isinstance(fake.disks, FakeDisks)
@@ -140,30 +136,27 @@ def test_a_disk_that_does_not_answer_is_told_and_not_waited_for(
     assert client.storage_health() == []
 
 
-def test_lvm2_that_gives_no_report_is_told_with_its_words(
+def test_a_failure_of_lvm2_is_reported_with_its_message(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     fake.intercept = lambda words: Result(5, "", "a lock file cannot be written")
     for name in GROUPS:
         fake.lvm2.groups[name].seqno += 1
     look(service)
-    [found] = client.storage_health()
-    assert (found.status, found.reason) == (csi.STORAGE_UNREACHABLE, "LvmNotAnswering")
-    assert "a lock file cannot be written" in found.message
-    assert "volume group fast" in found.message
+    message = only(client, csi.STORAGE_UNREACHABLE, "LvmNotAnswering")
+    assert "a lock file cannot be written" in message
+    assert "volume group fast" in message
     fake.intercept = lambda words: None
     look(service)
     assert client.storage_health() == []
 
 
-def test_a_start_that_does_not_come_off_is_told_though_no_call_is_admitted(
+def test_a_failed_start_is_reported_though_no_call_is_admitted(
     client: Client, service: Service
 ) -> None:
     service.context.admission.close()
     service.context.admission.refuse(RuntimeError("lvm is not installed"))
-    [found] = client.storage_health()
-    assert (found.status, found.reason) == (csi.STORAGE_UNREACHABLE, "LvmNotAnswering")
-    assert "lvm is not installed" in found.message
+    assert "lvm is not installed" in only(client, csi.STORAGE_UNREACHABLE, "LvmNotAnswering")
     service.context.admission.open()
     assert client.storage_health() == []
 
@@ -172,7 +165,7 @@ def test_a_start_that_does_not_come_off_is_told_though_no_call_is_admitted(
     ("share", "mode", "reason"),
     [(0.95, "rw", "PoolNearlyFull"), (1.0, "out_of_data_space", "PoolFull")],
 )
-def test_a_pool_that_is_full_or_nearly_so_is_told_as_the_kernel_has_it(
+def test_a_full_or_nearly_full_pool_is_reported_by_the_kernels_status(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -199,20 +192,21 @@ def test_a_pool_that_is_full_or_nearly_so_is_told_as_the_kernel_has_it(
     assert client.storage_health() == []
 
 
-def test_errors_of_a_disk_are_told_of_its_group(
+def test_errors_of_a_disk_are_reported_of_its_group(
     client: Client, service: Service, tmp_path: Path
 ) -> None:
     sysfs = Sysfs(tmp_path / "sys")
     sysfs.add("fake-data-0", "8:0", badblocks="100 8")
     service.storage.disk_errors = DiskErrors(sysfs.root)
-    [found] = client.storage_health()
-    assert (found.status, found.reason) == (csi.STORAGE_DEGRADED, "MediumErrors")
-    assert "a disk of volume group data: fake-data-0 has 1 range(s)" in found.message
+    message = only(client, csi.STORAGE_DEGRADED, "MediumErrors")
+    assert "a disk of volume group data: fake-data-0 has 1 range(s)" in message
     (sysfs.root / "class/block/fake-data-0/badblocks").write_text("")
     assert client.storage_health() == []
 
 
-def test_what_lacks_for_one_kind_of_use_names_that_kind(client: Client, root: Path) -> None:
+def test_an_entry_for_one_kind_of_use_names_that_kind_and_all_entries_differ(
+    client: Client, service: Service, fake: FakeHost, root: Path
+) -> None:
     (root / "usr/sbin/mkfs.ext4").unlink()
     (root / "dev/loop-control").unlink()
     tools, loops = client.storage_health()
@@ -221,13 +215,6 @@ def test_what_lacks_for_one_kind_of_use_names_that_kind(client: Client, root: Pa
     assert "install e2fsprogs" in tools.message
     assert (loops.status, loops.reason) == (csi.STORAGE_DEGRADED, "LoopDevicesMissing")
     assert loops.volume_capability.WhichOneof("access_type") == "block"
-
-
-def test_no_two_entries_have_one_status_reason_and_capability(
-    client: Client, service: Service, fake: FakeHost, root: Path
-) -> None:
-    (root / "usr/sbin/mkfs.ext4").unlink()
-    (root / "dev/loop-control").unlink()
     for name in GROUPS:
         fake.lose_disk(name, 0)
     look(service)
