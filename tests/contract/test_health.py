@@ -68,7 +68,6 @@ def test_a_suspended_device_is_reported_until_it_is_resumed(
     assert reported(client, volume) == []
 
 
-@pytest.mark.variation
 def test_an_overflowed_snapshot_is_reported_of_its_volume_until_it_is_deleted(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:

@@ -6,7 +6,6 @@ and be gone after the repair. docs/troubleshooting.md has the reasons; the rarer
 test_reasons.py, that a pool runs full by test_full_pool.py.
 """
 
-import os
 import subprocess
 import time
 from contextlib import suppress
@@ -20,7 +19,7 @@ from real.disks import Disk
 from real.host import RealHost
 from vm.told import BLOCK, EXT4, EXTENT_BYTES, GROUP, INTERVAL_SECONDS, Told, in_use, served, write
 
-from agent.csi.client import block, mounted
+from agent.csi.client import mounted
 from mount import loop
 
 Disks = tuple[Disk, Disk, Disk]
@@ -128,42 +127,6 @@ def test_a_file_system_that_was_remounted_read_only(
         subprocess.run(["mount", "-o", "remount,rw", staging], check=True)
         told.well()
         write(target / "file")
-
-
-def test_a_device_that_was_left_suspended(bench: Bench, host: RealHost, disks: Disks) -> None:
-    with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        target = in_use(trial, BLOCK)
-        told = Told(trial.machine, "a", "target")
-        told.well()
-        host.suspend(GROUP, "vol-a")
-        try:
-            told.soon("DeviceSuspended", "vol-a", "dmsetup resume")
-        finally:
-            host.devices.resume(GROUP, "vol-a")
-        told.well()
-        write(target)
-
-
-def test_a_snapshot_that_overflowed(bench: Bench, host: RealHost, disks: Disks) -> None:
-    with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        client = trial.machine.client
-        volume = client.create("a", 32 * MIB, block())
-        snapshot = client.snapshot("s", volume.volume_id, {"size": "4Mi"})
-        # Nothing is left by which its area could be extended.
-        rest = client.create("rest", client.capacity().maximum_volume_size.value, block())
-        told = Told(trial.machine, "a")
-        told.well()
-        device = host.devices.find(GROUP, "vol-a")
-        assert device is not None
-        with Path(device.path).open("r+b", buffering=0) as file:
-            for _ in range(16):
-                file.write(os.urandom(MIB))
-            os.fsync(file.fileno())
-        told.soon("SnapshotOverflowed", snapshot.snapshot_id, "delete it")
-        client.delete_snapshot(snapshot.snapshot_id)
-        told.well()
-        for one in (volume, rest):
-            client.delete(one.volume_id)
 
 
 def test_a_group_that_is_gone_and_comes_back(bench: Bench, host: RealHost, disks: Disks) -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from traces import Sampler, places
 
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import Client, mounted
 
 MIB = 1 << 20
 _PATIENCE_SECONDS = 60
@@ -64,27 +64,3 @@ def test_no_key_is_in_memory_after_the_volume_is_closed(
     while found := places(main_pid(), key.encode()):
         assert time.monotonic() < deadline, found
         time.sleep(1)
-
-
-@pytest.mark.variation
-def test_what_is_written_inside_is_nowhere_on_the_disks(
-    client: Client, directory: Path, key: str
-) -> None:
-    mark = secrets.token_bytes(32)
-    staging, target = directory / "staging", directory / "target"
-    volume = client.create("test-raw", 48 * MIB, block(), parameters=ENCRYPTED)
-    client.stage(volume, staging, block(), {"passphrase": key})
-    client.publish(volume, staging, target, block())
-    with target.open("r+b", buffering=0) as opened:
-        for at in range(0, 32 * MIB, MIB):
-            opened.seek(at)
-            opened.write(mark * 128)
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    report = subprocess.run(
-        ("pvs", "--noheadings", "--options", "pv_name"), check=True, capture_output=True, text=True
-    )
-    for disk in report.stdout.split():
-        with Path(disk).open("rb") as opened:
-            while piece := opened.read(16 * MIB):
-                assert mark not in piece, disk

@@ -53,27 +53,6 @@ def test_publishing_unpublishing_and_statistics_start_no_process(
     client.unstage(raw.volume_id, staging)
 
 
-def test_a_deleted_volume_s_data_cannot_be_read_by_the_next(
-    client: Client, directory: Path
-) -> None:
-    staging, node = directory / "staging", directory / "node"
-    secret = b"the last tenant's data" * 1024
-    for turn in range(2):
-        volume = client.create(f"test-tenant-{turn}", 64 * MIB, block())
-        client.stage(volume, staging, block())
-        client.publish(volume, staging, node, block())
-        with node.open("r+b", buffering=0) as device:
-            # All of it, not only what wiping signatures would reach.
-            while chunk := device.read(4 * MIB):
-                assert not chunk.strip(b"\0")
-            for offset in range(0, 64 * MIB, 8 * MIB):
-                device.seek(offset)
-                device.write(secret)
-            os.fsync(device.fileno())
-        client.unpublish(volume.volume_id, node)
-        client.delete(volume.volume_id)
-
-
 def test_the_socket_is_root_s_alone() -> None:
     assert stat.S_IMODE(DEFAULT_SOCKET.stat().st_mode) == 0o600
 
