@@ -4,6 +4,7 @@ import argparse
 import io
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -48,37 +49,26 @@ def first_cells(text: str) -> set[str]:
 # Configuration
 
 
-def test_every_setting_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/configuration.md"), "Settings")
-    assert first_cells(documented) == set(settings.SETTINGS)
-
-
-def test_every_key_of_a_class_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/configuration.md"), "Device classes")
-    assert first_cells(documented) == set(classes.CLASS_KEYS)
-
-
-def test_every_key_of_a_group_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
-    assert first_cells(documented) == set(settings.GROUP_KEYS)
-
-
-def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
-    parameters = {PREFIX + row.key for row in STORAGE_CLASS}
-    assert first_cells(documented) == parameters
-
-
-def test_every_mutable_parameter_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
-    parameters = {PREFIX + row.key for row in MUTABLE}
-    assert first_cells(documented) == parameters
-
-
-def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/volumes.md"), "Attributes")
-    own = set(INLINE) - set(STORAGE_CLASS)
-    assert first_cells(documented) == {PREFIX + row.key for row in own}
+@pytest.mark.parametrize(
+    ("document", "heading", "names"),
+    [
+        ("configuration", "Settings", settings.SETTINGS),
+        ("configuration", "Device classes", classes.CLASS_KEYS),
+        ("configuration", "Groups that Carver makes", settings.GROUP_KEYS),
+        ("configuration", "StorageClass parameters", [PREFIX + row.key for row in STORAGE_CLASS]),
+        (
+            "configuration",
+            "VolumeAttributesClass parameters",
+            [PREFIX + row.key for row in MUTABLE],
+        ),
+        ("volumes", "Attributes", [PREFIX + row.key for row in set(INLINE) - set(STORAGE_CLASS)]),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_every_key_is_documented_and_no_other(
+    document: str, heading: str, names: Iterable[str]
+) -> None:
+    assert first_cells(section(text_of(f"docs/{document}.md"), heading)) == set(names)
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
@@ -109,7 +99,7 @@ def test_every_mount_option_is_documented_and_no_other() -> None:
 # Errors
 
 
-def test_every_error_is_documented_with_its_code_and_no_other() -> None:
+def test_every_error_and_code_is_documented_and_no_other() -> None:
     rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/troubleshooting.md"), re.M)
     assert dict(rows) == {
         f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
@@ -117,11 +107,8 @@ def test_every_error_is_documented_with_its_code_and_no_other() -> None:
         if kind.__module__ != "builtins"
     }
     assert len(rows) == len(dict(rows))
-
-
-def test_every_code_is_explained() -> None:
-    rows = section(text_of("docs/troubleshooting.md"), "The codes").splitlines()
-    explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
+    lines = section(text_of("docs/troubleshooting.md"), "The codes").splitlines()
+    explained = {line.split("|")[1].strip() for line in lines if line.startswith("|")}
     assert {code.name for _, code in codes.TABLE} <= explained
 
 
@@ -196,12 +183,9 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
-def test_the_readme_names_the_two_commands() -> None:
-    commands = {line.split("#")[0].strip() for line in text_of("README.md").splitlines()}
-    assert {"make demo", "make test"} <= commands
-
-
-def test_every_make_target_that_is_named_can_be_made() -> None:
+def test_every_make_target_that_is_named_exists() -> None:
+    lines = {line.split("#")[0].strip() for line in text_of("README.md").splitlines()}
+    assert {"make demo", "make test"} <= lines
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
     for document in DOCUMENTS:
         text = document.read_text()
@@ -217,7 +201,7 @@ def test_the_floors_in_the_design_are_those_that_are_held() -> None:
     assert named == [sorted(one.replace(".", "/") for one in rooms) for rooms in FLOORS]
 
 
-def test_what_is_to_be_looked_for_in_a_file_is_in_it() -> None:
+def test_the_names_to_look_for_are_in_their_files() -> None:
     rows = [line.split("|") for line in text_of("docs/where.md").splitlines()]
     for _, _, links, names, _ in (one for one in rows if len(one) == 5):
         files = re.findall(r"\]\((.+?)\)", links)
@@ -226,7 +210,7 @@ def test_what_is_to_be_looked_for_in_a_file_is_in_it() -> None:
         assert [one for one in coded(names) if not re.search(rf"\b{one}\b", found)] == []
 
 
-def test_the_changelog_tells_of_the_present_version() -> None:
+def test_the_changelog_has_the_present_version() -> None:
     version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), re.M)
     assert headings[:2] == ["Unreleased", version]

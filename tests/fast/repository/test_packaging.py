@@ -88,8 +88,9 @@ def mapped(distribution: metadata.Distribution) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_carver_alone_owns_each_of_its_top_level_names(name: str) -> None:
+def test_each_top_level_name_is_carver_s_alone_and_of_this_tree(name: str) -> None:
     assert owners(name) == {"carver"}
+    assert list(importlib.import_module(name).__path__) == [str(ROOT / name)]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,6 @@ def test_another_distribution_with_a_name_of_ours_is_noticed(
     assert owners("proto") == {"carver", "other"}
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_each_package_is_imported_from_this_tree(name: str) -> None:
-    assert list(importlib.import_module(name).__path__) == [str(ROOT / name)]
-
-
 def test_only_the_four_packages_are_named() -> None:
     included = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {one.removesuffix(".*") for one in included} == set(PACKAGES)
@@ -136,16 +132,19 @@ def test_the_pinned_version_satisfies_the_requirement(requirement: Requirement) 
     assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
 
 
-def test_the_protobuf_floor_is_what_the_generated_modules_demand() -> None:
-    for module in (ROOT / "proto").glob("*_pb2.py"):
-        [demanded] = re.findall(r"^# Protobuf Python Version: (.+)$", module.read_text(), re.M)
-        assert floors()["protobuf"] == Version(demanded), module.name
-
-
-def test_the_grpc_floor_is_what_the_generated_services_demand() -> None:
-    for module in (ROOT / "proto").glob("*_pb2_grpc.py"):
-        [demanded] = re.findall(r"^GRPC_GENERATED_VERSION = '(.+)'$", module.read_text(), re.M)
-        assert floors()["grpcio"] == Version(demanded), module.name
+@pytest.mark.parametrize(
+    ("package", "modules", "pattern"),
+    [
+        ("protobuf", "*_pb2.py", r"^# Protobuf Python Version: (.+)$"),
+        ("grpcio", "*_pb2_grpc.py", r"^GRPC_GENERATED_VERSION = '(.+)'$"),
+    ],
+)
+def test_the_floor_is_what_the_generated_modules_demand(
+    package: str, modules: str, pattern: str
+) -> None:
+    for module in (ROOT / "proto").glob(modules):
+        [demanded] = re.findall(pattern, module.read_text(), re.M)
+        assert floors()[package] == Version(demanded), module.name
 
 
 # The wheel
@@ -157,8 +156,10 @@ def test_the_wheel_holds_every_file_of_the_four_packages_and_no_other(tmp_path: 
     leave = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, unpacked, symlinks=True, ignore=leave)
 
-    wheel = built_wheel(unpacked, tmp_path / "dist")
+    words = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*words, tmp_path / "dist", unpacked], check=True, capture_output=True)
 
+    [wheel] = (tmp_path / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert packed == {
@@ -167,16 +168,6 @@ def test_the_wheel_holds_every_file_of_the_four_packages_and_no_other(tmp_path: 
         for path in (unpacked / package).rglob("*")
         if path.is_file()
     }
-
-
-def built_wheel(tree: Path, output: Path) -> Path:
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", output, tree],
-        check=True,
-        capture_output=True,
-    )
-    [wheel] = output.iterdir()
-    return wheel
 
 
 # The image

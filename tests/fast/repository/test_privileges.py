@@ -1,8 +1,10 @@
 """Unit and pod are granted what docs/security.md lists, each with a case that fails without it."""
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import pytest
 from container import deeds as deeds_of_pod
 from container import pod
 from vm import deeds
@@ -38,43 +40,39 @@ def granted_to_the_unit() -> list[str]:
     return found
 
 
-def test_each_privilege_of_the_unit_has_a_case_that_fails_without_it() -> None:
-    granted = granted_to_the_unit()
-    assert sorted(granted) == sorted(one.privilege for one in deeds.CASES)
-
-
-def test_each_privilege_of_the_unit_is_documented_with_its_case() -> None:
-    assert rows("What the unit is granted") == {
-        one.privilege: one.deed.__name__ for one in deeds.CASES
-    }
-
-
 def pods() -> dict[str, pod.Pod]:
     """Those of all manifests, by the manifest's name."""
     found = (ROOT / "deploy" / "kubernetes").glob("*.yaml")
     return {path.stem: pod.of(path) for path in found}
 
 
-def test_each_privilege_of_the_pod_has_a_case_that_fails_without_it() -> None:
-    granted = {one for this in pods().values() for one in this.granted()}
-    assert sorted(granted) == sorted(one.privilege for one in deeds_of_pod.CASES)
+def granted_to_pods() -> set[str]:
+    return {one for this in pods().values() for one in this.granted()}
 
 
-def test_each_privilege_of_the_pod_is_documented_with_its_case() -> None:
-    assert rows("What the pod is granted") == {
-        one.privilege: one.deed.__name__ for one in deeds_of_pod.CASES
-    }
+@pytest.mark.parametrize(
+    ("granted", "cases", "heading"),
+    [
+        (granted_to_the_unit, deeds.CASES, "What the unit is granted"),
+        (granted_to_pods, deeds_of_pod.CASES, "What the pod is granted"),
+    ],
+    ids=["unit", "pod"],
+)
+def test_each_privilege_is_documented_with_a_case_that_fails_without_it(
+    granted: Callable[[], Iterable[str]],
+    cases: Sequence[deeds.Case | deeds_of_pod.Case],
+    heading: str,
+) -> None:
+    assert sorted(granted()) == sorted(one.privilege for one in cases)
+    assert rows(heading) == {one.privilege: one.deed.__name__ for one in cases}
 
 
-def test_a_pod_is_granted_nothing_that_these_tests_do_not_see() -> None:
+def test_all_that_is_granted_is_seen_by_these_tests() -> None:
     for this in pods().values():
-        # What it may not, it says; whatever else a container may be given stands here.
+        # All else that a container may be given would stand here.
         assert set(this.container["securityContext"]) == {"privileged", "readOnlyRootFilesystem"}
         assert "securityContext" not in this.spec
         assert {"privileged", "/dev"} <= set(this.granted())
-
-
-def test_what_is_granted_is_seen_by_these_tests() -> None:
     assert {"CAP_SYS_ADMIN", "AF_UNIX", "@mount", "User="} <= set(granted_to_the_unit())
 
 
