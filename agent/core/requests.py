@@ -153,6 +153,9 @@ class Page:
     ) -> Self:
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
+        # A token is the id that a page begins at (`part`).
+        if wire.starting_token and VolumeId.parse(wire.starting_token) is None:
+            raise errors.BadToken(wire.starting_token)
         return cls(wire.max_entries, wire.starting_token)
 
 
@@ -162,12 +165,6 @@ class Part(Generic[T]):
 
     entries: tuple[T, ...]
     next_token: str
-
-
-def check(page: Page) -> None:
-    """Raise BadToken for a token that is not of `part`."""
-    if page.starting_token and VolumeId.parse(page.starting_token) is None:
-        raise errors.BadToken(page.starting_token)
 
 
 def part(found: Mapping[str, T], page: Page) -> Part[T]:
@@ -565,20 +562,9 @@ class VolumeAt:
     path: str
 
     @classmethod
-    def from_unstage(cls, wire: csi.NodeUnstageVolumeRequest) -> Self:
-        path = _path(wire, "staging_target_path")
-        return cls(required(wire, "volume_id"), path)
-
-    @classmethod
-    def from_unpublish(cls, wire: csi.NodeUnpublishVolumeRequest) -> Self:
-        return cls(required(wire, "volume_id"), _path(wire, "target_path"))
-
-    @classmethod
-    def from_volume_path(
-        cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
-    ) -> Self:
-        """Read NodeGetVolumeStats, or the path of NodeExpandVolume, which may be invalid."""
-        path = required(wire, "volume_path")
+    def from_proto(cls, wire: Message, field: str) -> Self:
+        """Read a request with a path in `field`; only a `volume_path` may be invalid."""
+        path = required(wire, field) if field == "volume_path" else _path(wire, field)
         return cls(required(wire, "volume_id"), path)
 
 

@@ -62,10 +62,7 @@ _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """The only one. What a service raises becomes the code that agent/core/codes.py gives it.
-
-    `observe` gets the trace of each call that ended.
-    """
+    """Map errors to the codes of agent/core/codes.py; `observe` gets each call's trace."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class Interceptor(grpc.ServerInterceptor):
         self._observe = observe or (lambda _trace: None)
         self._traces = traces or Traces()
         self._admission = admission or Admission()
-        # Who asks whether the service lives is answered though each other thread waits for a disk.
+        # Liveness probes are answered also while each other thread waits for a disk.
         self._identity = ThreadPoolExecutor(_IDENTITY_THREADS, thread_name_prefix="identity")
         # A stream lasts as long as its caller likes, and as its disk does.
         self._streams = ThreadPoolExecutor(_STREAMS, thread_name_prefix="stream")
@@ -133,7 +130,7 @@ class Interceptor(grpc.ServerInterceptor):
                 ):
                     yield from answers
             except GeneratorExit:
-                # A caller that has gone is met at the next answer: gRPC drops this generator.
+                # The caller has gone: gRPC drops this generator at the next answer.
                 self._record(made, request, errors.NotWanted("the rest"))
                 raise
             except Exception as error:
@@ -152,7 +149,7 @@ class Interceptor(grpc.ServerInterceptor):
         request: Message,
         context: grpc.ServicerContext,
     ) -> Generator[Any, None, None]:
-        """One answer after the other, each as a call: between two the caller has its own time."""
+        """Make each answer as a call of its own: no deadline runs while the caller reads."""
         with ExitStack() as ending:
             answers: Iterator[Any] | None = None
             while True:
@@ -199,7 +196,7 @@ def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
 
 
 def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """The same, after which the bytes that came are gone: they may have been a key's."""
+    """Overwrite a request's bytes once they are parsed: they may have a key."""
     if deserialize is None:
         return None
 
@@ -213,7 +210,7 @@ def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
-    """The caller's patience; None where it set no deadline, which gRPC tells as centuries."""
+    """The time to the caller's deadline; None without one, which gRPC reports as centuries."""
     remaining = context.time_remaining()
     if remaining is None or remaining > _NO_DEADLINE_SECONDS:
         return None
@@ -221,11 +218,7 @@ def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
 
 
 def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
-    """Tell the caller of an error.
-
-    Called where none is at hand any more: an error refers to the frames that it passed, and with
-    them to a request that may have a key.
-    """
+    """End a call that failed. The caller has dropped the error, whose frames may hold a key."""
     if code is not grpc.StatusCode.OK:
         context.abort(code, message)
 
@@ -263,7 +256,7 @@ def _write(made: Trace, request: Message, message: str) -> None:
         _log.debug("request", extra={"fields": {"method": made.method, **stripped(request)}})
 
 
-# What a call is about, in the order in which a request is asked for it.
+# The fields that name a call's object, in order of precedence.
 _SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
 _ROUTINE = frozenset(

@@ -54,7 +54,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnstageVolume(
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
-        call = requests.VolumeAt.from_unstage(request)
+        call = requests.VolumeAt.from_proto(request, "staging_target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._stager.unstage(call)
         return csi.NodeUnstageVolumeResponse()
@@ -77,7 +77,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnpublishVolume(
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        call = requests.VolumeAt.from_unpublish(request)
+        call = requests.VolumeAt.from_proto(request, "target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
             if ids.is_inline(call.volume_id):
@@ -87,7 +87,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeStats(
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        call = requests.VolumeAt.from_volume_path(request)
+        call = requests.VolumeAt.from_proto(request, "volume_path")
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
     def NodeGetVolumeHealth(
@@ -106,10 +106,8 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
         """Grow the volume where it is smaller than asked, then its file system, always."""
-        call, at = (
-            requests.ExpandVolume.from_proto(request),
-            requests.VolumeAt.from_volume_path(request),
-        )
+        call = requests.ExpandVolume.from_proto(request)
+        at = requests.VolumeAt.from_proto(request, "volume_path")
         own = requests.keys_of(request.secrets)
         with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._expander.expand_in_use(call, at, own)

@@ -41,7 +41,6 @@ class Listing:
 
     def page(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids; raises what a missing group raises."""
-        requests.check(page)
         every = self._inventory.all(self._inventory.state(quick=True, complete=True))
         return requests.part({str(one.id): one for one in every if one.is_listed}, page)
 

@@ -93,10 +93,9 @@ class VolumesHealth:
     def list(self, page: Page) -> Part[VolumeHealth]:
         """The unhealthy volumes of Carver's groups, also of groups that are away.
 
-        It looks at no more volumes than the page needs. Raises BadToken, and for a group that never
-        answered what a look at it raises.
+        It looks at no more volumes than the page needs. Raises for a group that never answered what
+        a look at it raises.
         """
-        requests.check(page)
         self._inventory.keep_fresh()
         self._require_seen(*self._volume_groups)
         every = [
