@@ -405,6 +405,11 @@ class Inventory:
         """Carver's groups that are present."""
         return (known.groups[one] for one in self._groups if one in known.groups)
 
+    def fresh_groups(self, *groups: str) -> list[report.Group]:
+        """The fresh state of these groups, or of all; without those that are absent."""
+        every = self.own_groups(self.state(*groups))
+        return [one for one in every if one.name in (groups or self._groups)]
+
     def named(
         self, known: report.Report, name: str, prefix: str = ids.VOLUME_PREFIX
     ) -> Volume | None:

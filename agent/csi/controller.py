@@ -17,6 +17,7 @@ from agent.operations.expand import Expander
 from agent.operations.listing import Listing
 from agent.operations.snapshot import Snapshotter
 from agent.operations.volume_health import VolumesHealth
+from lvm import names
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -47,13 +48,12 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
         call = requests.CreateVolume.from_proto(request)
-        names = [self._creator.logical_name(call.name)]
-        if call.source is not None:
-            names.append(ids.logical_name(call.source.id))
-        with self._locks.hold(*names):
+        name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
+        sources = [] if call.source is None else [ids.logical_name(call.source.id)]
+        with self._locks.hold(name, *sources):
             made = self._creator.create(call)
         # Without the lock: the source is in use meanwhile, and its tags keep it.
-        volume = self._creator.complete(made, lambda: self._locks.hold(names[0]))
+        volume = self._creator.complete(made, lambda: self._locks.hold(name))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(
@@ -70,7 +70,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         call = requests.ValidateVolume.from_proto(request)
-        volume = self._listing.get(call.volume_id)
+        volume = self._context.inventory.require(call.volume_id)
         if refusal := call.unsupported or validate.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
@@ -118,7 +118,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolume(
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
-        volume = self._listing.get(requests.required(request, "volume_id"))
+        volume = self._context.inventory.require(requests.required(request, "volume_id"))
         # The status must be set (CSI spec), though it is empty.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
@@ -149,7 +149,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
         call = requests.CreateSnapshot.from_proto(request)
-        name = self._snapshotter.logical_name(call.name)
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
         return csi.CreateSnapshotResponse(snapshot=self._snapshot(snapshot))

@@ -172,7 +172,7 @@ class Service:
         finally:
             os.umask(umask)
         self._server.start()
-        self.inline_volumes.start()
+        self.inline_volumes.tasks.start()
 
     def stop(self) -> None:
         """Let calls in flight end, then background work at its next safe point.
@@ -180,7 +180,7 @@ class Service:
         What has not ended in time is left behind: a disk that hangs must not keep the process from
         ending, nor another group's deferred tags from being written.
         """
-        self.inline_volumes.stop()
+        self.inline_volumes.tasks.stop()
         # Before waiting for calls: a stream may last for hours.
         for extra in self.extras.values():
             extra.stop()

@@ -29,6 +29,7 @@ from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.task_queue import Job, TaskQueue
+from agent.operations.erase import chunks
 from agent.operations.snapshot import Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -38,8 +39,6 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Small enough to stop soon and to show progress, large enough to cost nothing.
-_CHUNK_BYTES = 64 << 20
 _WORKERS = 2
 # Groups that answered a moment ago need no longer.
 _LOOK_SECONDS = 10.0
@@ -207,10 +206,6 @@ class Copier:
         own_tags = {**volume.own_tags, tag.STATE: tag.READY}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
-    def is_still(self, job: Copy) -> bool:
-        """Whether the job is the volume's present one: it was not deleted, or begun anew."""
-        return self.jobs.of(job.key) is job
-
     def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
         """The snapshot from which an incomplete volume is copied; None if it needs none.
 
@@ -355,9 +350,8 @@ class Copier:
             writing = self._inventory.activate(volume).path
         # Unwritten blocks of a thin volume read as zeroes.
         blank = volume.layout.is_thin
-        for offset in range(0, source.size_bytes, _CHUNK_BYTES):
+        for offset, length in chunks(source.size_bytes):
             self.jobs.check(job)
-            length = min(_CHUNK_BYTES, source.size_bytes - offset)
             self._kernel.copy(reading, writing, offset, length, blank=blank)
             job.copied_bytes = offset + length
         if self._inventory.has_overflowed(source):
@@ -367,10 +361,8 @@ class Copier:
     def _overwrite(self, job: Copy, start_bytes: int) -> None:
         """Write zeroes to the part of a new volume that no data were copied to."""
         device = self._inventory.activate(job.volume).path
-        size_bytes = job.volume.size_bytes
-        for offset in range(start_bytes, size_bytes, _CHUNK_BYTES):
+        for offset, length in chunks(job.volume.size_bytes, start_bytes):
             self.jobs.check(job)
-            length = min(_CHUNK_BYTES, size_bytes - offset)
             self._kernel.zero_out(device, offset, length)
             job.copied_bytes = offset + length
         self._kernel.flush(device)

@@ -4,7 +4,7 @@ The logical volume's name is a function of the CO's name, so a repeated call fin
 one made, whatever process made it. One lvcreate makes the logical volume, its tags and its device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -71,11 +71,6 @@ class VolumeCreator:
         self._holds = context.holds
         self._allocators = context.allocators
 
-    @staticmethod
-    def logical_name(name: str, prefix: str = ids.VOLUME_PREFIX) -> str:
-        """The logical volume's name for what the CO calls `name`."""
-        return names.logical_volume(prefix, name)
-
     def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
         """Make a volume, or find the one that an earlier call made; `complete` waits for contents.
 
@@ -139,7 +134,8 @@ class VolumeCreator:
             return self._copier.wait(made.filling)
         except _FOR_EVER:
             with hold():
-                if self._copier.is_still(made.filling):
+                # Unless it was deleted meanwhile, or begun anew.
+                if self._copier.jobs.of(made.filling.key) is made.filling:
                     self._deleter.delete(made.filling.key)
             raise
 
@@ -174,7 +170,7 @@ class VolumeCreator:
             admit(known, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
-        lvm, name = self._volume_groups.lvm(group.name), self.logical_name(call.name, prefix)
+        lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.
         self._eraser.jobs.forget(str(volume_id))
@@ -210,9 +206,10 @@ class VolumeCreator:
         keep the value of the last answer. No command where no group is here. Raises PoolSilent
         where the pool does not report: there the last answer is the best that is known.
         """
+        here = self._config.here
         if (
             call.unsupported
-            or not self._is_here(call.segments)
+            or any(here.get(key) != value for key, value in (call.segments or {}).items())
             or self._config.device_class(call.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)
@@ -231,10 +228,6 @@ class VolumeCreator:
         minimum = plan.size_bytes(least, call.capabilities, parameters, group, one.layout, header)
         # Several smaller volumes could have more than the largest alone: that is not promised.
         return Capacity(maximum, maximum, minimum - header)
-
-    def _is_here(self, segments: Mapping[str, str] | None) -> bool:
-        here = self._config.here
-        return segments is None or all(here.get(key) == value for key, value in segments.items())
 
 
 @contextmanager

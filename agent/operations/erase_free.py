@@ -168,10 +168,7 @@ class FreedSpaceEraser:
 
     def resume(self, *groups: str) -> int:
         """Start the jobs that are left in these groups, or in all; returns how many."""
-        known = self._inventory.state(*groups)
-        own = groups or self._volume_groups.names
-        every = self._inventory.own_groups(known)
-        left = [one.name for one in every if one.name in own and _is_left(one)]
+        left = [one.name for one in self._inventory.fresh_groups(*groups) if _is_left(one)]
         for name in left:
             self.start(name)
         return len(left)

@@ -26,7 +26,6 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-
 PREFIX = "gsnap"
 
 # The time limit to undo what failed, also after the caller's deadline.
@@ -181,7 +180,11 @@ class GroupSnapshotter:
             self._quiesced(list(held.values()), patience, turns) as quiesce,
         ):
             for one in held.values():
-                self._hold(quiesce, one)
+                try:
+                    quiesce.suspend(one.group.name, one.name)
+                except OSError as error:
+                    why = f"device-mapper says {error.strerror}; see `dmesg`"
+                    raise errors.NotTogether(str(one.id), why) from None
             own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {one.group.name for one in sources})
             taken = [
@@ -244,14 +247,6 @@ class GroupSnapshotter:
             for (group, _), free in quiesce.free.items():
                 turns.keep(group, free)
 
-    def _hold(self, quiesce: Quiesce, volume: Volume) -> None:
-        try:
-            quiesce.suspend(volume.group.name, volume.name)
-        except OSError as error:
-            raise errors.NotTogether(
-                str(volume.id), f"device-mapper says {error.strerror}; see `dmesg`"
-            ) from None
-
     def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
         """The volumes to suspend, by their ids: those that are active.
 
@@ -283,12 +278,12 @@ class GroupSnapshotter:
             )
         if self._kernel.device_is_swap(device.path):
             raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
-        inside = [self._kernel.real_path(one) for one in self._config.kubelet_dir]
+        inside = [f"{self._kernel.real_path(one).rstrip('/')}/" for one in self._config.kubelet_dir]
         files = self._config.definitions
         own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
         needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
         for mount in mounts.of_device(device.number):
-            if mount in needed or not any(_is_in(mount.path, one) for one in inside):
+            if mount in needed or not mount.path.startswith(tuple(inside)):
                 raise errors.NotTogether(
                     str(volume.id),
                     f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
@@ -374,10 +369,6 @@ class GroupSnapshotter:
         for volume in self._inventory.doomed(known):
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
-
-
-def _is_in(path: str, directory: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")
 
 
 def _is_one(group_snapshot_id: str) -> bool:

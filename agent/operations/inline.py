@@ -114,13 +114,8 @@ class InlineVolumes:
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}
         self.tasks = GroupTasks(
-            "inline", context.config.groups, self.sweep_one, _TURN_SECONDS, _FAILURE
+            "inline", context.config.groups, self.sweep, _TURN_SECONDS, _FAILURE
         )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the sweeps run."""
-        return self.tasks.is_alive
 
     def publish(self, call: PublishInline) -> None:
         """Make the volume, format it and mount it at its target, from whatever step is left.
@@ -182,20 +177,7 @@ class InlineVolumes:
             self._deleter.delete(str(volume.id))
         self._admitted.forget(volume_id)
 
-    def start(self) -> None:
-        """Begin to sweep each group every ten minutes."""
-        self.tasks.start()
-
-    def stop(self) -> None:
-        """End the sweeps."""
-        self.tasks.stop()
-
-    def sweep(self) -> None:
-        """Sweep all groups."""
-        for one in self._sweeps:
-            self.sweep_one(one)
-
-    def sweep_one(self, group: str) -> bool:
+    def sweep(self, group: str) -> bool:
         """Erase and remove a group's volumes of pods that were removed.
 
         The pod must have been removed at the last sweep, too. No report while there are no inline

@@ -35,10 +35,6 @@ class Listing:
         self._volume_groups = context.volume_groups
         self._inventory = context.inventory
 
-    def get(self, volume_id: str) -> Volume:
-        """The volume of that id; raises NoSuchVolume."""
-        return self._inventory.require(volume_id)
-
     def page(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids; raises what a missing group raises."""
         every = self._inventory.all(self._inventory.state(quick=True, complete=True))

@@ -96,13 +96,8 @@ class PoolRemover:
 
     def resume(self, *groups: str) -> int:
         """Start a job for each pool left in these groups, or in all; returns how many."""
-        known = self._inventory.state(*groups)
-        left = [
-            (group.name, pool)
-            for group in self._inventory.own_groups(known)
-            if group.name in (groups or self._volume_groups.names)
-            for pool in _abandoned(group)
-        ]
+        every = self._inventory.fresh_groups(*groups)
+        left = [(group.name, pool) for group in every for pool in _abandoned(group)]
         for group_name, pool in left:
             self.give_back(group_name, pool)
         return len(left)

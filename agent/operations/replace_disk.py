@@ -82,9 +82,7 @@ class Replacement:
 
         The earlier watcher ended with the service, or with the node. One command for each group.
         """
-        own = names or self._volume_groups.names
-        known = self._inventory.state(*own)
-        left = [one for one in self._inventory.own_groups(known) if one.name in own and one.moves]
+        left = [one for one in self._inventory.fresh_groups(*names) if one.moves]
         for one in left:
             groups.watch_moves(self._lvm(one.name))
         return len(left)

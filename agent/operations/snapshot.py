@@ -40,11 +40,6 @@ class Snapshotter:
         self._pool_remover = pool_remover
         self._allocators = context.allocators
 
-    @staticmethod
-    def logical_name(name: str) -> str:
-        """The logical volume's name for the snapshot that the CO calls `name`."""
-        return names.logical_volume(ids.SNAPSHOT_PREFIX, name)
-
     def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
@@ -52,7 +47,7 @@ class Snapshotter:
         """
         if not call.topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
-        name = self.logical_name(call.name)
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)
         with self._volume_groups.hold(group):

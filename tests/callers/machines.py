@@ -48,7 +48,7 @@ class Machine:
         """End the driver."""
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
-            self._service.inline_volumes.stop()
+            self._service.inline_volumes.tasks.stop()
         else:
             self._service.stop()
 

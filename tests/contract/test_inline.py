@@ -351,12 +351,12 @@ def test_what_kubelet_forgot_is_removed_when_it_has_had_its_time(
     client: Client, host: AnyHost, service: Service, group: str, target: Path
 ) -> None:
     forgotten(host, client, target)
-    service.inline_volumes.sweep()
+    service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
-    service.inline_volumes.sweep()
+    service.inline_volumes.sweep(group)
     assert volumes(host, group) == []
-    assert programs(host, service.inline_volumes.sweep) != []
-    assert programs(host, service.inline_volumes.sweep) == []
+    assert programs(host, lambda: service.inline_volumes.sweep(group)) != []
+    assert programs(host, lambda: service.inline_volumes.sweep(group)) == []
 
 
 @pytest.mark.variation
@@ -364,12 +364,12 @@ def test_what_came_back_between_two_looks_stays(
     client: Client, host: AnyHost, service: Service, group: str, target: Path
 ) -> None:
     forgotten(host, client, target)
-    service.inline_volumes.sweep()
+    service.inline_volumes.sweep(group)
     target.parent.mkdir(parents=True)
-    service.inline_volumes.sweep()
+    service.inline_volumes.sweep(group)
     (target.parent).rmdir()
     (target.parent.parent).rmdir()
-    service.inline_volumes.sweep()
+    service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
 
 
@@ -383,7 +383,7 @@ def test_what_a_pod_has_that_is_there_stays_while_kubelet_tries_again(
     target.rmdir()
     target.parent.rmdir()
     for _ in range(3):
-        service.inline_volumes.sweep()
+        service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
     target.parent.parent.rmdir()
 
@@ -396,7 +396,7 @@ def test_what_a_pod_may_come_back_for_stays(
     host.kernel.unmount(str(target))
     host.deactivate(group, volumes(host, group)[0].name)
     for _ in range(2):
-        service.inline_volumes.sweep()
+        service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
 
 
@@ -407,7 +407,7 @@ def test_nothing_is_removed_while_the_directory_of_all_pods_is_not_there(
     forgotten(host, client, target)
     (host.directory / "pods").rmdir()
     for _ in range(2):
-        service.inline_volumes.sweep()
+        service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
 
 
@@ -418,13 +418,14 @@ def test_other_volumes_are_never_taken_for_forgotten(
     client.create("pvc-1", 16 * MIB)
     client.publish_inline(VOLUME, target, SMALL)
     for _ in range(2):
-        service.inline_volumes.sweep()
+        service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 2
 
 
 @pytest.mark.variation
 def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_and_had_again(
     host: AnyHost,
+    group: str,
     config: Config,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -434,22 +435,22 @@ def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_and_had_again(
     host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
     running.start(config.endpoint)
     expect.soon(lambda: "are not removed" in caplog.text)
-    assert running.inline_volumes.is_alive
+    assert running.inline_volumes.tasks.is_alive
     running.stop()
-    expect.soon(lambda: not running.inline_volumes.is_alive)
+    expect.soon(lambda: not running.inline_volumes.tasks.is_alive)
     host.intercept = lambda _words: None
     # It looks again, though none was known of.
-    assert programs(host, running.inline_volumes.sweep) != []
-    assert programs(host, running.inline_volumes.sweep) == []
+    assert programs(host, lambda: running.inline_volumes.sweep(group)) != []
+    assert programs(host, lambda: running.inline_volumes.sweep(group)) == []
 
 
 @pytest.mark.variation
 def test_a_service_that_ends_looks_for_nothing_more(host: AnyHost, config: Config) -> None:
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
-    assert running.inline_volumes.is_alive
+    assert running.inline_volumes.tasks.is_alive
     running.stop()
-    expect.soon(lambda: not running.inline_volumes.is_alive)
+    expect.soon(lambda: not running.inline_volumes.tasks.is_alive)
 
 
 @pytest.mark.variation
@@ -464,7 +465,7 @@ def test_it_looks_again_and_again(
             enough.set()
         return False
 
-    monkeypatch.setattr(InlineVolumes, "sweep_one", sweep)
+    monkeypatch.setattr(InlineVolumes, "sweep", sweep)
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
     assert enough.wait(60)

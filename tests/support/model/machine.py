@@ -438,7 +438,7 @@ def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     # A look a minute later would be met by whatever test is under way by then.
-    service.inline_volumes.stop()
+    service.inline_volumes.tasks.stop()
     for jobs in behind(service):
         with jobs._fails:
             jobs._stopping.set()
