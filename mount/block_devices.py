@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping
@@ -18,34 +17,25 @@ from mount.calls import Calls
 # What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
 _STATISTICS = "/proc/diskstats"
 _SECTORS_WRITTEN = 9
-_PIECE_BYTES = 1 << 20
-_LONGEST_BYTES = 4096  # an attribute is a page at most (Documentation/filesystems/sysfs.rst)
 
 
 def attribute(path: str) -> str:
     """An attribute in sysfs, without its newline; empty where it or its object is absent."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            # A page at most (Documentation/filesystems/sysfs.rst).
+            return os.read(descriptor, 4096).decode().strip()
     except OSError:
         return ""
-    try:
-        return os.read(descriptor, _LONGEST_BYTES).decode().strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
 
 
 def written_sectors() -> Mapping[tuple[int, int], int]:
     """The sectors that were written to each block device, by its number; empty where not known."""
     try:
-        descriptor = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC)
+        text = Path(_STATISTICS).read_bytes()
     except OSError:
         return {}
-    try:
-        text = b"".join(iter(lambda: os.read(descriptor, _PIECE_BYTES), b""))
-    finally:
-        os.close(descriptor)
     rows = (line.split(None, _SECTORS_WRITTEN + 1) for line in text.splitlines())
     return {
         (int(row[0]), int(row[1])): int(row[_SECTORS_WRITTEN])
@@ -88,7 +78,7 @@ class LoopDevices:
         # Each unpublishing asks, and pathlib takes longer than the kernel.
         loops = [name for name in os.listdir("/sys/block") if name.startswith("loop")]  # noqa: PTH208
         attached = [one for one in loops if os.access(f"/sys/block/{one}/loop", os.F_OK)]
-        return [f"/dev/{name}" for name in sorted(attached, key=_number)]
+        return [f"/dev/{name}" for name in sorted(attached, key=lambda one: int(one[4:]))]
 
     def loop_free(self) -> str:
         """LOOP_CTL_GET_FREE: the path of a loop device that is free just now."""
@@ -130,11 +120,6 @@ class LoopDevices:
         calls.ioctl(device, _LOOP_SET_CAPACITY)
 
 
-def _number(name: str) -> int:
-    digits = re.search(r"\d+$", name)
-    return int(digits.group()) if digits else -1
-
-
 _SWAPS = Path("/proc/swaps")
 
 _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
@@ -145,6 +130,11 @@ _BLKDISCARD = calls.ioctl_number(0, 0x12, 119, 0)
 
 # What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
 _PIECE_BYTES = 64 << 10
+
+
+def _asked(device: str, request: int, form: str) -> int:
+    (number,) = struct.unpack(form, calls.ioctl(device, request, bytes(struct.calcsize(form))))
+    return int(number)
 
 
 class BlockDevices(Calls):
@@ -159,22 +149,19 @@ class BlockDevices(Calls):
 
     def device_size_bytes(self, device: str) -> int:
         """BLKGETSIZE64."""
-        size: int = struct.unpack("=Q", calls.ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
-        return size
+        return _asked(device, _BLKGETSIZE64, "=Q")
 
     def physical_block_bytes(self, device: str) -> int:
         """BLKPBSZGET: what the disk writes at once; a multiple of the logical block."""
-        (size,) = struct.unpack("=I", calls.ioctl(device, _BLKPBSZGET, bytes(4)))
-        return int(size)
+        return _asked(device, _BLKPBSZGET, "=I")
 
     def logical_block_bytes(self, device: str) -> int:
         """BLKSSZGET: the smallest piece that can be asked of it, 512 bytes or 4 KiB."""
-        size: int = struct.unpack("=i", calls.ioctl(device, _BLKSSZGET, bytes(4)))[0]
-        return size
+        return _asked(device, _BLKSSZGET, "=i")
 
     def device_is_read_only(self, device: str) -> bool:
         """BLKROGET."""
-        return bool(struct.unpack("=i", calls.ioctl(device, _BLKROGET, bytes(4)))[0])
+        return bool(_asked(device, _BLKROGET, "=i"))
 
     def device_is_held(self, device: str) -> bool:
         """Whether it is mounted, or another driver (device-mapper, loop) holds it."""

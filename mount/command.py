@@ -18,18 +18,15 @@ def begin(name: str, work: Callable[[], T]) -> "Future[T]":
     Raises RuntimeError where no thread can be had.
     """
     ended: Future[T] = Future()
-    threading.Thread(target=_do, args=(work, ended), name=name, daemon=True).start()
+
+    def do() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # any error is for the waiter
+            ended.set_exception(error)
+
+    threading.Thread(target=do, name=name, daemon=True).start()
     return ended
-
-
-def _do(work: Callable[[], T], ended: "Future[T]") -> None:
-    try:
-        value = work()
-    except BaseException as error:
-        # Any error is for the waiter.
-        ended.set_exception(error)
-    else:
-        ended.set_result(value)
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class Run(Protocol):
 
     def __call__(self, *words: str) -> Result:
         """Run the program `words[0]` with the rest as its arguments."""
-        ...
 
 
 class Runner(Run, Protocol):
@@ -66,7 +62,6 @@ class Runner(Run, Protocol):
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
         """Run a program that reads `stdin`, or nothing there; lvm2 never reads."""
-        ...
 
 
 class Stream(Protocol):
@@ -83,7 +78,6 @@ class Stream(Protocol):
 
         Its standard input, at most a page, was handed over when this returns.
         """
-        ...
 
 
 class ConversationOver(Exception):
@@ -98,18 +92,15 @@ class Conversation(Protocol):
 
         Raises TimeoutError, after which the program may still answer, and ConversationOver.
         """
-        ...
 
     def is_waiting(self) -> bool:
         """Whether it runs and waits at its prompt."""
-        ...
 
     def end(self, seconds: float) -> bool:
         """End it, by SIGTERM and by hanging up; whether it ended within so many seconds.
 
         It reads nothing any more. May be called again.
         """
-        ...
 
 
 class Converse(Protocol):
@@ -122,7 +113,6 @@ class Converse(Protocol):
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
         """Start `words`, before its first prompt. Raises ProgramMissing."""
-        ...
 
 
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)

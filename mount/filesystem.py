@@ -13,9 +13,7 @@ from mount.kernel import Kernel
 
 _MIB = 1024 * 1024
 
-
 Version = tuple[int, int]
-
 OLDEST_KERNEL: Version = (4, 18)
 
 
@@ -174,16 +172,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
 }
 
 # Words that lead out of the device, or put the file system where no probe would find it.
-_REFUSED_WORDS = {
-    "offset",
-    "name",
-    "file",
-    "logdev",
-    "rtdev",
-    "test_fs",
-    "root_owner",
-    "journal_dev",
-}
+_REFUSED_WORDS = "offset name file logdev rtdev test_fs root_owner journal_dev"
 # What mkfs.xfs says of a word that it does not know, before it opens the device.
 _UNKNOWN_OPTION = re.compile(r"unknown option (-\w) (\w+)")
 _VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
@@ -303,7 +292,8 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
         value = next(words, "")
         if not _VALUE.fullmatch(value):
             raise errors.BadOption(f"{option} {value}", "has no value, or one with odd characters")
-        if refused := _REFUSED_WORDS & {word.partition("=")[0] for word in value.split(",")}:
+        keys = {word.partition("=")[0] for word in value.split(",")}
+        if refused := keys.intersection(_REFUSED_WORDS.split()):
             raise errors.BadOption(f"{option} {value}", f"may not hold {', '.join(refused)}")
         checked[option] = value
     return checked
@@ -372,13 +362,13 @@ def _merged(
 
 def _merged_list(ours: str, theirs: str) -> str:
     """Two comma lists as one; xfs refuses a key that is given twice, so theirs replaces ours."""
-    keys = {_key(word) for word in theirs.split(",")}
-    kept = [word for word in ours.split(",") if _key(word) not in keys]
+
+    def key(word: str) -> str:
+        return word.removeprefix("^").partition("=")[0]
+
+    keys = {key(word) for word in theirs.split(",")}
+    kept = [word for word in ours.split(",") if key(word) not in keys]
     return ",".join([*kept, theirs])
-
-
-def _key(word: str) -> str:
-    return word.removeprefix("^").partition("=")[0]
 
 
 # struct btrfs_super_block, <linux/btrfs_tree.h>, and where its copies are (btrfs_sb_offset).

@@ -77,7 +77,9 @@ class Problem:
 def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
     """What the kernel knows against a file system, seen through one of its mounts; else nothing."""
     named = f"the {mount.fs_type} on {mount.source}"
-    if _turned_read_only(mounts, mount):
+    # The superblock takes no writes, though one of its mounts was made for writing.
+    made_to_write = ("rw" in one.options for one in mounts.of_device(mount.device))
+    if mount.takes_no_writes and any(made_to_write):
         yield Problem(
             Kind.READ_ONLY,
             f"{named} turned read-only, as after an error; see the kernel log (journalctl -k), stop"
@@ -106,10 +108,3 @@ def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount)
     """Whether something is wrong that a check and a new mount may mend."""
     found = problems(kernel, mounts, mount)
     return any(one.kind is not Kind.MEDIUM_ERRORS for one in found)
-
-
-def _turned_read_only(mounts: table.Table, mount: Mount) -> bool:
-    """Whether the superblock takes no writes though one of its mounts was made for writing."""
-    return mount.takes_no_writes and any(
-        "rw" in one.options for one in mounts.of_device(mount.device)
-    )

@@ -69,9 +69,6 @@ class Growth:
             calls.syncfs(descriptor, path)
 
 
-_FILE_SYSTEMS = Path("/proc/filesystems")
-_DELETED = " (deleted)"
-
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 2, 4
 _AT_FDCWD = -100
@@ -79,7 +76,7 @@ _AT_EMPTY_PATH = 0x1000
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_PRIVATE = 1, 32, 4096, 1 << 18
+_MS_REMOUNT, _MS_BIND, _MS_PRIVATE = 32, 4096, 1 << 18
 _ATTR_ATIME = 0x70
 
 # Per-mount attributes by the words of /proc/self/mountinfo: MOUNT_ATTR_*, MS_*.
@@ -88,13 +85,13 @@ ATTRIBUTES: Final = {
     "nosuid": (0x2, 2),
     "nodev": (0x4, 4),
     "noexec": (0x8, 8),
-    "relatime": (0x0, 1 << 21),
     "noatime": (0x10, 1024),
-    "strictatime": (0x20, 1 << 24),
     "nodiratime": (0x80, 2048),
+    "relatime": (0x0, 1 << 21),
+    "strictatime": (0x20, 1 << 24),
     "nosymfollow": (0x200000, 256),
 }
-_ATIME_WORDS = {"relatime", "noatime", "strictatime"}
+ATIME: Final = frozenset({"noatime", "relatime", "strictatime"})
 # Superblock flags for mount(2); the new calls take them by name.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
 # What statvfs(3) reports and a bind remount would otherwise clear. ST_* and MS_* agree on all but
@@ -132,7 +129,7 @@ class Kernel(BlockDevices, LoopDevices, Growth):
             with blocks.closing(place):
                 found = os.readlink(_descriptor(place))  # noqa: PTH115 - strings all along
             # Otherwise it was removed meanwhile, or lies out of the process's root (d_path(9)).
-            if found.startswith("/") and not found.endswith(_DELETED):
+            if found.startswith("/") and not found.endswith(" (deleted)"):
                 return found
         return os.path.realpath(path)
 
@@ -194,7 +191,7 @@ class Kernel(BlockDevices, LoopDevices, Growth):
 
     def has_selinux(self) -> bool:
         """Whether SELinux is on: without it no such file system is known (init_sel_fs)."""
-        return "selinuxfs" in _FILE_SYSTEMS.read_text().split()
+        return "selinuxfs" in Path("/proc/filesystems").read_text().split()
 
     def mount(
         self,
@@ -373,7 +370,7 @@ def _messages(context: int) -> str:
 
 def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
     # EINVAL unless the whole access-time group is cleared when one of it is set: mount_setattr(2).
-    clear = _ATTR_ATIME if attributes & _ATIME_WORDS else 0
+    clear = _ATTR_ATIME if attributes & ATIME else 0
     propagation = _MS_PRIVATE if private else 0
     attr = struct.pack("=4Q", _bits(attributes), clear, propagation, 0)
     calls.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attr, len(attr))

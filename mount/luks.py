@@ -230,12 +230,8 @@ _SECTOR_BYTES = 512
 _LABEL = "carver"
 # By the Kubernetes secret, and another that only people have.
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
-# What a re-encryption works on at a time; after each it reports, and can be ended.
-_HOT_ZONE = "64M"
-_PROGRESS_SECONDS = 1
 # cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
-_UDEV_CONTROL = Path("/run/udev/control")
 
 
 class Cryptsetup:
@@ -339,9 +335,10 @@ class Cryptsetup:
         """
         begin = ("--key-slot", str(slot or 0), *_PBKDF, "--use-random")
         words = (
-            *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", _HOT_ZONE),
+            # After each hot zone it reports, and can be ended.
+            *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", "64M"),
             # Not --batch-mode, in which it reports nothing; it asks nothing either.
-            *("--progress-frequency", str(_PROGRESS_SECONDS)),
+            *("--progress-frequency", "1"),
             *(("--resume-only",) if slot is None else begin),
         )
         with ExitStack() as until_open:
@@ -359,20 +356,19 @@ class Cryptsetup:
 
     def name(self, device: str, uuid: str) -> None:
         """Have a header bear another UUID."""
-        self._plain("luksUUID", device, "--batch-mode", "--uuid", uuid, "--", device)
+        self._plain("luksUUID", device, "--uuid", uuid)
 
     def back_up(self, device: str, file: str) -> None:
         """Write the header, key slots and all, to a file that is not there."""
-        words = ("--batch-mode", "--header-backup-file", file)
-        self._plain("luksHeaderBackup", device, *words, "--", device)
+        self._plain("luksHeaderBackup", device, "--header-backup-file", file)
 
     def restore(self, device: str, file: str) -> None:
         """Have a header of a file in place of the device's."""
-        words = ("--batch-mode", "--header-backup-file", file)
-        self._plain("luksHeaderRestore", device, *words, "--", device)
+        self._plain("luksHeaderRestore", device, "--header-backup-file", file)
 
     def _plain(self, action: str, device: str, *words: str) -> None:
-        result = self._run(*self._prefix, "cryptsetup", action, *words)
+        called = ("cryptsetup", action, "--batch-mode", *words, "--", device)
+        result = self._run(*self._prefix, *called)
         if result.exit_code != 0:
             raise errors.CryptFailed(action, device, _said(result))
 
@@ -399,7 +395,7 @@ def _turn(device: str) -> Iterator[None]:
 
 def has_udev() -> bool:
     """Whether udev answers here."""
-    return _UDEV_CONTROL.exists()
+    return Path("/run/udev/control").exists()
 
 
 def _said(result: Result) -> str:

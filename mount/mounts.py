@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from mount import errors, filesystem, table, target
-from mount.kernel import Kernel
+from mount.kernel import ATIME, Kernel
 from mount.options import CONTEXT, Options, is_same_context
 from mount.table import DeviceNumber, Mount, Table
 
@@ -17,7 +17,6 @@ from mount.table import DeviceNumber, Mount, Table
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
 # Words of mountinfo that are compared; the kernel shows a file system's own options in other
 # words than they were given in, so those are not.
-_ACCESS_TIME = {"noatime", "relatime", "strictatime"}
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
 
@@ -250,8 +249,8 @@ def _root_of(holder: Mount, path: str) -> str:
 
 def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
     """How mountinfo will show a mount with these attributes made from one with those inherited."""
-    times = attributes & _ACCESS_TIME or inherited & _ACCESS_TIME
-    rest = (attributes | inherited) - _ACCESS_TIME
+    times = attributes & ATIME or inherited & ATIME
+    rest = (attributes | inherited) - ATIME
     return frozenset((rest | times) - {"strictatime"})
 
 
@@ -286,13 +285,9 @@ def _why(error: OSError) -> str:
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
 
 
-# The file systems that hold device nodes.
-_HOLDERS = frozenset({"devtmpfs", "tmpfs"})
-
-
 def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tuple[Mount, ...]:
     """Every bind of a node of one of the devices."""
-    binds = (one for one in known.of_types(_HOLDERS) if one.root != "/")
+    binds = (one for one in known.of_types(table.NODE_HOLDERS) if one.root != "/")
     return tuple(one for one in binds if node(kernel, one.path) in numbers)
 
 
@@ -332,17 +327,13 @@ def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
 
 
 def _links(process: Path) -> Iterator[str]:
-    several = (one for name in _MANY for one in _listed(process / name))
-    for link in (*(process / name for name in _SINGLE), *several):
+    links = [process / name for name in _SINGLE]
+    for name in _MANY:
+        with suppress(OSError):
+            links += (process / name).iterdir()
+    for link in links:
         with suppress(OSError):
             yield os.readlink(link)  # noqa: PTH115 - a path library would normalise what it says
-
-
-def _listed(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
 
 
 def _is_in(link: str, places: set[str]) -> bool:

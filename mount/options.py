@@ -12,34 +12,22 @@ from dataclasses import dataclass
 
 from mount import errors
 from mount.filesystem import FILE_SYSTEMS, known
+from mount.kernel import ATIME, ATTRIBUTES
 
-ATTRIBUTES = (
-    "ro",
-    "nosuid",
-    "nodev",
-    "noexec",
-    "noatime",
-    "nodiratime",
-    "relatime",
-    "strictatime",
-    "nosymfollow",
-)
 SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
 
 # The kernel's default said aloud: nothing to do, but a contradiction beside its opposite.
 _DEFAULTS = {
-    "defaults": (),
-    "rw": ("ro",),
-    "suid": ("nosuid",),
-    "dev": ("nodev",),
-    "exec": ("noexec",),
-    "diratime": ("nodiratime",),
-    "symfollow": ("nosymfollow",),
-    "async": ("sync",),
-    "nolazytime": ("lazytime",),
+    "defaults": "",
+    "rw": "ro",
+    "suid": "nosuid",
+    "dev": "nodev",
+    "exec": "noexec",
+    "diratime": "nodiratime",
+    "symfollow": "nosymfollow",
+    "async": "sync",
+    "nolazytime": "lazytime",
 }
-_ATIME = {"noatime", "relatime", "strictatime"}
-
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
@@ -71,7 +59,8 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     """
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
-    allowed = _allowed_data(fs_type)
+    kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
+    allowed = {word for one in kinds for word in one.mount_options.split()}
     attributes, superblock, data, context = set(), set(), [], ""
     for word in words:
         if word.startswith(CONTEXT):
@@ -83,7 +72,9 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
         elif word in allowed or (word.partition("=")[0] + "=" in allowed and "=" in word):
             data.append(word)
         elif word not in _DEFAULTS:
-            raise errors.BadOption(word, f"is not known or not allowed; {_what_is(allowed)}")
+            known_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
+            reason = f"is not known or not allowed; allowed are {known_words}"
+            raise errors.BadOption(word, reason)
     return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
 
 
@@ -141,10 +132,9 @@ def _checked(word: str) -> str:
 
 def _refuse_contradictions(words: Sequence[str]) -> None:
     for word in words:
-        for opposite in _DEFAULTS.get(word, ()):
-            if opposite in words:
-                raise errors.BadOption(word, f"contradicts {opposite}; give one of them")
-    atime = [word for word in words if word in _ATIME]
+        if (opposite := _DEFAULTS.get(word)) in words:
+            raise errors.BadOption(word, f"contradicts {opposite}; give one of them")
+    atime = [word for word in words if word in ATIME]
     if len(atime) > 1:
         raise errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
     seen: dict[str, str] = {}
@@ -155,12 +145,3 @@ def _refuse_contradictions(words: Sequence[str]) -> None:
         if stem in seen:
             raise errors.BadOption(word, f"contradicts {seen[stem]}; give one of them")
         seen[stem] = word
-
-
-def _allowed_data(fs_type: str | None) -> frozenset[str]:
-    kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
-    return frozenset(word for one in kinds for word in one.mount_options.split())
-
-
-def _what_is(allowed: frozenset[str]) -> str:
-    return f"allowed are {', '.join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))}"

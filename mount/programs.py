@@ -21,10 +21,9 @@ import sh
 from mount import command, errors
 from mount.command import Conversation, ConversationOver, Finished, Result, remaining_seconds
 
-# How often to check that a program is alive; another process may keep its terminal open.
-_LOOK_SECONDS = 1.0
-# The same, while it is being ended.
-_END_SECONDS = 0.01
+# How often to check that a program is alive (another process may keep its terminal open), and
+# how often while it is being ended.
+_LOOK_SECONDS, _END_SECONDS = 1.0, 0.01
 _PIECE_BYTES = 1 << 16
 # The most of one answer: a report of ten thousand volumes has a tenth of it.
 _MOST_BYTES = 256 << 20
@@ -39,12 +38,11 @@ class Terminal:
 
     def __init__(
         self,
-        start: Callable[..., Any],
+        start: Callable[..., Any],  # a program of sh's with its arguments
         prompt: bytes,
         environment: Mapping[str, str],
         report: str,
     ) -> None:
-        # `start` is a program of sh's with its arguments.
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
@@ -119,8 +117,7 @@ class Terminal:
         return True
 
     def _is_running(self) -> bool:
-        running: bool = self._running.is_alive()
-        return running
+        return bool(self._running.is_alive())
 
     def _wait(self, deadline: float | None, *, to_say: bool) -> None:
         """Wait for something to read, or for room to write; TimeoutError, ConversationOver."""
@@ -216,7 +213,16 @@ class Programs:
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
         problem: errors.CommandError | None = None
-        with TemporaryFile() as stderr, _piped(words, stderr, stdin) as running, _ended_in(running):
+        # Unbuffered where it reads a secret: nothing between keeps a copy of what is written.
+        bufsize = -1 if stdin is None else 0
+        with (
+            TemporaryFile() as stderr,
+            _started(words, stdin, stderr, bufsize) as running,
+            _ended_in(running),
+        ):
+            if running.stdin is not None and stdin is not None:
+                with suppress(BrokenPipeError), running.stdin:  # it says itself why it ended
+                    running.stdin.write(stdin)
             output = cast("BinaryIO", running.stdout)
             try:
                 yield output
@@ -275,8 +281,7 @@ def _by_subprocess(
     It forks a process of this one's size, and has threads to read what the program prints; Popen
     has neither (vfork(2)).
     """
-    running = _started(words, stdin, subprocess.PIPE)
-    in_time = True
+    running, in_time = _started(words, stdin, subprocess.PIPE), True
     try:
         # Written from where it is: nothing copies it.
         stdout, stderr = running.communicate(cast(bytes, stdin), timeout=timeout_seconds)
@@ -292,18 +297,6 @@ def _by_subprocess(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
             ) from None
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
-
-
-def _piped(
-    words: Sequence[str], stderr: BinaryIO, stdin: bytearray | None = None
-) -> "subprocess.Popen[bytes]":
-    """A program whose output is a pipe."""
-    # Nothing between keeps a copy of what is written.
-    running = _started(words, stdin, stderr, bufsize=0 if stdin is not None else -1)
-    if running.stdin is not None and stdin is not None:
-        with suppress(BrokenPipeError), running.stdin:  # it tells itself why it ended
-            running.stdin.write(stdin)
-    return running
 
 
 @contextmanager
@@ -370,10 +363,9 @@ def _ended(
 
 def _exit_code(running: sh.RunningCommand) -> int:
     try:
-        code: int = running.exit_code
+        return int(running.exit_code)
     except sh.ErrorReturnCode as error:
-        code = error.exit_code
-    return code
+        return int(error.exit_code)
 
 
 def _program(name: str) -> sh.Command:

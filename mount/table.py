@@ -1,7 +1,7 @@
 """The kernel's mount table: /proc/self/mountinfo, parsed exactly (proc(5))."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,8 @@ from mount.kernel import Kernel
 
 DeviceNumber = tuple[int, int]
 
-# How d_path(9) ends for what was unlinked.
+# The file systems that hold device nodes, and how d_path(9) ends for what was unlinked.
+NODE_HOLDERS = frozenset({"devtmpfs", "tmpfs"})
 _DELETED = "//deleted"
 
 _CONTEXT = re.compile(r'(?:^|,)context=(?:"([^"]*)"|([^,"]*))')
@@ -58,7 +59,7 @@ class Mount:
 
         It still opens whatever has the device's number now, which may be another volume.
         """
-        return self.fs_type in {"devtmpfs", "tmpfs"} and self.root.endswith(_DELETED)
+        return self.fs_type in NODE_HOLDERS and self.root.endswith(_DELETED)
 
     @property
     def context(self) -> str:
@@ -108,11 +109,10 @@ class Table:
         found = self._having(f" {device[0]}:{device[1]} ", _BTRFS)
         return tuple(mount for mount in found if mount.device == device)
 
-    def of_types(self, fs_types: Iterable[str]) -> tuple[Mount, ...]:
+    def of_types(self, fs_types: Collection[str]) -> tuple[Mount, ...]:
         """Every mount of file systems of these types."""
-        wanted = frozenset(fs_types)
-        found = self._having(*(f" - {one} " for one in wanted))
-        return tuple(mount for mount in found if mount.fs_type in wanted)
+        found = self._having(*(f" - {one} " for one in fs_types))
+        return tuple(mount for mount in found if mount.fs_type in fs_types)
 
     def under(self, path: str) -> tuple[Mount, ...]:
         """The mounts below `path`, those at `path` itself not among them."""
@@ -139,8 +139,9 @@ class Table:
         # A line begins with the mount's own number.
         if (found := self._parsed.get(line)) is None:
             found = _parse_line(line)
-            if self._device_number is not None:
-                found = _with_block_device(found, self._device_number)
+            if self._device_number is not None and found.fs_type == "btrfs":
+                with suppress(OSError):
+                    found = replace(found, device=self._device_number(found.source))
             self._parsed[line] = found
         return found
 
@@ -166,13 +167,6 @@ def _word(path: str, end: str = " ") -> str:
     """What is in each line that has this path, however the kernel writes what is odd in it."""
     plain = _ESCAPED.split(path)
     return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
-
-
-def _with_block_device(mount: Mount, device_number: Callable[[str], DeviceNumber]) -> Mount:
-    if mount.fs_type == "btrfs":
-        with suppress(OSError):
-            return replace(mount, device=device_number(mount.source))
-    return mount
 
 
 def _parse_line(line: str) -> Mount:

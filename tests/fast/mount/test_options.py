@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mount import errors, options
+from mount import errors, kernel, options
 from mount.filesystem import FILE_SYSTEMS
 from mount.options import Options
 
 _known = [
-    *options.ATTRIBUTES,
+    *kernel.ATTRIBUTES,
     *options.SUPERBLOCK,
     *" ".join(one.mount_options for one in FILE_SYSTEMS.values()).split(),
     "rw",
@@ -125,7 +125,7 @@ def test_any_flags_are_options_or_a_bad_option(flags: list[str]) -> None:
         found = options.parse(flags)
     except errors.BadOption:
         return
-    assert found.attributes <= set(options.ATTRIBUTES)
+    assert found.attributes <= set(kernel.ATTRIBUTES)
     assert found.superblock <= set(options.SUPERBLOCK)
     assert '"' not in found.context
     for word in found.data:

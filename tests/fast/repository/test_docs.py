@@ -16,7 +16,7 @@ from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
 from agent.core import classes, codes, settings
 from agent.core.parameters import INLINE, MUTABLE, PREFIX, STORAGE_CLASS
-from mount import filesystem, options
+from mount import filesystem, kernel, options
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
@@ -87,7 +87,7 @@ def test_each_file_system_is_documented(fs_type: str) -> None:
 def test_every_mount_option_is_documented_and_no_other() -> None:
     rows = section(text_of("docs/configuration.md"), "Mount options").splitlines()
     documented = {line.split("|")[1].strip(): coded(line) for line in rows if line.startswith("|")}
-    assert documented["of the mount"] == set(options.ATTRIBUTES)
+    assert documented["of the mount"] == set(kernel.ATTRIBUTES)
     assert documented["of the superblock"] == set(options.SUPERBLOCK)
     assert documented["of SELinux"] == {options.CONTEXT}
     for fs_type, known in filesystem.FILE_SYSTEMS.items():
