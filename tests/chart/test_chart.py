@@ -70,6 +70,12 @@ def without(values: Values, place: Place) -> Values:
     return left
 
 
+def the_configuration(path: Path, tmp_path: Path) -> settings.Config:
+    """What Carver reads of the only DaemonSet's."""
+    [(_, loaded)] = manifest.configurations(path, tmp_path)
+    return loaded
+
+
 def kinds(path: Path) -> set[str]:
     return {one["kind"] for one in manifest.objects(path)}
 
@@ -151,12 +157,7 @@ def test_without_a_choice_of_storage_nothing_is_installed(template: Template) ->
     template({"config": 'classes = [\n  {name = "fast", group = "nvme", default = true},\n]\n'})
 
 
-def test_a_typo_is_refused(template: Template) -> None:
-    with pytest.raises(Refused, match="nodeselector"):
-        template(DEMO | {"node": {"nodeselector": {}}})
-
-
-# Without anything
+# Defaults
 
 
 def test_the_default_comes_up_without_the_snapshot_crds(template: Template) -> None:
@@ -189,24 +190,21 @@ def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Temp
         template(DEMO | {"sidecars": {"snapshotter": {"groups": True}}})
 
 
-def test_changed_blocks_are_told_by_one_node_under_the_name_of_its_certificate(
+def test_changed_blocks_are_served_by_one_node_under_its_certificate_s_name(
     template: Template,
 ) -> None:
     assert "cbt.storage.k8s.io" not in template(DEMO).read_text()
     needed = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
     made = template(DEMO | {"sidecars": {"snapshotMetadata": needed}})
     flags = manifest.flags(manifest.container(made, "snapshot-metadata"))
-    [mount] = [
-        one
-        for one in manifest.container(made, "snapshot-metadata")["volumeMounts"]
-        if one["name"] == "snapshot-metadata"
-    ]
-    assert flags["tls-cert"].startswith(f"{mount['mountPath']}/")
-    told = manifest.the(made, "SnapshotMetadataService")
-    assert told["apiVersion"] == "cbt.storage.k8s.io/v1beta1"
+    own = manifest.container(made, "snapshot-metadata")
+    [path] = [one["mountPath"] for one in own["volumeMounts"] if one["name"] == "snapshot-metadata"]
+    assert flags["tls-cert"].startswith(f"{path}/")
+    announced = manifest.the(made, "SnapshotMetadataService")
+    assert announced["apiVersion"] == "cbt.storage.k8s.io/v1beta1"
     [driver] = manifest.names(made, "CSIDriver")
-    assert told["metadata"]["name"] == driver
-    assert told["spec"] == {
+    assert announced["metadata"]["name"] == driver
+    assert announced["spec"] == {
         "address": "carver-snapshot-metadata.storage:6443",
         "audience": driver,
         "caCert": "cGVt",
@@ -216,7 +214,7 @@ def test_changed_blocks_are_told_by_one_node_under_the_name_of_its_certificate(
     [pod] = [one["spec"]["template"] for one in manifest.of_kind(made, "DaemonSet")]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     [port] = service["spec"]["ports"]
-    [of_pod] = manifest.container(made, "snapshot-metadata")["ports"]
+    [of_pod] = own["ports"]
     assert (port["port"], port["targetPort"]) == (6443, of_pod["name"])
     assert of_pod["containerPort"] == int(flags["port"])
     roles = {one["metadata"]["name"]: one for one in manifest.of_kind(made, "ClusterRole")}
@@ -226,7 +224,7 @@ def test_changed_blocks_are_told_by_one_node_under_the_name_of_its_certificate(
     assert verbs == {"get", "create"}
 
 
-# Several
+# Pools and releases
 
 
 def test_pools_have_configurations_of_their_own_under_one_driver(
@@ -235,10 +233,8 @@ def test_pools_have_configurations_of_their_own_under_one_driver(
     made = template(read(Path(__file__).parent / "values" / "pools.yaml"))
     assert len(manifest.of_kind(made, "CSIDriver")) == 1
     nvme, bulk = manifest.of_kind(made, "DaemonSet")
-    assert [nvme["metadata"]["name"], bulk["metadata"]["name"]] == [
-        "carver-node-nvme",
-        "carver-node-bulk",
-    ]
+    names = [one["metadata"]["name"] for one in (nvme, bulk)]
+    assert names == ["carver-node-nvme", "carver-node-bulk"]
     selectors = [one["spec"]["selector"]["matchLabels"] for one in (nvme, bulk)]
     assert selectors[0] != selectors[1]
     [(fast_pod, fast), (bulk_pod, slow)] = manifest.configurations(made, tmp_path)
@@ -280,8 +276,7 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
     first = template(DEMO, "carver", SNAPSHOTS)
     second = template(DEMO | {"driverName": "two.csi.carver"}, "two", SNAPSHOTS)
     assert shared(first) & shared(second) == set()
-    [(_, one)] = manifest.configurations(first, tmp_path)
-    [(_, two)] = manifest.configurations(second, tmp_path)
+    one, two = (the_configuration(path, tmp_path) for path in (first, second))
     assert one.endpoint != two.endpoint
     assert one.topology_key != two.topology_key
     assert [one.definitions[0].file, two.definitions[0].file] == [
@@ -296,7 +291,7 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
     assert names[0] & names[1] == set()
 
 
-# What goes together
+# Single values
 
 
 @pytest.mark.parametrize(
@@ -321,10 +316,12 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
             "clusters of one node",
         ),
         ({"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}, "enable one"),
+        # A typo.
+        ({"node": {"nodeselector": {}}}, "nodeselector"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_what_does_not_go_together_is_told(values: Values, word: str, template: Template) -> None:
+def test_contradicting_values_are_refused(values: Values, word: str, template: Template) -> None:
     with pytest.raises(Refused, match=re.escape(word)):
         template(DEMO | values)
 
@@ -337,23 +334,21 @@ def test_the_node_may_list_the_cluster_only_where_orphans_are_looked_for(
     roles = manifest.of_kind(made, "ClusterRole")
     [role] = [one for one in roles if one["metadata"]["name"] == "lvm.csi.carver-orphans"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
-    [(_, loaded)] = manifest.configurations(made, tmp_path)
-    assert loaded.orphan_interval_seconds == 600
+    assert the_configuration(made, tmp_path).orphan_interval_seconds == 600
 
 
-def test_any_setting_is_passed_through_as_what_it_is(template: Template, tmp_path: Path) -> None:
+def test_any_setting_and_argument_is_passed_through_as_it_is(
+    template: Template, tmp_path: Path
+) -> None:
     large = 10 << 40
     values = {"settings": {"file_size": large, "wipe": "none", "devices": ["/dev/sdb"]}}
-    [(_, loaded)] = manifest.configurations(template(DEMO | values), tmp_path)
+    loaded = the_configuration(template(DEMO | values), tmp_path)
     assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb",))
     file = loaded.definitions[0].file
     assert file is not None
     assert file.size_bytes == large
-
-
-def test_arguments_arrive_as_they_are_given(template: Template, tmp_path: Path) -> None:
     made = template(read(Path(__file__).parent / "values" / "container.yaml"))
-    [(_, loaded)] = manifest.configurations(made, tmp_path)
+    loaded = the_configuration(made, tmp_path)
     assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb", "/dev/sdc"))
 
 
@@ -366,7 +361,7 @@ def test_an_image_can_be_named_by_its_digest(template: Template) -> None:
 
 def test_the_probes_need_no_metrics(template: Template, tmp_path: Path) -> None:
     made = template(DEMO | {"metrics": {"enabled": False}})
-    [(_, loaded)] = manifest.configurations(made, tmp_path)
+    loaded = the_configuration(made, tmp_path)
     assert loaded.metrics_address is None
     assert loaded.health_address == values.Address("", 9898)
     one = manifest.container(made, "carver")

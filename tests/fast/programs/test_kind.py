@@ -1,4 +1,4 @@
-"""deploy/kind's scripts, with programs in their place that write down what they are asked to do."""
+"""deploy/kind's scripts, with fake programs that record how they are called."""
 
 import os
 import subprocess
@@ -87,6 +87,12 @@ class Machine:
             timeout=60,
         )
 
+    def succeed(self, script: str) -> str:
+        """Run a script that succeeds; return its output."""
+        ended = self.run(script)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
     @property
     def asked(self) -> list[str]:
         """What was asked of the programs, but for looking about."""
@@ -102,32 +108,28 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_up_makes_a_cluster_with_carver_in_it(machine: Machine) -> None:
-    ended = machine.run("up.sh")
-    assert ended.returncode == 0, ended.stderr
-    assert f"export KUBECONFIG={machine.state}/kubeconfig" in ended.stdout
+    output = machine.succeed("up.sh")
+    assert f"export KUBECONFIG={machine.state}/kubeconfig" in output
     assert f"vgcreate --devices {LOOP} --metadatasize 8m carver-kind {LOOP}" in machine.asked
     assert any(one.startswith("kind load image-archive --name carver ") for one in machine.asked)
     assert (machine.state / "carver.img").stat().st_size == 10 << 30
     applied = (machine.folder / "applied").read_text()
     assert f'devices = ["{LOOP}"]' in applied
     assert "/dev/carver-kind" not in applied
-    assert "no module dm_raid" in ended.stdout
+    assert "no module dm_raid" in output
 
 
-def test_up_leaves_the_kubeconfig_of_its_caller_alone(machine: Machine) -> None:
+def test_up_again_changes_neither_the_cluster_nor_the_caller_s_kubeconfig(
+    machine: Machine,
+) -> None:
     (machine.folder / "mine").write_text("mine")
-    assert machine.run("up.sh").returncode == 0
-    assert machine.run("up.sh").returncode == 0
+    machine.succeed("up.sh")
+    machine.succeed("up.sh")
+    for once in ("vgcreate", "losetup --find", "kind create"):
+        assert len([one for one in machine.asked if one.startswith(once)]) == 1
     assert (machine.folder / "mine").read_text() == "mine"
     assert (machine.state / "kubeconfig").read_text() == "exported\n"
     assert (machine.state / "kubeconfig").stat().st_mode & 0o777 == 0o600
-
-
-def test_up_again_finds_what_is_there(machine: Machine) -> None:
-    assert machine.run("up.sh").returncode == 0
-    assert machine.run("up.sh").returncode == 0
-    for once in ("vgcreate", "losetup --find", "kind create"):
-        assert len([one for one in machine.asked if one.startswith(once)]) == 1
 
 
 def test_images_that_docker_has_are_loaded_and_the_others_are_named(machine: Machine) -> None:
@@ -145,9 +147,10 @@ def test_images_that_docker_has_are_loaded_and_the_others_are_named(machine: Mac
         ("id", {"*": "echo 1000"}, "run it as root"),
         ("docker", {"info*": "exit 1"}, "docker does not answer"),
         ("dmsetup", {"*": "exit 1"}, "device-mapper does not answer"),
+        ("uname", {"*": "echo riscv64"}, "riscv64"),
     ],
 )
-def test_up_says_what_it_lacks_and_has_made_nothing(
+def test_up_says_what_it_lacks_and_changes_nothing(
     machine: Machine, name: str, replies: dict[str, str], sentence: str
 ) -> None:
     machine.reply(name, replies)
@@ -157,38 +160,26 @@ def test_up_says_what_it_lacks_and_has_made_nothing(
     assert not machine.state.exists()
 
 
-def test_up_says_that_there_is_no_image(machine: Machine) -> None:
-    for there in (True, False):
-        if there:
-            next((machine.project / "dist").iterdir()).unlink()
-        else:
-            (machine.project / "dist").rmdir()
+def test_up_fails_without_an_image(machine: Machine) -> None:
+    complaint = "up.sh: there is no image for amd64 in dist/: run make image\n"
+    [image] = (machine.project / "dist").iterdir()
+    for remove in (image.unlink, image.parent.rmdir):
+        remove()
         ended = machine.run("up.sh")
-        assert (ended.returncode, ended.stderr) == (
-            1,
-            "up.sh: there is no image for amd64 in dist/: run make image\n",
-        )
+        assert (ended.returncode, ended.stderr) == (1, complaint)
 
 
-@pytest.mark.parametrize(("told", "own"), [("x86_64", "amd64"), ("aarch64", "arm64")])
+@pytest.mark.parametrize(("processor", "own"), [("x86_64", "amd64"), ("aarch64", "arm64")])
 def test_up_takes_the_newest_image_for_this_machine_s_processor(
-    machine: Machine, told: str, own: str
+    machine: Machine, processor: str, own: str
 ) -> None:
     for version in ("0.1.0", "0.9.0", "0.10.0"):
         for one in ("amd64", "arm64"):
             (machine.project / "dist" / f"carver-{version}-{one}.oci.tar").touch()
-    machine.reply("uname", {"*": f"echo {told}"})
-    assert machine.run("up.sh").returncode == 0
+    machine.reply("uname", {"*": f"echo {processor}"})
+    machine.succeed("up.sh")
     [loaded] = [one for one in machine.asked if one.startswith("kind load image-archive")]
     assert loaded.endswith(f"/carver-0.10.0-{own}.oci.tar")
-
-
-def test_up_says_that_there_is_no_image_for_such_a_processor(machine: Machine) -> None:
-    machine.reply("uname", {"*": "echo riscv64"})
-    ended = machine.run("up.sh")
-    assert ended.returncode == 1
-    assert "riscv64" in ended.stderr
-    assert not machine.state.exists()
 
 
 @pytest.mark.parametrize("program", ["kind", "kubectl", "docker"])
@@ -206,11 +197,10 @@ def test_up_refuses_arguments_that_it_does_not_know(machine: Machine, arguments:
     assert not machine.state.exists()
 
 
-def test_down_removes_all_that_up_made(machine: Machine) -> None:
-    assert machine.run("up.sh").returncode == 0
+def test_down_removes_all_that_up_made_and_then_finds_nothing_to_do(machine: Machine) -> None:
+    machine.succeed("up.sh")
     before = len(machine.asked)
-    ended = machine.run("down.sh")
-    assert ended.returncode == 0, ended.stderr
+    machine.succeed("down.sh")
     assert not machine.state.exists()
     assert not [one for one in ("clusters", "loop", "group") if (machine.folder / one).exists()]
     done = machine.asked[before:]
@@ -225,18 +215,13 @@ def test_down_removes_all_that_up_made(machine: Machine) -> None:
     assert [one for one in done if one in order] == order
     # Of the names in /dev only the volume's own.
     assert not [one for one in done if "/dev/sda" in one]
-
-
-def test_down_again_finds_nothing_to_do(machine: Machine) -> None:
-    assert machine.run("up.sh").returncode == 0
-    assert machine.run("down.sh").returncode == 0
     before = len(machine.asked)
-    assert machine.run("down.sh").returncode == 0
+    machine.succeed("down.sh")
     assert machine.asked[before:] == ["kind get clusters"]
 
 
 def test_down_leaves_everything_where_a_volume_is_in_use(machine: Machine) -> None:
-    assert machine.run("up.sh").returncode == 0
+    machine.succeed("up.sh")
     machine.reply("vgchange", {"*": "exit 5"})
     machine.reply("vgremove", {"*": "echo in use >&2; exit 5"})
     assert machine.run("down.sh").returncode == 5
@@ -244,7 +229,7 @@ def test_down_leaves_everything_where_a_volume_is_in_use(machine: Machine) -> No
     assert (machine.folder / "loop").exists()
 
 
-def test_the_node_s_mounts_do_not_come_to_the_machine() -> None:
+def test_mounts_of_the_node_are_not_propagated_to_the_machine() -> None:
     [node] = yaml.safe_load((KIND / "cluster.yaml").read_text())["nodes"]
     assert {one["hostPath"]: one["propagation"] for one in node["extraMounts"]} == {
         "/dev": "None",
@@ -253,6 +238,6 @@ def test_the_node_s_mounts_do_not_come_to_the_machine() -> None:
 
 
 @pytest.mark.parametrize("script", ["up.sh", "down.sh"])
-def test_the_scripts_can_be_run(script: str) -> None:
+def test_the_scripts_are_executable(script: str) -> None:
     assert os.access(KIND / script, os.X_OK)
     subprocess.run(["bash", "-n", str(KIND / script)], check=True)
