@@ -28,7 +28,7 @@ def let_go_of_left_behind() -> None:
 
 @dataclass(frozen=True)
 class Disk:
-    """A block device whose device-mapper table can be changed under whoever uses it."""
+    """A block device whose device-mapper table can be changed while it is in use."""
 
     name: str
     under: str
@@ -62,7 +62,7 @@ class Disk:
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
-        """Inside, whoever reads or writes there waits."""
+        """Inside, reads and writes wait."""
         _dmsetup("suspend", "--noflush", "--nolockfs", self.name)
         try:
             yield

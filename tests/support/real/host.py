@@ -232,9 +232,8 @@ class RealHost:
         """The volumes of a group that dmeventd is asked to watch."""
         options = ("--noheadings", "--all", "--options", "lv_name,seg_monitor")
         devices = ("--devices", ",".join(self.lvm.devices))
-        told = self._lab.programs("lvm", "lvs", *devices, *options, "--", group)
-        assert told.exit_code == 0, told.stderr
-        rows = [line.split(maxsplit=1) for line in told.stdout.splitlines()]
+        shown = self._require("lvm", "lvs", *devices, *options, "--", group)
+        rows = [line.split(maxsplit=1) for line in shown.splitlines()]
         return {row[0] for row in rows if row[1:] == ["monitored"]}
 
     def deactivate(self, group: str, name: str) -> None:
@@ -297,12 +296,10 @@ class RealHost:
         Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("by a test")
 
     def suspend(self, group: str, name: str) -> None:
-        """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
-        ended = self._lab.programs("dmsetup", "suspend", names.device(group, name))
-        assert ended.exit_code == 0, ended.stderr
+        """Block all that uses a volume, as lvm2 does while it changes the volume."""
+        self._dmsetup("suspend", names.device(group, name))
 
     def is_suspended(self, group: str, name: str) -> bool:
-        """Whether whoever uses a volume waits."""
         device = self.devices.find(group, name)
         assert device is not None
         major, minor = device.number
@@ -310,8 +307,7 @@ class RealHost:
 
     def write(self, device: str, fs_type: str) -> None:
         """Put a file system on a device, behind Carver's back."""
-        ended = self._lab.programs(f"mkfs.{fs_type}", "-q", "--", device)
-        assert ended.exit_code == 0, ended.stderr
+        self._require(f"mkfs.{fs_type}", "-q", "--", device)
 
     def write_bytes(self, device: str, offset_bytes: int, data: bytes) -> None:
         """Write whole blocks of data on a device, as the program does that has it."""
@@ -365,7 +361,11 @@ class RealHost:
         self._dmsetup("resume", device)
 
     def _dmsetup(self, *words: str) -> str:
-        ended = self._lab.programs("dmsetup", *words)
+        return self._require("dmsetup", *words)
+
+    def _require(self, *words: str) -> str:
+        """Run a program that succeeds; return what it printed."""
+        ended = self._lab.programs(*words)
         assert ended.exit_code == 0, ended.stderr
         return ended.stdout.strip()
 
@@ -376,8 +376,7 @@ class RealHost:
         """
         device = f"{names.device(group, pool)}-tpool"
         for number in range(_UNKNOWN_TO_LVM2, _UNKNOWN_TO_LVM2 + blocks):
-            ended = self._lab.programs("dmsetup", "message", device, "0", f"create_thin {number}")
-            assert ended.exit_code == 0, ended.stderr
+            self._dmsetup("message", device, "0", f"create_thin {number}")
 
     def label(self, device: str) -> None:
         """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""
@@ -408,8 +407,8 @@ class RealHost:
         own.mkdir()
         (own / "lvm.conf").symlink_to("/etc/lvm/lvm.conf")
         lines = [
-            "=".join((name.replace("__", "/"), told if told.isdigit() else f'["{told}"]'))
-            for name, told in settings.items()
+            "=".join((name.replace("__", "/"), value if value.isdigit() else f'["{value}"]'))
+            for name, value in settings.items()
         ]
         (own / "lvmlocal.conf").write_text("\n".join([*lines, ""]))
         place = f"LVM_SYSTEM_DIR={own}"
@@ -453,8 +452,7 @@ class RealHost:
         """Break the ext4 on a device so that no program mends it unasked."""
         # Without its root directory, and marked as having errors so that e2fsck looks at all.
         for request in ("clri <2>", "set_super_value state 2"):
-            ended = self._lab.programs("debugfs", "-w", "-R", request, device)
-            assert ended.exit_code == 0, ended.stderr
+            self._require("debugfs", "-w", "-R", request, device)
 
     def mark_free(self, group: str, mark: bytes) -> None:
         """Have a mark at the start of each block of all free extents, as of an earlier owner."""
@@ -492,8 +490,7 @@ class RealHost:
             name = (holder / "dm/name").read_text().strip()
             if name.startswith("carver-luks-"):
                 self._detach(self.kernel.device_number(f"/dev/{holder.name}"))
-                ended = self._lab.programs("cryptsetup", "close", "--", name)
-                assert ended.exit_code == 0, ended.stderr
+                self._require("cryptsetup", "close", "--", name)
 
     def _unmount_all(self) -> None:
         own = f"{self.directory.parent}/"
