@@ -8,8 +8,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -120,24 +121,25 @@ class TaskQueue(Generic[J]):
         if self._stopping.is_set() or job.cancelled.is_set():
             raise Stopping(job.key)
 
-    def cancel(self, key: str) -> None:
-        """Cancel the volume's job, and let none begin until `allow`.
+    @contextmanager
+    def halted(self, key: str) -> Iterator[None]:
+        """Cancel the volume's job, and let none begin within the `with`.
 
         Raises Stopping where it does not end within ten seconds: then the disk does not answer.
         """
-        with self._guard:
-            self._barred.add(key)
-            job = self._jobs.get(key)
-        if job is not None:
-            job.cancelled.set()
-            if job.running and not wait([job.ended], _ENDING_SECONDS).done:
-                raise Stopping(key)
-        self.forget(key)
-
-    def allow(self, key: str) -> None:
-        """Let jobs for the volume begin again."""
-        with self._guard:
-            self._barred.discard(key)
+        try:
+            with self._guard:
+                self._barred.add(key)
+                job = self._jobs.get(key)
+            if job is not None:
+                job.cancelled.set()
+                if job.running and not wait([job.ended], _ENDING_SECONDS).done:
+                    raise Stopping(key)
+            self.forget(key)
+            yield
+        finally:
+            with self._guard:
+                self._barred.discard(key)
 
     def forget(self, key: str) -> J | None:
         """Drop the job of an earlier volume with the id; it ends at its next safe point."""

@@ -16,9 +16,9 @@ record.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -224,15 +224,6 @@ class Copier:
         if found.problem:
             raise errors.SourceLost(str(found.id), found.problem)
         return found
-
-    @contextmanager
-    def halted(self, volume_id: str) -> Iterator[None]:
-        """Stop copies to the volume, which is being deleted, until the end of the `with`."""
-        try:
-            self.jobs.cancel(volume_id)
-            yield
-        finally:
-            self.jobs.allow(volume_id)
 
     def clear(self, known: report.Report, volume: Volume) -> None:
         """Remove the bridge of a volume that is deleted, if it has one still."""

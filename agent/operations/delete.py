@@ -10,9 +10,9 @@ from agent.core import errors, ids, users
 from agent.core.context import Context
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
-from agent.operations import erase_free
 from agent.operations.clone import Copier
 from agent.operations.erase import Eraser
+from agent.operations.erase_free import reservation_name
 from agent.operations.reencrypt import Reencrypter
 from agent.operations.remove_pool import PoolRemover
 from lvm import volumes
@@ -54,8 +54,8 @@ class VolumeDeleter:
         self._detached.cancel(volume_id)
         with (
             suppress(errors.NoSuchVolume),
-            self._copier.halted(volume_id),
-            self._reencrypter.halted(volume_id),
+            self._copier.jobs.halted(volume_id),
+            self._reencrypter.jobs.halted(volume_id),
         ):
             self._delete(volume_id, is_own=not (received or moved))
 
@@ -75,8 +75,8 @@ class VolumeDeleter:
                     volume_id, held, "they are nothing without it; delete them first"
                 )
             lvm = self._volume_groups.lvm(group)
-            if grown := erase_free.growth_reservation(volume.group, volume.name):
-                volumes.remove(lvm, group, grown)
+            if (growth := reservation_name(volume.name)) in volume.group.volumes:
+                volumes.remove(lvm, group, growth)
             # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
             # of the pool is missing lvm2 cannot change it.
             at_once = volume.layout.is_thin and not (

@@ -35,12 +35,6 @@ class _Growth(Job):
         return f"{100 * self.done_bytes // self.size_bytes} % of {self.size_bytes} bytes"
 
 
-def growth_reservation(group: report.Group, name: str) -> str:
-    """The logical volume that reserves the extents a volume grows by; empty if there is none."""
-    own = _reservation_name(name)
-    return own if own in group.volumes else ""
-
-
 class GrowthZeroer:
     """Zeroes the extents that a volume grows by, in a logical volume that reserves them."""
 
@@ -65,7 +59,7 @@ class GrowthZeroer:
         once. The first and the last call run two commands in all. Raises Overwriting until it is
         done, NoRoom.
         """
-        group, own = volume.group, _reservation_name(volume.name)
+        group, own = volume.group, reservation_name(volume.name)
         lvm = self._lvm(group.name)
         reserved = group.volumes.get(own)
         if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
@@ -107,7 +101,7 @@ class GrowthZeroer:
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
-        new = New(_reservation_name(volume.name), taken, own_tags)
+        new = New(reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
         return self._inventory.state(group.name).group(group.name).volume(new.name)
 
@@ -132,7 +126,8 @@ def _taken_bytes(volume: Volume, size_bytes: int) -> int:
     return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
 
 
-def _reservation_name(name: str) -> str:
+def reservation_name(name: str) -> str:
+    """The logical volume that reserves the extents by which a volume grows."""
     return names.logical_volume(ids.GROWTH_PREFIX, name)
 
 

@@ -152,7 +152,9 @@ class GroupSnapshotter:
         self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
-        sources = [self._source(known, one) for one in call.source_ids]
+        sources = [self._inventory.usable(known, one) for one in call.source_ids]
+        if deleted := list(filter(self._eraser.is_deleting, call.source_ids)):
+            raise errors.NoSuchVolume(deleted[0])
         own = self.logical_name(call.name)
         identity = str(VolumeId.of(sources[0].group, own))
         planned = {
@@ -164,7 +166,15 @@ class GroupSnapshotter:
             raise errors.BadField("source_volume_ids", "are in too many volume groups")
         self._snapshotter.require_free(known, *planned)
         held = self._choose_held(sources)
-        self._check_room(call, sources, held)
+        # Errors of room come before the volumes are suspended.
+        needed: Counter[str] = Counter()
+        for one in sources:
+            needed[one.group.name] += self._snapshotter.needed_bytes(
+                one,
+                call.size,
+                copy_on_write=str(one.id) in held,
+                beside_bytes=needed[one.group.name],
+            )
         own_tags = {
             tag.NAME: call.name,
             tag.GROUP_SNAPSHOT: identity,
@@ -220,12 +230,6 @@ class GroupSnapshotter:
             " left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
         )
         raise errors.NotWhole(found[0].group_snapshot_id, why)
-
-    def _source(self, known: report.Report, volume_id: str) -> Volume:
-        volume = self._inventory.usable(known, volume_id)
-        if self._eraser.is_deleting(volume_id):
-            raise errors.NoSuchVolume(volume_id)
-        return volume
 
     @contextmanager
     def _quiesced(self, held: list[Volume], seconds: float, turns: HeldGroups) -> Iterator[Quiesce]:
@@ -288,19 +292,6 @@ class GroupSnapshotter:
                     str(volume.id),
                     f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
                 )
-
-    def _check_room(
-        self, call: CreateGroupSnapshot, volumes: list[Volume], held: Mapping[str, Volume]
-    ) -> None:
-        """Raise errors of room before the volumes are suspended."""
-        needed: Counter[str] = Counter()
-        for one in volumes:
-            needed[one.group.name] += self._snapshotter.needed_bytes(
-                one,
-                call.size,
-                copy_on_write=str(one.id) in held,
-                beside_bytes=needed[one.group.name],
-            )
 
     def _groups_of(self, group_snapshot_id: str) -> Set[str]:
         """The groups that may have parts of one; its id names the group of its first source."""

@@ -16,9 +16,8 @@ Crash point: between the end and the UUID; it is re-encrypted once more.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from agent.core import errors, luks_devices, tag
@@ -81,18 +80,6 @@ class Reencrypter:
             raise errors.Reencrypting(job.key, progress(self._kernel, device))
         job.ended.result()
         return True
-
-    @contextmanager
-    def halted(self, volume_id: str) -> Iterator[None]:
-        """Stop the re-encryption of a volume that is unstaged or deleted, within the `with`.
-
-        Raises Stopping where cryptsetup does not end soon.
-        """
-        try:
-            self.jobs.cancel(volume_id)
-            yield
-        finally:
-            self.jobs.allow(volume_id)
 
     def _start(self, volume: Volume, device: Device, key: Key) -> _Reencryption:
         # A copy of the key, because the call's is overwritten at its end; and of the report only

@@ -258,7 +258,7 @@ class Stager:
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._inventory.replace_tags(seen.group.name, seen.name, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
-        with self._reencrypter.halted(call.volume_id):
+        with self._reencrypter.jobs.halted(call.volume_id):
             # Crash point: unmounted and open; the next unstage or stage closes it.
             self._mappings.close_unused(call.volume_id)
 

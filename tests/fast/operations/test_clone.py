@@ -517,10 +517,8 @@ def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_
 def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None:
     done: list[str] = []
     jobs = TaskQueue("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
-    jobs.cancel("one")
-    with pytest.raises(OperationPending):
+    with jobs.halted("one"), pytest.raises(OperationPending):
         jobs.start(Job("one"))
-    jobs.allow("one")
     jobs.start(Job("one")).ended.result(20)
     assert done == ["one"]
     jobs.stop()
