@@ -23,7 +23,6 @@ _BLOCK_BYTES = 4096
 _BUSY_TRIES = 50
 _BUSY_SECONDS = 0.1
 
-
 Bytes = bytes | memoryview
 
 
@@ -55,16 +54,19 @@ def open_exclusively(device: str, directory: int | None = None, mode: int = os.O
 def read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> bytes:
     """pread(2); EIO where there are fewer bytes."""
     data = os.pread(descriptor, length_bytes, offset_bytes)
-    if len(data) != length_bytes:
-        raise OSError(errno.EIO, f"{len(data)} of {length_bytes} bytes at {offset_bytes}", device)
+    _require(len(data), length_bytes, offset_bytes, device)
     return data
 
 
 def write(descriptor: int, device: str, offset_bytes: int, data: Bytes) -> None:
     """pwrite(2) of all of it."""
     written = os.pwrite(descriptor, data, offset_bytes)
-    if written != len(data):
-        raise OSError(errno.EIO, f"{written} of {len(data)} bytes at {offset_bytes}", device)
+    _require(written, len(data), offset_bytes, device)
+
+
+def _require(done_bytes: int, length_bytes: int, offset_bytes: int, device: str) -> None:
+    if done_bytes != length_bytes:
+        raise OSError(errno.EIO, f"{done_bytes} of {length_bytes} bytes at {offset_bytes}", device)
 
 
 def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
@@ -120,9 +122,7 @@ class Opened:
             part = self._around(offset_bytes, len(place))[begun : begun + len(place)]
             found = len(part)
             place[:found] = part
-        if found != len(place):
-            problem = f"{found} of {len(place)} bytes at {offset_bytes}"
-            raise OSError(errno.EIO, problem, self._device)
+        _require(found, len(place), offset_bytes, self._device)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
         """Write these; they are on the disk after `flush`. At once under the same conditions."""
@@ -178,9 +178,7 @@ class Reader:
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read a range; EIO where the device ends within it. Raises OSError."""
         data = self.read_to_end(offset_bytes, length_bytes)
-        if len(data) < length_bytes:
-            found = f"{len(data)} of {length_bytes} bytes at {offset_bytes}"
-            raise OSError(errno.EIO, found, self.device)
+        _require(len(data), length_bytes, offset_bytes, self.device)
         return data
 
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:

@@ -24,7 +24,6 @@ class BadOption(MountError):
     """A mount option or mkfs option that is unknown, contradictory or not allowed here."""
 
     def __init__(self, option: str, reason: str) -> None:
-        self.option = option
         super().__init__(f"option {_short(option)} {reason}")
 
 
@@ -100,7 +99,6 @@ class FormatFailed(MountError):
     """mkfs ended with an error."""
 
     def __init__(self, device: str, fs_type: str, stderr: str) -> None:
-        self.stderr = stderr
         super().__init__(
             f"cannot make {fs_type} on {device}: {_first_lines(stderr)}; see `journalctl -k`"
         )
@@ -145,7 +143,6 @@ class Busy(MountError):
     """A mount or device is in use."""
 
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
-        self.path = path
         shown = [*users[:_SHOWN_USERS], "and others"][: len(users)]
         by = f" by {', '.join(shown)}" if shown else ""
         super().__init__(f"{path} is in use{by}; try again when its last user has ended")

@@ -33,8 +33,6 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 # The kind of area by which a re-encryption that is not done protects what it is at; and the flag
 # of the segment that it is at, which is there afterwards only if it was killed.
 _REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
-# The flags of segments that lie nowhere: as all of it was before, and as it will be.
-_NOWHERE = "backup-"
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,12 @@ def digest(data: bytes, kind: str) -> bytes:
 
 
 def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
-    data = [one for _, one in _numbered(metadata["segments"]) if _is_data(one)]
+    data = [one for one in metadata["segments"].values() if _is_data(one)]
     first = min(data, key=lambda one: int(one["offset"]))
-    areas = dict(_numbered(metadata["keyslots"]))
+    areas = {int(number): one for number, one in metadata["keyslots"].items()}
     slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
-    of_data = [one["keyslots"] for one in metadata["digests"].values() if one["segments"]]
-    bound = {int(number) for every in of_data for number in every} & slots.keys()
+    digests = [one for one in metadata["digests"].values() if one["segments"]]
+    bound = {int(number) for one in digests for number in one["keyslots"]} & slots.keys()
     is_reencrypting = any(one["type"] == _REENCRYPTION for one in areas.values())
     # From the first byte on; before it begins, one segment reaches to the end.
     is_begun = is_reencrypting and first["size"] != "dynamic" and not _flags(first)
@@ -128,7 +126,7 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
         is_reencrypting,
         int(first["size"]) if is_begun else 0,
         any(_TORN in _flags(one) for one in data),
-        _reading(data, [one for one in metadata["digests"].values() if one["segments"]]),
+        _reading(data, digests),
     )
 
 
@@ -139,16 +137,13 @@ def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[st
 
 
 def _is_data(segment: Mapping[str, Any]) -> bool:
-    nowhere = any(one.startswith(_NOWHERE) for one in _flags(segment))
+    # Backup segments lie nowhere: they say how all of it was before, and how it will be.
+    nowhere = any(one.startswith("backup-") for one in _flags(segment))
     return segment["type"] == "crypt" and not nowhere
 
 
 def _flags(segment: Mapping[str, Any]) -> Sequence[str]:
     return list(segment.get("flags", ()))
-
-
-def _numbered(metadata: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    return ((int(number), one) for number, one in metadata.items())
 
 
 def _text(field: bytes) -> str:

@@ -292,9 +292,6 @@ def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tup
 
 
 _PROC = Path("/proc")
-# Working directory, root and program; open files; what is mapped into memory (proc(5)).
-_SINGLE = ("cwd", "root", "exe")
-_MANY = ("fd", "map_files")
 
 
 def of(kernel: Kernel, place: str) -> tuple[str, ...]:
@@ -327,8 +324,9 @@ def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
 
 
 def _links(process: Path) -> Iterator[str]:
-    links = [process / name for name in _SINGLE]
-    for name in _MANY:
+    """Working directory, root and program; open files; what is mapped into memory (proc(5))."""
+    links = [process / name for name in ("cwd", "root", "exe")]
+    for name in ("fd", "map_files"):
         with suppress(OSError):
             links += (process / name).iterdir()
     for link in links:

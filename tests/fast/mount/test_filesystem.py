@@ -244,7 +244,6 @@ def test_a_failed_mkfs_is_told_in_few_lines() -> None:
     with pytest.raises(errors.FormatFailed) as caught:
         filesystem.make(Script(1, stderr=usage), "/dev/x", "xfs")
 
-    assert caught.value.stderr == usage
     assert str(caught.value).count("usage") == 2
     with pytest.raises(errors.FormatFailed, match="said nothing"):
         filesystem.make(Script(1), "/dev/x", "xfs")

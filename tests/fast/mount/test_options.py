@@ -89,7 +89,7 @@ def test_what_is_not_listed_is_refused_and_the_list_is_shown(word: str) -> None:
     with pytest.raises(errors.BadOption) as caught:
         options.parse([word])
 
-    assert caught.value.option == word
+    assert ascii(word) in str(caught.value)
     assert "noexec" in str(caught.value) or "form" in str(caught.value)
 
 
