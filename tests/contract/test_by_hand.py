@@ -5,8 +5,8 @@ answers as one does that was just started.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,15 @@ from fakes.host import FakeHost
 from fakes.lvm import repairs
 from real.any import AnyHost
 from real.host import RealHost
+from serving import served
 
-from agent.core.host import Host
-from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.daemon.server import Service
 from lvm import report
 from mount import errors as mount_errors
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
-DEEDS = 5
+CHANGES = 5
 
 
 class Hand:
@@ -44,13 +42,13 @@ class Hand:
         self.done: list[str] = []
 
     def do(self) -> None:
-        """One thing; what lvm2 refuses is not done."""
+        """Make one change, or none where lvm2 refuses it."""
         of_volumes = (self._create, self._remove, self._rename, self._resize)
         of_groups = (self._extend, self._move, self._reduce, self._rename_group)
-        deed = self._random.choice((*of_volumes, *of_groups))
-        self.done.append(deed.__name__)
+        change = self._random.choice((*of_volumes, *of_groups))
+        self.done.append(change.__name__)
         with suppress(mount_errors.CommandFailed):
-            deed()
+            change()
 
     def undo(self) -> None:
         """As it was, but for volumes."""
@@ -59,14 +57,13 @@ class Hand:
         for one in self._known().volumes:
             self._lvm("lvremove", "--yes", "--", f"{self.group}/{one}")
         there = {disk.name for disk in self._known().disks}
-        for disk in self._disks[:2]:
-            if disk not in there:
-                self._lvm("vgextend", "--", self.group, disk)
+        for disk in set(self._disks[:2]) - there:
+            self._lvm("vgextend", "--", self.group, disk)
         if self._disks[2] in there:
             self._lvm("vgreduce", "--", self.group, self._disks[2])
 
-    def _lvm(self, *words: str) -> None:
-        self._host.lvm(*words)
+    def _lvm(self, *words: str, settings: Sequence[str] = ()) -> None:
+        self._host.lvm(*words, settings=settings)
 
     def _known(self) -> report.Group:
         return report.read(self._host.lvm).group(self._name)
@@ -107,15 +104,12 @@ class Hand:
         used = [one.name for one in self._known().disks if one.free_extents < one.extents]
         free = [one.name for one in self._known().disks if one.free_extents == one.extents]
         if used and free:
-            self._pvmove(used[0], free[0])
-
-    def _pvmove(self, old: str, new: str) -> None:
-        if isinstance(self._host, FakeHost):
-            lvm2 = self._host.lvm2
-            repairs.move(lvm2, old, new)
-            repairs.moved(lvm2.groups[self._name])
-        else:
-            self._host.lvm("pvmove", "--", old, new, settings=("global/use_lvmpolld=0",))
+            if isinstance(self._host, FakeHost):
+                repairs.move(self._host.lvm2, used[0], free[0])
+                repairs.moved(self._host.lvm2.groups[self._name])
+            else:
+                polls = ("global/use_lvmpolld=0",)
+                self._lvm("pvmove", "--", used[0], free[0], settings=polls)
 
     def _rename_group(self) -> None:
         new = f"{self.group}-other" if self._name == self.group else self.group
@@ -123,33 +117,21 @@ class Hand:
         self._name = new
 
 
-@contextmanager
-def served(host: AnyHost, config: Config) -> Iterator[Client]:
-    running = Service(
-        config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
-    )
-    running.eraser.grace_seconds = 600
-    running.start(config.endpoint)
-    with Client(config.endpoint) as client:
-        yield client
-    running.stop()
-
-
 def answers(client: Client, ids: list[str], chance: random.Random) -> dict[str, object]:
-    """What is told of the group, in an order of its own: any call may be the next one."""
+    """The answers of all calls about the group, in a random order: any may be the next one."""
     calls: dict[str, Callable[[], object]] = {
         "capacity": lambda: client.capacity().available_capacity,
         "list": lambda: [(one.volume_id, one.capacity_bytes) for one in client.volumes()],
         **{one: partial(_size, client, one) for one in ids},
         **{f"valid {one}": partial(client.confirms, one, block()) for one in ids},
     }
-    told: dict[str, object] = {}
+    found: dict[str, object] = {}
     for name in chance.sample(sorted(calls), len(calls)):
         try:
-            told[name] = calls[name]()
+            found[name] = calls[name]()
         except grpc.RpcError as error:
-            told[name] = error.code().name
-    return told
+            found[name] = error.code().name
+    return found
 
 
 def _size(client: Client, volume_id: str) -> int:
@@ -165,16 +147,16 @@ def test_what_is_changed_by_hand_is_seen_by_the_next_call(host: AnyHost, tmp_pat
     group = f"by-hand-{tmp_path.parent.name[-8:]}"
     disks = [host.new_device(MIB + 12 * EXTENT) for _ in range(3)]
     config = configured.carver(tmp_path, group)
-    with host.own_group(group, disks[:2]), served(host, config) as known:
+    with host.own_group(group, disks[:2]), served(host, config) as (_, known):
         for order in range(asked["orders"]):
             chance = random.Random(f"{asked['seed']}-{order}")
             hand = Hand(host, group, disks, chance.randrange(1 << 30))
             ids = [known.create(f"v{one}", EXTENT, block()).volume_id for one in range(2)]
-            for number in range(DEEDS):
+            for number in range(CHANGES):
                 hand.do()
                 fresh = replace(config, endpoint=tmp_path / f"{order}-{number}.sock")
-                told = answers(known, ids, chance)
-                with served(host, fresh) as beside:
-                    assert told == answers(beside, ids, chance), (order, hand.done)
+                found = answers(known, ids, chance)
+                with served(host, fresh) as (_, beside):
+                    assert found == answers(beside, ids, chance), (order, hand.done)
             hand.undo()
             assert known.volumes() == [], (order, hand.done)

@@ -1,67 +1,46 @@
 """What the node's lvm.conf may say: what Carver outweighs, and what it refuses with a reason."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import configured
 import expect
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
+from serving import served
 
-from agent.core.host import Host
-from agent.csi.client import Client, block
-from agent.daemon.server import Service
+from agent.csi.client import block
 from lvm import groups, report
-from lvm.lvm2 import Lvm
 
-MIB = 1 << 20
-SIZE = 8 * MIB
-
-
-@contextmanager
-def serving(host: AnyHost, lvm: Lvm, group: str, directory: Path) -> Iterator[Client]:
-    """Carver's side of a socket, with that lvm2."""
-    config = configured.carver(directory, group)
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), lvm)
-    service.eraser.grace_seconds = 600
-    service.start(config.endpoint)
-    try:
-        with Client(config.endpoint) as client:
-            yield client
-    finally:
-        service.stop()
+SIZE = 8 << 20
 
 
 @pytest.mark.variation
-def test_what_would_have_lvm2_do_something_else_and_tell_of_success_is_outweighed(
+def test_settings_that_make_lvm2_lie_about_success_are_overruled(
     host: AnyHost, tmp_path: Path
 ) -> None:
     group = host.new_group(20)
-    told = {
+    settings = {
         "global__test": "1",
         "global__activation": "0",
         "activation__read_only_volume_list": group,
     }
-    with host.configured(**told) as lvm, serving(host, lvm, group, tmp_path) as client:
+    config = configured.carver(tmp_path, group)
+    with host.configured(**settings) as lvm, served(host, config, lvm) as (_, client):
         volume = client.create("pvc-1", SIZE, block())
-        device = host.devices.find(group, "vol-pvc-1")
-        assert device is not None
-        assert not host.kernel.device_is_read_only(device.path)
+        assert not host.kernel.device_is_read_only(device(host, group, "vol-pvc-1"))
         client.delete(volume.volume_id)
     assert not report.read(host.lvm).group(group).volumes
 
 
 @pytest.mark.variation
-def test_a_volume_that_lvm_conf_keeps_inactive_is_refused_and_why_is_said(
+def test_a_volume_that_lvm_conf_keeps_inactive_is_refused_with_the_reason(
     host: AnyHost, tmp_path: Path
 ) -> None:
     group = host.new_group(20)
-    told = {"activation__volume_list": "other"}
     with (
-        host.configured(**told) as lvm,
-        serving(host, lvm, group, tmp_path) as client,
+        host.configured(activation__volume_list="other") as lvm,
+        served(host, configured.carver(tmp_path, group), lvm) as (_, client),
         expect.code("FAILED_PRECONDITION", "activation/volume_list", "put it there"),
     ):
         client.create("pvc-1", SIZE, block())
@@ -69,9 +48,7 @@ def test_a_volume_that_lvm_conf_keeps_inactive_is_refused_and_why_is_said(
 
 
 @pytest.mark.variation
-def test_of_the_metadata_before_each_change_lvm2_keeps_a_bounded_number_of_copies(
-    host: AnyHost, tmp_path: Path
-) -> None:
+def test_lvm2_archives_a_bounded_number_of_metadata_copies(host: AnyHost, tmp_path: Path) -> None:
     group, archive = host.new_group(20), tmp_path / "archive"
     archive.mkdir()
     for number in range(70):

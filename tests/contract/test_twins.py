@@ -1,8 +1,7 @@
 """Disks that claim to be a group's: it is used as before, and they are reported and ignored."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,11 @@ from fakes import images
 from fakes.host import FakeHost
 from fakes.images import Area, Image, metadata
 from real.any import AnyHost
+from serving import served
 
-from agent.core.host import Host
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report
-from lvm.lvm2 import Lvm
 from mount.filesystem import Signature
 
 MIB = 1 << 20
@@ -69,12 +66,7 @@ def copied_whole(host: AnyHost, group: str, disks: Sequence[str]) -> TakeAway:
     copies = replace(host.lvm, devices=tuple(disks))
     for number in range(9):
         copies("vgchange", "--addtag", f"copy{number}", "--", group)
-
-    def take_away() -> None:
-        for one in disks:
-            host.erase(one)
-
-    return take_away
+    return lambda: list(map(host.erase, disks))
 
 
 def one_disk_copied(host: AnyHost, group: str, disks: Sequence[str]) -> TakeAway:
@@ -88,36 +80,21 @@ def one_disk_copied(host: AnyHost, group: str, disks: Sequence[str]) -> TakeAway
     return lambda: host.erase(disks[0])
 
 
-TWINS = (of_its_name, of_its_name_and_uuid, copied_whole, one_disk_copied)
+Twin = Callable[[AnyHost, str, Sequence[str]], TakeAway]
+TWINS: tuple[Twin, ...] = (of_its_name, of_its_name_and_uuid, copied_whole, one_disk_copied)
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda one: one.__name__)
 
 
-@contextmanager
-def serving(host: AnyHost, config: Config, lvm: Lvm) -> Iterator[tuple[Service, Client]]:
-    """Carver as it starts, on a socket of its own."""
-    machine = Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
-    service = Service(config, machine, lvm)
-    service.eraser.grace_seconds = service.copier.grace_seconds = 600
-    service.start(config.endpoint)
-    try:
-        with Client(config.endpoint) as client:
-            yield service, client
-    finally:
-        service.stop()
-
-
 def use(client: Client, name: str, directory: Path) -> None:
-    """Each kind of call that changes the group, or tells of it."""
+    """Make each kind of call that changes the group, or reports on it."""
     free = client.capacity()
     volume = client.create(name, 16 * MIB, mounted("ext4"))
     staging, target = directory / f"{name}-staging", directory / f"{name}-target"
     client.stage(volume, staging, mounted("ext4"))
     client.publish(volume, staging, target, mounted("ext4"))
     snapshot = client.snapshot(f"{name}-snapshot", volume.volume_id)
-    restored = client.create(
-        f"{name}-restored", 0, block(), source=of_snapshot(snapshot.snapshot_id)
-    )
-    client.delete(restored.volume_id)
+    source = of_snapshot(snapshot.snapshot_id)
+    client.delete(client.create(f"{name}-restored", 0, block(), source=source).volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
@@ -127,19 +104,14 @@ def use(client: Client, name: str, directory: Path) -> None:
     assert client.capacity() == free
 
 
-def told(client: Client) -> dict[str, str]:
-    """What is said against the storage, by the reason."""
+def problems(client: Client) -> dict[str, str]:
+    """The problems of the storage, by the reason."""
     return {one.reason: one.message for one in client.storage_health()}
 
 
 @every_twin
-def test_a_twin_that_comes_while_the_group_is_in_use_is_reported_and_ignored(
-    host: AnyHost,
-    group: str,
-    service: Service,
-    client: Client,
-    tmp_path: Path,
-    twin: Callable[[AnyHost, str, Sequence[str]], TakeAway],
+def test_a_twin_of_a_group_in_use_is_reported_and_ignored(
+    host: AnyHost, group: str, service: Service, client: Client, tmp_path: Path, twin: Twin
 ) -> None:
     disks = [host.new_device(480 * MIB) for _ in range(2)]
     # lvm2 may see all disks of this host that are there by now.
@@ -152,31 +124,28 @@ def test_a_twin_that_comes_while_the_group_is_in_use_is_reported_and_ignored(
     use(client, "new", tmp_path)
 
     assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
-    message = told(client)["DiskIgnored"]
+    message = problems(client)["DiskIgnored"]
     assert "is not used for volume group" in message
     assert "global_filter" in message
     take_away()
     service.volume_groups.outdate()
     client.delete(volume.volume_id)
-    assert "DiskIgnored" not in told(client)
+    assert "DiskIgnored" not in problems(client)
 
 
 @every_twin
-def test_a_twin_that_was_there_at_the_start_is_reported_and_ignored(
-    host: AnyHost,
-    group: str,
-    tmp_path: Path,
-    twin: Callable[[AnyHost, str, Sequence[str]], TakeAway],
+def test_a_twin_from_before_the_start_is_reported_and_ignored(
+    host: AnyHost, group: str, tmp_path: Path, twin: Twin
 ) -> None:
     config = configured.carver(tmp_path, group)
-    with serving(host, config, host.lvm) as (_, client):
+    with served(host, config) as (_, client):
         volume = client.create("kept", 16 * MIB, block())
     disks = [host.new_device(480 * MIB) for _ in range(2)]
     take_away = twin(host, group, disks)
 
-    with serving(host, config, host.lvm) as (_, client):
+    with served(host, config) as (_, client):
         use(client, "new", tmp_path)
-        assert "DiskIgnored" in told(client)
+        assert "DiskIgnored" in problems(client)
         client.delete(volume.volume_id)
     take_away()
     assert not report.read(host.lvm).group(group).volumes

@@ -1,15 +1,20 @@
 """Carver in the test's own process."""
 
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from typing import Any
 
+from csi_client import Client
 from fakes.host import FakeHost
+from real.any import AnyHost
 
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
 from agent.daemon import server
 from agent.daemon.server import Service
+from lvm.lvm2 import Lvm
 
 
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
@@ -25,6 +30,22 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
     server.resume(running)
     running.start(config.endpoint)
     return running
+
+
+@contextmanager
+def served(
+    host: AnyHost, config: Config, lvm: Lvm | None = None
+) -> Iterator[tuple[Service, Client]]:
+    """Serve on a socket of the test's own; calls wait for erasing and copying to end."""
+    machine = Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
+    running = Service(config, machine, lvm or host.lvm)
+    running.eraser.grace_seconds = running.copier.grace_seconds = 600
+    running.start(config.endpoint)
+    try:
+        with Client(config.endpoint) as client:
+            yield running, client
+    finally:
+        running.stop()
 
 
 def again(service: Service) -> None:
