@@ -17,7 +17,9 @@ EXTENTS = 300
 AHEAD = (("carver/readAhead", "1MiB"),)
 CREATE = do.Create("a", 320 * MIB, 0, EXT4)
 STAGE = do.Stage("a", "staging", EXT4)
+UNSTAGE = do.Unstage("a", "staging")
 PUBLISH = do.Publish("a", "staging", "target", EXT4)
+UNPUBLISH = do.Unpublish("a", "target")
 SNAPSHOT = do.Snapshot("a", "snap")
 RESTORE = do.Create("copy", 400 * MIB, 0, EXT4, source=(do.OF_SNAPSHOT, "snap"))
 CLONE = do.Create("copy", 324 * MIB, 0, EXT4, source=(do.OF_VOLUME, "a"))
@@ -39,9 +41,20 @@ SEALED_CLONE = replace(CLONE, parameters=SEALED)
 REENCRYPTED_CLONE = replace(CLONE, parameters=REENCRYPTED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
+EXPAND = do.Expand("a", 400 * MIB)
 LATER = do.NodeExpand("a", "staging", 400 * MIB)
 TOO_LARGE = do.NodeExpand("a", "staging", 1 << 42)
 RAW_LATER = do.NodeExpand("a", "target", 64 * MIB)
+STAGE_COPY = do.Stage("copy", "staging", EXT4)
+STAGE_SEALED_COPY = replace(STAGE_COPY, key="sesame")
+# What was done before a call.
+STAGED = (CREATE, STAGE)
+USED = (*STAGED, UNSTAGE)
+RAW_STAGED = (RAW, RAW_STAGE)
+RAW_READ = (*RAW_STAGED, RAW_PUBLISH)
+SEALED_STAGED = (SEALED_CREATE, SEALED_STAGE)
+SEALED_USED = (*SEALED_STAGED, UNSTAGE)
+ON_RECORD = (*STAGED, SNAPSHOT, LATER, UNSTAGE)
 INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
 END = do.Unpublish("csi-1", "target")
 
@@ -83,72 +96,54 @@ CASES = {
     "create again, with another read-ahead": Case(replace(CREATE, mutable=AHEAD), (CREATE,)),
     "create of a volume, with its read-ahead": Case(replace(CLONE, mutable=AHEAD), (CREATE,)),
     "modify": Case(do.Modify("a", AHEAD), (CREATE,)),
-    "modify, in use": Case(do.Modify("a", AHEAD), (CREATE, STAGE, PUBLISH)),
+    "modify, in use": Case(do.Modify("a", AHEAD), (*STAGED, PUBLISH)),
     "modify, inactive": Case(do.Modify("a", AHEAD), (CREATE,), deactivate),
     "delete": Case(do.Delete("a"), (CREATE,)),
-    "delete, formatted": Case(do.Delete("a"), (CREATE, STAGE, do.Unstage("a", "staging"))),
+    "delete, formatted": Case(do.Delete("a"), USED),
     "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),
     "delete, a long wipe": Case(do.Delete("a"), (CREATE,), long_wipe=True),
-    "expand": Case(do.Expand("a", 400 * MIB), (CREATE,)),
+    "expand": Case(EXPAND, (CREATE,)),
     "expand, without room": Case(do.Expand("a", 1 << 42), (CREATE,), code="OUT_OF_RANGE"),
-    "expand, by less than was refused": Case(
-        do.Expand("a", 400 * MIB), (CREATE, do.Expand("a", 1 << 42))
-    ),
+    "expand, by less than was refused": Case(EXPAND, (CREATE, do.Expand("a", 1 << 42))),
     "stage": Case(STAGE, (CREATE,)),
     "stage, xfs": Case(do.Stage("a", "staging", XFS), (do.Create("a", 320 * MIB, 0, XFS),)),
     "stage, read-only": Case(do.Stage("a", "staging", READER), (CREATE,)),
     "stage, inactive": Case(STAGE, (CREATE,), deactivate),
     "stage, raw": Case(RAW_STAGE, (RAW,), deactivate),
-    "unstage": Case(do.Unstage("a", "staging"), (CREATE, STAGE)),
-    "publish": Case(PUBLISH, (CREATE, STAGE)),
-    "publish, read-only": Case(
-        do.Publish("a", "staging", "target", EXT4, read_only=True), (CREATE, STAGE)
-    ),
-    "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), (RAW, RAW_STAGE)),
-    "publish, raw and read-only": Case(RAW_PUBLISH, (RAW, RAW_STAGE)),
-    "publish, raw and read-only, beside a writer": Case(RAW_PUBLISH, (RAW, RAW_STAGE, RAW_WRITER)),
+    "unstage": Case(UNSTAGE, STAGED),
+    "publish": Case(PUBLISH, STAGED),
+    "publish, read-only": Case(do.Publish("a", "staging", "target", EXT4, read_only=True), STAGED),
+    "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), RAW_STAGED),
+    "publish, raw and read-only": Case(RAW_PUBLISH, RAW_STAGED),
+    "publish, raw and read-only, beside a writer": Case(RAW_PUBLISH, (*RAW_STAGED, RAW_WRITER)),
     "unpublish, raw and read-only, beside a writer": Case(
-        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_WRITER, RAW_PUBLISH)
+        UNPUBLISH, (*RAW_STAGED, RAW_WRITER, RAW_PUBLISH)
     ),
-    "unpublish": Case(do.Unpublish("a", "target"), (CREATE, STAGE, PUBLISH)),
+    "unpublish": Case(UNPUBLISH, (*STAGED, PUBLISH)),
     "publish, inline": Case(INLINE),
     "publish, inline, again after a reboot": Case(INLINE, (INLINE,), reboot),
     "unpublish, inline": Case(END, (INLINE,)),
     "unpublish, inline, a long wipe": Case(END, (INLINE,), long_wipe=True),
-    "unpublish, raw and read-only": Case(
-        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_PUBLISH)
-    ),
-    "expand on the node": Case(do.NodeExpand("a", "target", 400 * MIB), (CREATE, STAGE, PUBLISH)),
-    "expand on the node, raw": Case(
-        do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
-    ),
-    "expand on the node, without room": Case(
-        TOO_LARGE, (CREATE, STAGE), code="FAILED_PRECONDITION"
-    ),
-    "expand on the node, by less than was refused": Case(LATER, (CREATE, STAGE, TOO_LARGE)),
-    "stage, with a size that was refused": Case(
-        STAGE, (CREATE, STAGE, TOO_LARGE, do.Unstage("a", "staging"))
-    ),
+    "unpublish, raw and read-only": Case(UNPUBLISH, RAW_READ),
+    "expand on the node": Case(do.NodeExpand("a", "target", 400 * MIB), (*STAGED, PUBLISH)),
+    "expand on the node, raw": Case(RAW_LATER, RAW_READ),
+    "expand on the node, without room": Case(TOO_LARGE, STAGED, code="FAILED_PRECONDITION"),
+    "expand on the node, by less than was refused": Case(LATER, (*STAGED, TOO_LARGE)),
+    "stage, with a size that was refused": Case(STAGE, (*STAGED, TOO_LARGE, UNSTAGE)),
     "stage, encrypted, after it grew without its key": Case(
-        SEALED_STAGE, (SEALED_CREATE, SEALED_STAGE, LATER, do.Unstage("a", "staging"))
+        SEALED_STAGE, (*SEALED_STAGED, LATER, UNSTAGE)
     ),
-    "expand, with a snapshot": Case(do.Expand("a", 400 * MIB), (CREATE, SNAPSHOT)),
+    "expand, with a snapshot": Case(EXPAND, (CREATE, SNAPSHOT)),
     "expand on the node, in use with a snapshot": Case(
-        LATER, (CREATE, STAGE, SNAPSHOT), code="FAILED_PRECONDITION"
+        LATER, (*STAGED, SNAPSHOT), code="FAILED_PRECONDITION"
     ),
-    "stage, with a size on record": Case(
-        STAGE, (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging"))
-    ),
+    "stage, with a size on record": Case(STAGE, ON_RECORD),
     "stage, raw, with a size on record": Case(
-        RAW_STAGE,
-        (RAW, RAW_STAGE, RAW_PUBLISH, SNAPSHOT, RAW_LATER, do.Unpublish("a", "target")),
+        RAW_STAGE, (*RAW_READ, SNAPSHOT, RAW_LATER, UNPUBLISH)
     ),
-    "expand, to less than is on record": Case(
-        do.Expand("a", 360 * MIB),
-        (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging")),
-    ),
+    "expand, to less than is on record": Case(do.Expand("a", 360 * MIB), ON_RECORD),
     "snapshot": Case(SNAPSHOT, (CREATE,)),
-    "snapshot, formatted": Case(SNAPSHOT, (CREATE, STAGE)),
+    "snapshot, formatted": Case(SNAPSHOT, STAGED),
     "snapshot, btrfs": Case(SNAPSHOT, (BTRFS_CREATE, BTRFS_STAGE)),
     "snapshot, inactive": Case(SNAPSHOT, (CREATE,), deactivate),
     "delete a snapshot": Case(do.DeleteSnapshot("snap"), (CREATE, SNAPSHOT)),
@@ -156,50 +151,29 @@ CASES = {
     "create of a snapshot, inactive": Case(RESTORE, (CREATE, SNAPSHOT), deactivate),
     "create of a volume": Case(CLONE, (CREATE,)),
     "create of a btrfs": Case(BTRFS_CLONE, (BTRFS_CREATE, BTRFS_STAGE)),
-    "stage a copy": Case(
-        do.Stage("copy", "staging", EXT4),
-        (CREATE, STAGE, do.Unstage("a", "staging"), CLONE),
-    ),
+    "stage a copy": Case(STAGE_COPY, (*USED, CLONE)),
     "delete a copy": Case(do.Delete("copy"), (CREATE, CLONE)),
     "create, encrypted": Case(SEALED_CREATE),
     "stage, encrypted": Case(SEALED_STAGE, (SEALED_CREATE,)),
-    "stage, encrypted, again": Case(
-        SEALED_STAGE, (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"))
-    ),
-    "stage, encrypted, after a reboot": Case(SEALED_STAGE, (SEALED_CREATE, SEALED_STAGE), reboot),
+    "stage, encrypted, again": Case(SEALED_STAGE, SEALED_USED),
+    "stage, encrypted, after a reboot": Case(SEALED_STAGE, SEALED_STAGED, reboot),
     "stage, encrypted, raw": Case(SEALED_RAW_STAGE, (SEALED_RAW,), behind=True),
     "publish, encrypted, raw and read-only": Case(RAW_PUBLISH, (SEALED_RAW, SEALED_RAW_STAGE)),
-    "unstage, encrypted": Case(do.Unstage("a", "staging"), (SEALED_CREATE, SEALED_STAGE)),
-    "expand on the node, encrypted": Case(
-        do.NodeExpand("a", "staging", 400 * MIB, key="sesame"), (SEALED_CREATE, SEALED_STAGE)
-    ),
+    "unstage, encrypted": Case(UNSTAGE, SEALED_STAGED),
+    "expand on the node, encrypted": Case(replace(LATER, key="sesame"), SEALED_STAGED),
     "expand on the node, encrypted, without the key": Case(
-        do.NodeExpand("a", "staging", 400 * MIB),
-        (SEALED_CREATE, SEALED_STAGE),
-        code="FAILED_PRECONDITION",
+        LATER, SEALED_STAGED, code="FAILED_PRECONDITION"
     ),
-    "snapshot, encrypted": Case(SNAPSHOT, (SEALED_CREATE, SEALED_STAGE)),
-    "create of an encrypted volume": Case(
-        replace(CLONE, parameters=SEALED), (SEALED_CREATE, SEALED_STAGE)
-    ),
-    "stage an encrypted copy": Case(
-        do.Stage("copy", "staging", EXT4, "sesame"),
-        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
-    ),
+    "snapshot, encrypted": Case(SNAPSHOT, SEALED_STAGED),
+    "create of an encrypted volume": Case(SEALED_CLONE, SEALED_STAGED),
+    "stage an encrypted copy": Case(STAGE_SEALED_COPY, (*SEALED_USED, SEALED_CLONE)),
     "stage an encrypted copy that gets its own master key": Case(
-        do.Stage("copy", "staging", EXT4, "sesame"),
-        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), REENCRYPTED_CLONE),
+        STAGE_SEALED_COPY, (*SEALED_USED, REENCRYPTED_CLONE)
     ),
     "unstage an encrypted copy that has its own master key": Case(
-        do.Unstage("copy", "staging"),
-        (
-            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), REENCRYPTED_CLONE),
-            do.Stage("copy", "staging", EXT4, "sesame"),
-        ),
+        do.Unstage("copy", "staging"), (*SEALED_USED, REENCRYPTED_CLONE, STAGE_SEALED_COPY)
     ),
-    "delete, encrypted": Case(
-        do.Delete("a"), (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"))
-    ),
+    "delete, encrypted": Case(do.Delete("a"), SEALED_USED),
     "delete, encrypted and open": Case(do.Delete("a"), (SEALED_RAW, SEALED_RAW_STAGE)),
     "list snapshots": Case(do.Snapshots(), (CREATE, SNAPSHOT)),
     "get": Case(do.Get("a"), (CREATE,)),
