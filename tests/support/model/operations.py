@@ -39,10 +39,28 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Create:
-    """CreateVolume; parameters as pairs, `source` as a kind and a name, empty for none."""
+class Call:
+    """A call."""
+
+
+@dataclass(frozen=True)
+class OfVolume(Call):
+    """A call about a volume."""
 
     volume: str
+
+
+@dataclass(frozen=True)
+class AtPath(OfVolume):
+    """A call about a volume at a path, a name within the host's directory."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Create(OfVolume):
+    """CreateVolume; parameters as pairs, `source` as a kind and a name, empty for none."""
+
     required_bytes: int
     limit_bytes: int
     use: Use
@@ -52,101 +70,83 @@ class Create:
 
 
 @dataclass(frozen=True)
-class Modify:
+class Modify(OfVolume):
     """ControllerModifyVolume; the parameters as pairs."""
 
-    volume: str
     mutable: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class Delete:
+class Delete(OfVolume):
     """DeleteVolume."""
 
-    volume: str
 
-
-@dataclass(frozen=True)
-class Get:
+class Get(OfVolume):
     """ControllerGetVolume."""
 
-    volume: str
-
 
 @dataclass(frozen=True)
-class Validate:
+class Validate(OfVolume):
     """ValidateVolumeCapabilities."""
 
-    volume: str
     use: Use
 
 
 @dataclass(frozen=True)
-class Volumes:
+class Volumes(Call):
     """ListVolumes, to its end, so many entries at a time; 0 is all at once."""
 
     page: int = 0
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(OfVolume):
     """CreateSnapshot, with room for all of the volume."""
 
-    volume: str
     snapshot: str
 
 
 @dataclass(frozen=True)
-class DeleteSnapshot:
+class DeleteSnapshot(Call):
     """DeleteSnapshot."""
 
     snapshot: str
 
 
 @dataclass(frozen=True)
-class Snapshots:
+class Snapshots(Call):
     """ListSnapshots, of one volume or of all."""
 
     volume: str = ""
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(Call):
     """GetCapacity."""
 
 
 @dataclass(frozen=True)
-class Expand:
+class Expand(OfVolume):
     """ControllerExpandVolume."""
 
-    volume: str
     required_bytes: int
     limit_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Stage:
-    """NodeStageVolume; paths are names within the host's directory. `key` is a secret's."""
+class Stage(AtPath):
+    """NodeStageVolume; `key` is a secret's."""
 
-    volume: str
-    path: str
     use: Use
     key: str = ""
 
 
-@dataclass(frozen=True)
-class Unstage:
+class Unstage(AtPath):
     """NodeUnstageVolume."""
 
-    volume: str
-    path: str
-
 
 @dataclass(frozen=True)
-class Publish:
+class Publish(OfVolume):
     """NodePublishVolume."""
 
-    volume: str
     staging: str
     path: str
     use: Use
@@ -154,72 +154,41 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class PublishInline:
+class PublishInline(AtPath):
     """NodePublishVolume of a volume that lives as long as its pod."""
 
-    volume: str
-    path: str
     required_bytes: int
     use: Use
     read_only: bool = False
 
 
-@dataclass(frozen=True)
-class Unpublish:
+class Unpublish(AtPath):
     """NodeUnpublishVolume; an inline volume is gone with it."""
 
-    volume: str
-    path: str
 
-
-@dataclass(frozen=True)
-class Stats:
+class Stats(AtPath):
     """NodeGetVolumeStats."""
 
-    volume: str
-    path: str
-
 
 @dataclass(frozen=True)
-class Health:
+class Health(OfVolume):
     """ControllerGetVolumeHealth, or NodeGetVolumeHealth."""
 
-    volume: str
     by_node: bool
 
 
 @dataclass(frozen=True)
-class NodeExpand:
+class NodeExpand(AtPath):
     """NodeExpandVolume."""
 
-    volume: str
-    path: str
     required_bytes: int = 0
     limit_bytes: int = 0
     key: str = ""
 
 
-Call = (
-    Create
-    | Modify
-    | Delete
-    | Get
-    | Validate
-    | Volumes
-    | Snapshot
-    | DeleteSnapshot
-    | Snapshots
-    | Capacity
-    | Expand
-    | Stage
-    | Unstage
-    | Publish
-    | PublishInline
-    | Unpublish
-    | Stats
-    | Health
-    | NodeExpand
-)
+# Each kind of call.
+CALLS = {one for kind in (Call, OfVolume, AtPath) for one in kind.__subclasses__()}
+CALLS -= {OfVolume, AtPath}
 
 
 @dataclass(frozen=True)
