@@ -80,26 +80,25 @@ class Machine:
             stream=switch.stream(self.host.stream),
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
-        self.service.eraser.grace_seconds = self.grace_seconds
-        self.service.copier.grace_seconds = self.grace_seconds
-        self.service.reencrypter.grace_seconds = self.grace_seconds
-        # What is put off is to be seen, and a refusal is not to take its time.
-        self.service.context.locks.grace_seconds = 0
         service = self.service
+        for one in (service.eraser, service.copier, service.reencrypter):
+            one.grace_seconds = self.grace_seconds
+        # What is put off is to be seen, and a refusal is not to take its time.
+        service.context.locks.grace_seconds = 0
         switch.on_death = lambda: die(service)
         with (
             quiesce.resume_left(host.devices, [self.group]) as held,
-            self.service.inventory.keep_suspended(held),
+            service.inventory.keep_suspended(held),
         ):
-            self.service.eraser.resume()
-            self.service.pool_remover.resume()
-            self.service.freed_eraser.resume()
-            self.service.group_snapshotter.resume()
-            self.service.copier.resume()
-            for extra in self.service.extras.values():
+            service.eraser.resume()
+            service.pool_remover.resume()
+            service.freed_eraser.resume()
+            service.group_snapshotter.resume()
+            service.copier.resume()
+            for extra in service.extras.values():
                 for resume in extra.recoveries().values():
                     resume()
-        self.service.start(endpoint)
+        service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True
 
@@ -147,12 +146,12 @@ class Machine:
     def by_kubelet(self, call: do.Call) -> Outcome:
         """A call as kubelet makes it, who holds a raw block volume for as long as it is there."""
         self.let_go(call)
-        told = self.call(call)
-        if isinstance(call, do.Publish) and call.use.is_block and told.code == "OK":
+        outcome = self.call(call)
+        if isinstance(call, do.Publish) and call.use.is_block and outcome.code == "OK":
             path = self.place(call.path)
             if path not in self.held:
                 self.held[path] = kubelet.hold(self.host.kernel, Path(path))
-        return told
+        return outcome
 
     def let_go(self, call: do.Call) -> None:
         """What kubelet does before it unpublishes: its loop device would keep the path busy."""
@@ -189,6 +188,8 @@ class Machine:
         return str(self.host.directory / path)
 
     def _carry_out(self, call: do.Call) -> object:
+        volume_id = self.id_of(call.volume) if isinstance(call, do.OfVolume) else ""
+        path = self.place(call.path) if isinstance(call, do.AtPath) else ""
         match call:
             case do.Create():
                 made = self.client.create(
@@ -200,27 +201,21 @@ class Machine:
                     source=self._source(call.source),
                     mutable=dict(call.mutable),
                 )
-                assert made.volume_id == self.id_of(call.volume)
+                assert made.volume_id == volume_id
                 self.contexts[call.volume] = dict(made.volume_context)
                 return made.capacity_bytes, dict(made.volume_context)
             case do.Modify():
-                self.client.modify(self.id_of(call.volume), dict(call.mutable))
+                self.client.modify(volume_id, dict(call.mutable))
             case do.Delete():
-                self.client.delete(self.id_of(call.volume))
+                self.client.delete(volume_id)
             case do.Get():
-                wanted = csi.ControllerGetVolumeRequest(volume_id=self.id_of(call.volume))
-                return self.client.controller.ControllerGetVolume(wanted).volume.capacity_bytes
+                return self.client.volume(volume_id).volume.capacity_bytes
             case do.Validate():
-                request = csi.ValidateVolumeCapabilitiesRequest(
-                    volume_id=self.id_of(call.volume), volume_capabilities=[_capability(call.use)]
-                )
-                answer = self.client.controller.ValidateVolumeCapabilities(request)
-                return answer.HasField("confirmed")
+                return self.client.confirms(volume_id, _capability(call.use))
             case do.Volumes():
                 return sorted(self._volumes(call.page))
             case do.Snapshot():
-                whole = {"size": "100%"}
-                taken = self.client.snapshot(call.snapshot, self.id_of(call.volume), whole)
+                taken = self.client.snapshot(call.snapshot, volume_id, {"size": "100%"})
                 assert taken.ready_to_use
                 assert taken.snapshot_id == self.snapshot_id_of(call.snapshot)
                 return taken.size_bytes
@@ -237,28 +232,20 @@ class Machine:
                     for one in self.client.snapshots(volume_id=of)
                 )
             case do.Capacity():
-                told = self.client.capacity()
-                assert told.maximum_volume_size.value == told.available_capacity
-                return told.available_capacity
+                capacity = self.client.capacity()
+                assert capacity.maximum_volume_size.value == capacity.available_capacity
+                return capacity.available_capacity
             case do.Expand():
-                size = csi.CapacityRange(
-                    required_bytes=call.required_bytes, limit_bytes=call.limit_bytes
+                request = csi.ControllerExpandVolumeRequest(
+                    volume_id=volume_id, capacity_range=_size(call)
                 )
-                grown = self.client.controller.ControllerExpandVolume(
-                    csi.ControllerExpandVolumeRequest(
-                        volume_id=self.id_of(call.volume), capacity_range=size
-                    )
-                )
+                grown = self.client.controller.ControllerExpandVolume(request)
                 return grown.capacity_bytes, grown.node_expansion_required
             case do.Stage():
-                self.client.stage(
-                    self._volume(call.volume),
-                    self.place(call.path),
-                    _capability(call.use),
-                    _secrets(call.key),
-                )
+                use, secrets = _capability(call.use), _secrets(call.key)
+                self.client.stage(self._volume(call.volume), path, use, secrets)
             case do.Unstage():
-                self.client.unstage(self.id_of(call.volume), self.place(call.path))
+                self.client.unstage(volume_id, path)
             case do.Publish():
                 self.client.publish(
                     self._volume(call.volume),
@@ -268,34 +255,24 @@ class Machine:
                     read_only=call.read_only,
                 )
             case do.PublishInline():
-                self.client.publish_inline(
-                    self.id_of(call.volume),
-                    self.place(call.path),
-                    {"size": str(call.required_bytes)} if call.required_bytes else {},
-                    _capability(call.use),
-                    read_only=call.read_only,
-                )
+                size = {"size": str(call.required_bytes)} if call.required_bytes else {}
+                use = _capability(call.use)
+                self.client.publish_inline(volume_id, path, size, use, read_only=call.read_only)
             case do.Unpublish():
-                self.client.unpublish(self.id_of(call.volume), self.place(call.path))
+                self.client.unpublish(volume_id, path)
             case do.Stats():
-                return (
-                    self.client.stats(self.id_of(call.volume), self.place(call.path)).usage[0].total
-                )
+                return self.client.stats(volume_id, path).usage[0].total
             case do.Health():
                 ask = self.client.node_health if call.by_node else self.client.volume_health
-                assert ask(self.id_of(call.volume)).volume_id == self.id_of(call.volume)
+                assert ask(volume_id).volume_id == volume_id
             case do.NodeExpand():
-                size = csi.CapacityRange(
-                    required_bytes=call.required_bytes, limit_bytes=call.limit_bytes
+                wire = csi.NodeExpandVolumeRequest(
+                    volume_id=volume_id,
+                    volume_path=path,
+                    capacity_range=_size(call),
+                    secrets=_secrets(call.key),
                 )
-                return self.client.node.NodeExpandVolume(
-                    csi.NodeExpandVolumeRequest(
-                        volume_id=self.id_of(call.volume),
-                        volume_path=self.place(call.path),
-                        capacity_range=size,
-                        secrets=_secrets(call.key),
-                    )
-                ).capacity_bytes
+                return self.client.node.NodeExpandVolume(wire).capacity_bytes
         return None
 
     def _volumes(self, page: int) -> Iterator[tuple[str, int]]:
@@ -312,13 +289,13 @@ class Machine:
     def _volume(self, name: str) -> csi.Volume:
         return csi.Volume(volume_id=self.id_of(name), volume_context=self.contexts.get(name, {}))
 
-    def same(self, call: do.Call, told: Outcome, expected: Outcome) -> bool:
-        """Whether an answer is the one expected; a real file system's size is less, by its own."""
-        if isinstance(call, do.Stats) and self.is_real and told.code == expected.code == "OK":
-            assert isinstance(told.value, int)
+    def same(self, call: do.Call, answer: Outcome, expected: Outcome) -> bool:
+        """Whether an answer is as expected; a real file system's size is less its metadata."""
+        if isinstance(call, do.Stats) and self.is_real and answer.code == expected.code == "OK":
+            assert isinstance(answer.value, int)
             assert isinstance(expected.value, int)
-            return expected.value * _OVERHEAD < told.value <= expected.value
-        return told == expected
+            return expected.value * _OVERHEAD < answer.value <= expected.value
+        return answer == expected
 
     # Behind Carver's back
 
@@ -470,6 +447,10 @@ def behind(service: Service) -> list[TaskQueue[Any]]:
 def _overwriting(service: Service) -> list[TaskQueue[Any]]:
     workers = (service.eraser, service.growth_zeroer, service.freed_eraser, service.pool_remover)
     return [one.jobs for one in workers]
+
+
+def _size(call: do.Expand | do.NodeExpand) -> csi.CapacityRange:
+    return csi.CapacityRange(required_bytes=call.required_bytes, limit_bytes=call.limit_bytes)
 
 
 def _secrets(key: str) -> dict[str, str]:
