@@ -39,7 +39,6 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-_WORKERS = 2
 # Groups that answered a moment ago need no longer.
 _LOOK_SECONDS = 10.0
 # How long a call waits until an unused bridge is removed.
@@ -138,7 +137,7 @@ class Copier:
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
         self.jobs = TaskQueue(
-            "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=_WORKERS
+            "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=2
         )
         # Bridges that are, or may be, unused. Their removal has no caller, and so no deadline.
         self.bridges = TaskQueue(

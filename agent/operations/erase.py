@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
 # Zeroed of an encrypted volume without a tag that says how long its LUKS header is.
 _LONGEST_HEADER_BYTES = 128 << 20
-_WORKERS = 2
 # Jobs that wait for a disk share one look at all groups for so long.
 _CACHE_SECONDS = 1.0
 
@@ -101,7 +100,6 @@ def chunks(end_bytes: int, begin_bytes: int = 0) -> Iterator[tuple[int, int]]:
 # those on these disks. What is freed on a missing disk is free, with its data, once the disk is
 # back: lvm2 takes a disk on which nothing lies as whole by itself. Until a mark is removed nothing
 # is allocated there.
-_SWEEP = {tag.SWEEP: "yes"}
 
 
 def mark_for_erase(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> bool:
@@ -115,7 +113,7 @@ def mark_for_erase(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -
         return False
     every = tag.BETWEEN.join(sorted({*_marked_disks(marks), *disks}))
     is_named = bool(disks) and tags.fits(tag.SWEEP_DISKS, every)
-    new = {tag.SWEEP_DISKS: every} if is_named else _SWEEP
+    new = {tag.SWEEP_DISKS: every} if is_named else {tag.SWEEP: "yes"}
     if new == marks:
         return False
     groups.mark(lvm, group.name, old=marks, new=new)
@@ -227,7 +225,7 @@ class Eraser:
             self._work,
             self._find,
             "volume %s is deleted, but not erased and removed yet: %s",
-            workers=_WORKERS,
+            workers=2,
         )
 
     def delete(self, volume: Volume) -> None:

@@ -7,7 +7,7 @@ have the tag `committed`; without it, an error or the next start undoes those th
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -30,7 +30,6 @@ PREFIX = "gsnap"
 
 # The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
-_COMMITTED = {tag.COMMITTED: "yes"}
 
 
 @dataclass(frozen=True)
@@ -133,20 +132,16 @@ class GroupSnapshotter:
         for one in self._inventory.group_snapshots(self._inventory.state(*groups)):
             # A call on the same group snapshot does the same.
             with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(one)):
-                undone += self._settle(one, groups)
+                known = self._inventory.state(*groups)
+                members = self._inventory.members(known, one)
+                if records.is_whole(members):
+                    # Crash point: all were taken and the record is missing; or a version without
+                    # it.
+                    self._commit(members)
+                elif members and self._inventory.is_half_made(known, members):
+                    self._discard(known, one)
+                    undone += 1
         return undone
-
-    def _settle(self, group_snapshot_id: str, groups: Sequence[str]) -> bool:
-        """Undo a group snapshot that never was whole, and return True; record one that is."""
-        known = self._inventory.state(*groups)
-        members = self._inventory.members(known, group_snapshot_id)
-        if records.is_whole(members):
-            # Crash point: all were taken and the record is missing; or a version without it.
-            self._commit(members)
-        elif members and self._inventory.is_half_made(known, members):
-            self._discard(known, group_snapshot_id)
-            return True
-        return False
 
     def _make(
         self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: HeldGroups
@@ -212,7 +207,7 @@ class GroupSnapshotter:
         """Record that all were taken: one command for each group, none where it is recorded."""
         lacking = [one for one in members if tag.COMMITTED not in one.own_tags]
         if lacking:
-            self._mark(lacking, new=_COMMITTED)
+            self._mark(lacking, new={tag.COMMITTED: "yes"})
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
         """Change tags of all, by one command a group. Crash point: some have the change."""
@@ -351,7 +346,7 @@ class GroupSnapshotter:
             # Crash point: without the record, what is left is half-made. So the record is removed
             # before the first snapshot.
             with self._volume_groups.hold(*(one.group.name for one in members)):
-                self._mark(members, old=_COMMITTED)
+                self._mark(members, old={tag.COMMITTED: "yes"})
         # Last the snapshots in the group that the id names: without them the id finds nothing.
         own = group_snapshot_id.partition("@")[0]
         for one in sorted(members, key=lambda one: one.group.name == own):

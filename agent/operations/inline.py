@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 _TURN_SECONDS = 600.0
 # The time limit of each report, and of each removal.
 _PATIENCE_SECONDS = 60.0
-_FAILURE = "volume group %s: inline volumes that were left are not removed: %s"
-_YES = "true"
 
 
 class _Admitted:
@@ -114,7 +112,11 @@ class InlineVolumes:
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}
         self.tasks = GroupTasks(
-            "inline", context.config.groups, self.sweep, _TURN_SECONDS, _FAILURE
+            "inline",
+            context.config.groups,
+            self.sweep,
+            _TURN_SECONDS,
+            "volume group %s: inline volumes that were left are not removed: %s",
         )
 
     def publish(self, call: PublishInline) -> None:
@@ -126,7 +128,7 @@ class InlineVolumes:
         one = plan.device_class(self._config, "volume_context", call.parameters)
         parameters = plan.with_defaults(call.parameters, [call.capability], one)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
-        about = {**parameters.about, tag.EPHEMERAL: _YES}
+        about = {**parameters.about, tag.EPHEMERAL: "true"}
         if tags.fits(tag.TARGET, place):
             about[tag.TARGET] = place
         wanted = CreateVolume(
