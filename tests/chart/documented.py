@@ -20,10 +20,10 @@ def places(*, commented: bool | None = None) -> Iterator[Place]:
     What stands in braces or brackets is one value, whatever is in it.
     """
     above: list[tuple[int, Place]] = []
-    told = False
+    has_comment = False
     for line in VALUES.read_text().splitlines():
         if not line.strip():
-            told = False
+            has_comment = False
             continue
         # An item's dash is a blank, and a place of its own.
         is_item = line.lstrip().startswith("- ")
@@ -34,17 +34,17 @@ def places(*, commented: bool | None = None) -> Iterator[Place]:
         if is_item and above:
             above.append((indent - 1, (*above[-1][1], ITEM)))
         if text.lstrip().startswith("#"):
-            told = True
+            has_comment = True
         elif match := re.fullmatch(r"\s*(\w+):(.*)", text):
             place = (*(above[-1][1] if above else ()), match[1])
             if match[2].strip():
-                if commented in (None, told):
+                if commented in (None, has_comment):
                     yield place
             else:
                 above.append((indent, place))
-            told = False
+            has_comment = False
         else:
-            told = False
+            has_comment = False
 
 
 def at(values: Any, place: Place) -> list[tuple[Any, str]]:

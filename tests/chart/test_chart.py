@@ -95,7 +95,7 @@ def test_there_are_ten_files_that_use_every_value() -> None:
 
 
 @every_file
-def test_what_helm_makes_is_as_kubernetes_and_the_sidecars_take_it(
+def test_the_rendered_objects_are_valid_and_fit_together(
     file: Path, template: Template, tmp_path: Path
 ) -> None:
     made = template(read(file), "carver", SNAPSHOTS)

@@ -24,11 +24,11 @@ while True:
         urllib.request.urlopen("http://127.0.0.1:9898/readyz", timeout=10)
         break
     except OSError as error:
-        told = error.read().decode() if isinstance(error, urllib.error.HTTPError) else str(error)
-        if "kubelet has not registered" in told:
+        answer = error.read().decode() if isinstance(error, urllib.error.HTTPError) else str(error)
+        if "kubelet has not registered" in answer:
             print("ok")
             break
-        error = told
+        error = answer
         if time.monotonic() > end:
             sys.exit(f"not ready: {error}")
         time.sleep(1)
@@ -66,7 +66,7 @@ def image() -> Iterator[None]:
 def running(pod: Pod) -> Iterator[None]:
     """The pod, which was started; whether it works is another question.
 
-    One that has not ended a minute after it was told to is killed, as by kubelet.
+    One that has not ended a minute after SIGTERM is killed, as by kubelet.
     """
     in_guest("mkdir", "-p", *pod.folders())
     for name, text in pod.files.items():

@@ -87,8 +87,8 @@ def publish_a_volume(client: Client, directory: Path) -> None:
 def register_with_kubelet(client: Client, directory: Path) -> None:
     """Say who is there, to whoever asks at the socket that kubelet finds."""
     with grpc.insecure_channel(f"unix://{_REGISTRATION}") as channel:
-        told = kubelet_grpc.RegistrationStub(channel).GetInfo(kubelet.InfoRequest(), timeout=30)
-    assert told.endpoint == str(DEFAULT_SOCKET)
+        info = kubelet_grpc.RegistrationStub(channel).GetInfo(kubelet.InfoRequest(), timeout=30)
+    assert info.endpoint == str(DEFAULT_SOCKET)
 
 
 def keep_a_group_on_a_file(client: Client, directory: Path) -> None:

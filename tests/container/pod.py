@@ -85,7 +85,7 @@ class Pod:
         return replace(self, files={"config.toml": settings + classes})
 
     def folders(self) -> list[str]:
-        """What kubelet makes on the node where it is not there: its own, and what it is told to."""
+        """The folders that kubelet makes on the node: its own, and DirectoryOrCreate."""
         hosts = [one["hostPath"] for one in self.spec["volumes"] if "hostPath" in one]
         return [
             one["path"]

@@ -58,8 +58,8 @@ def test_a_mount_made_inside_is_seen_on_the_host(running: str) -> None:
     carver("volume", "create", "by-hand", "--size", "32MiB")
     try:
         carver("volume", "publish", "by-hand", place)
-        told = json.loads(in_guest("findmnt", "--json", "--mountpoint", place).stdout)
-        assert told["filesystems"][0]["fstype"] == "ext4"
+        mounts = json.loads(in_guest("findmnt", "--json", "--mountpoint", place).stdout)
+        assert mounts["filesystems"][0]["fstype"] == "ext4"
         in_guest("touch", f"{place}/written-on-the-host")
         status = json.loads(carver("status", "--json"))
         assert status["serving"]

@@ -12,7 +12,7 @@ from faults.process import Process, Trial
 from model.expected import EXTENT_BYTES, Model
 from real.host import Lab, RealHost
 
-# What kubelet and the service are told is below a short path: a socket's is limited to 108 bytes.
+# All paths are below a short one: a socket's is limited to 108 bytes.
 PLACE = Path("/var/tmp/carver-faults")
 
 

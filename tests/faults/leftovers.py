@@ -35,10 +35,10 @@ def on(disk: str, begin: int, end: int) -> list[str]:
 def _free() -> Iterator[tuple[str, int, int]]:
     """Disk, offset and length of each run of free extents, in bytes."""
     words = ["pvs", "--segments", "--noheadings", "--separator", "|", "--units", "b", "--nosuffix"]
-    told = subprocess.run(
+    output = subprocess.run(
         [*words, "--options", _COLUMNS], check=True, capture_output=True, text=True
     ).stdout
-    for line in told.splitlines():
+    for line in output.splitlines():
         disk, begins, extent, first, count, logical = line.strip().split("|")
         if not logical:
             start = int(begins) + int(first) * int(extent)

@@ -1,4 +1,4 @@
-"""Clients that lead volumes through their lives, and remember on disk what they were told.
+"""Clients that lead volumes through their lives, and record each answer on disk.
 
 What was acknowledged must hold, whatever ends the service or the machine in between: a volume with
 its data, a deletion. The journal is written, and flushed, before a call and after its answer.
@@ -95,7 +95,7 @@ class Life:
 
 @dataclass
 class Journal:
-    """What one client did and was told."""
+    """What one client did, and the answers."""
 
     path: Path
 
@@ -220,16 +220,16 @@ class Verdict:
 
 def judge() -> Verdict:
     """Compare what is there with what was acknowledged, look at the data, and clean up."""
-    told, verdict = _told(), Verdict()
+    events_of, verdict = _journals(), Verdict()
     _, before_bytes = json.loads((JOURNALS / "before").read_text())
-    verdict.deleted = sum("deleted" in one for one in told.values())
+    verdict.deleted = sum("deleted" in one for one in events_of.values())
     with Client(DEFAULT_SOCKET, timeout_seconds=_PATIENCE_SECONDS) as client:
         there = _there(client)
-        for name, events in told.items():
+        for name, events in events_of.items():
             if "created" in events and "delete" not in events and name not in there:
                 verdict.lost.append(f"{name}: gone")
         for name in there:
-            if name not in told or "deleted" in told[name]:
+            if name not in events_of or "deleted" in events_of[name]:
                 verdict.leaked.append(f"{name}: there")
         verdict.volumes = len(there)
         # Before anything else is deleted.
@@ -241,7 +241,7 @@ def judge() -> Verdict:
                 verdict.lost.append(f"vgck {group}: {ended.stderr}")
         with ThreadPoolExecutor(4) as pool:
             for problems in pool.map(
-                lambda name: list(_look_over(client, name, told.get(name, {}))), there
+                lambda name: list(_look_over(client, name, events_of.get(name, {}))), there
             ):
                 verdict.lost += problems
         verdict.leaked += _left(client, before_bytes)
@@ -267,17 +267,17 @@ def _ids(volumes: dict[str, csi.Volume]) -> list[str]:
     return [one.volume_id for one in volumes.values()]
 
 
-def _told() -> dict[str, dict[str, str]]:
+def _journals() -> dict[str, dict[str, str]]:
     """Of each volume the events that the journals have, the last line perhaps in part."""
-    told: dict[str, dict[str, str]] = defaultdict(dict)
+    events_of: dict[str, dict[str, str]] = defaultdict(dict)
     for journal in JOURNALS.glob("*.journal"):
         for line in journal.read_text().splitlines():
             try:
                 name, event, more = json.loads(line)
             except ValueError:
                 continue
-            told[name][event] = more
-    return told
+            events_of[name][event] = more
+    return events_of
 
 
 def _look_over(client: Client, name: str, events: dict[str, str]) -> Iterator[str]:

@@ -47,10 +47,10 @@ def lvm2_killed(bench: Bench) -> tuple[int, str]:
             for _ in range(times):
                 for call, seconds in zip(calls, commands, strict=True):
                     with killing_lvm2(trial, bench.random.uniform(0, seconds)) as killed:
-                        told = trial.machine.call(call)
+                        answer = trial.machine.call(call)
                     hits += bool(killed)
-                    if told.code not in ("OK", "INTERNAL", "ABORTED", "UNAVAILABLE"):
-                        raise Fault(f"{call}: {told}")
+                    if answer.code not in ("OK", "INTERNAL", "ABORTED", "UNAVAILABLE"):
+                        raise Fault(f"{call}: {answer}")
                     trial.patiently(call)
                     trial.compare(resting=True)
     return times * 6, f"{hits} lvm2 died; each call succeeded when repeated"
@@ -147,9 +147,9 @@ def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
                 device = trial.machine.host.devices.find(trial.machine.group, "vol-a")
                 assert device is not None
                 with killing_suspended_lvm2(trial, device) as killed:
-                    told = trial.machine.call(do.Expand("a", 32 * MIB))
-                if told.code not in ("OK", "INTERNAL", "UNAVAILABLE"):
-                    raise Fault(f"expand: {told}")
+                    answer = trial.machine.call(do.Expand("a", 32 * MIB))
+                if answer.code not in ("OK", "INTERNAL", "UNAVAILABLE"):
+                    raise Fault(f"expand: {answer}")
                 hits += bool(killed)
                 trial.patiently(do.Expand("a", 32 * MIB))
                 if is_suspended(device):

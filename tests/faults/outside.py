@@ -36,8 +36,8 @@ def group_full(bench: Bench) -> tuple[int, str]:
     with bench.trial(20) as trial:
         wishes = [do.Create(f"full-{number}", 16 * MIB, 0, BLOCK) for number in range(8)]
         with ThreadPoolExecutor(8) as pool:
-            told = list(pool.map(trial.machine.call, wishes))
-        for call, outcome in zip(wishes, told, strict=True):
+            answer = list(pool.map(trial.machine.call, wishes))
+        for call, outcome in zip(wishes, answer, strict=True):
             if outcome.code == "OK":
                 trial.model.apply(call)
             elif outcome.code != "RESOURCE_EXHAUSTED":
@@ -366,10 +366,10 @@ def disk_full(bench: Bench) -> tuple[int, str]:
             with filled(small):
                 trial.refused(publish, "INTERNAL")
                 # Whether a new volume's first sectors can be written depends on the file system.
-                told = trial.machine.call(do.Create("b", 32 * MIB, 0, BLOCK))
+                answer = trial.machine.call(do.Create("b", 32 * MIB, 0, BLOCK))
                 trial.machine.restart()
                 trial.refused(publish, "INTERNAL")
-            if told.code == "OK":
+            if answer.code == "OK":
                 trial.model.apply(do.Create("b", 32 * MIB, 0, BLOCK))
             trial.compare()
             trial.patiently(publish)

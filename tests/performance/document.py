@@ -47,18 +47,18 @@ class Document:
     runs: Sequence[Run] = field(default_factory=tuple)
 
     def text(self) -> str:
-        told = {
+        written = {
             "format": FORMAT,
             "carver": importlib.metadata.version("carver"),
             "day": self.day,
             "runs": [one.as_json() for one in self.runs],
         }
-        return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> "Document":
-        told = json.loads(text)
-        return cls(told["day"], [Run.of_json(one) for one in told["runs"]])
+        written = json.loads(text)
+        return cls(written["day"], [Run.of_json(one) for one in written["runs"]])
 
 
 def machine() -> dict[str, Any]:
@@ -78,8 +78,8 @@ def machine() -> dict[str, Any]:
 
 def any_machine() -> dict[str, Any]:
     """The same of a machine that is not the lab VM: its kernel's version, and not whose it is."""
-    told = machine()
-    return {**told, "kernel": ".".join(told["kernel"].split(".")[:2])}
+    written = machine()
+    return {**written, "kernel": ".".join(written["kernel"].split(".")[:2])}
 
 
 def _lvm2() -> str:

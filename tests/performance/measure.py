@@ -144,11 +144,11 @@ def changed(client: Client, base_id: str, target_id: str) -> None:
 class Pass:
     """One configuration, measured."""
 
-    def __init__(self, place: Path, settings: str, limit: Time, told: Console) -> None:
+    def __init__(self, place: Path, settings: str, limit: Time, console: Console) -> None:
         self._place = place
         self._settings = settings
         self._limit = limit
-        self._told = told
+        self._console = console
         self._serial = 0
         self._starts: list[float] = []
 
@@ -380,7 +380,7 @@ class Pass:
             yield life, by_hand
 
     def _say(self, text: str) -> None:
-        self._told.print(f"{self._limit.left_seconds():4.0f} s left: {text}", style="dim")
+        self._console.print(f"{self._limit.left_seconds():4.0f} s left: {text}", style="dim")
 
 
 @contextlib.contextmanager

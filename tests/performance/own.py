@@ -115,7 +115,7 @@ class TimedHost(FakeHost):
         return cast(Result, self._run(*words, stdin=stdin))
 
     def count(self) -> Commands:
-        """What was run so far: what lvm2 was told, and by no process, a session was told."""
+        """What was run so far; lvm2's commands without a process are those of a session."""
         by_process = sum(words[0] == "lvm" for words in self.commands)
         return Commands(len(self.commands), self._lines - by_process)
 
@@ -128,11 +128,11 @@ class Server:
         self._handlers: dict[str, Any] = {}
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """What the generated code tells of a service's methods."""
+        """Take a service's methods from the generated code."""
         self._handlers |= {f"/{service}/{name}": one for name, one in handlers.items()}
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
-        """The same, told as it was told once."""
+        """The same in its older form."""
 
     def add_insecure_port(self, _address: str) -> int:
         return 1
@@ -158,7 +158,7 @@ class Server:
 
 
 class Context:
-    """What a handler is told of its caller, who has time."""
+    """A handler's context: its caller has time."""
 
     def time_remaining(self) -> float:
         return _SECONDS

@@ -168,7 +168,7 @@ OWN = (
 
 @dataclass(frozen=True)
 class Commands:
-    """What a call had run: programs that were started, and lines that a session was told."""
+    """What a call had run: programs that were started, and commands of a session."""
 
     processes: int
     session: int

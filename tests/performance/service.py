@@ -97,7 +97,7 @@ def configuration(place: Path, group: str, settings: str, level: str) -> str:
 
 
 def counted(log: str) -> Commands:
-    """The commands that a log tells of: with `session` those that one was told, else programs."""
+    """The commands in a log: with `session` those of a session, else programs."""
     found = Commands(0, 0)
     for line in log.splitlines():
         try:

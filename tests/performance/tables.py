@@ -20,7 +20,7 @@ def number(value: float, unit: str) -> str:
     return digits if unit == RATIO else f"{digits} {unit}".removesuffix(" commands")
 
 
-def told(row: Row) -> str:
+def value(row: Row) -> str:
     text = number(row.value, row.unit)
     return f"{text}, {MISSED}" if row.is_met is False else text
 
@@ -37,7 +37,7 @@ def on_terminal(run: Run) -> Table:
             counts = [str(row.commands.processes), str(row.commands.session)]
         colour = {True: "[green]", False: "[bold red]", None: ""}[row.is_met]
         target = NOTHING if row.target is None else f"≤ {number(row.target, row.unit)}"
-        drawn.add_row(row.name, row.beside, *ms, *counts, colour + told(row), target)
+        drawn.add_row(row.name, row.beside, *ms, *counts, colour + value(row), target)
     return drawn
 
 
@@ -102,7 +102,7 @@ def _target(promise: Promise) -> str:
 def _measured(row: Row | None) -> str:
     if row is None:
         return NOTHING
-    return f"**{told(row)}**" if row.is_met is False else told(row)
+    return f"**{value(row)}**" if row.is_met is False else value(row)
 
 
 def _counts(rows: Mapping[str, Row], name: str) -> str:

@@ -114,8 +114,8 @@ def _read(device: str) -> None:
 
 
 def _number(path: str) -> str:
-    told = Path(path).stat().st_rdev
-    return f"{os.major(told)}:{os.minor(told)}"
+    number = Path(path).stat().st_rdev
+    return f"{os.major(number)}:{os.minor(number)}"
 
 
 def _run(*words: str) -> None:

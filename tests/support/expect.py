@@ -11,12 +11,12 @@ _PATIENCE_SECONDS = 60
 
 
 def soon(
-    is_so: Callable[[], object], told: Callable[[], object] = lambda: "it did not come about"
+    is_so: Callable[[], object], instead: Callable[[], object] = lambda: "it did not come about"
 ) -> None:
-    """Wait for what another thread or process does; `told` is what there is in its place."""
+    """Wait for what another thread or process does; `instead` is what there is in its place."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while not is_so():
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end, instead()
         time.sleep(0.001)
 
 

@@ -47,10 +47,10 @@ def memory(pid: int) -> Iterator[tuple[str, bytes]]:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as opened:
         for line in lines:
-            told = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
-            if told is None:
+            mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+            if mapping is None:
                 continue
-            start, end = (int(one, 16) for one in told.groups())
+            start, end = (int(one, 16) for one in mapping.groups())
             opened.seek(start)
             with suppress(OSError):  # such as [vvar]
                 yield line, opened.read(end - start)

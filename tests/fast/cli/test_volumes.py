@@ -80,8 +80,8 @@ def test_a_volume_is_at_a_second_path_only_with_shared(shell: Shell, fake: FakeH
     assert "allows one target" in shell(f"publish db {other}", 1)
 
     shell(f"publish db {other} --shared --read-only")
-    told = json.loads(shell("show db --json"))
-    assert {str(one), str(other)} <= set(told["places"])
+    shown = json.loads(shell("show db --json"))
+    assert {str(one), str(other)} <= set(shown["places"])
 
     # The first stays, and so does what it stands on.
     shell(f"unpublish db {other}")
@@ -109,8 +109,8 @@ def test_the_list_is_a_table_or_json(shell: Shell) -> None:
     table = shell("list")
     assert "HEALTH" in table
     assert max(map(len, table.splitlines())) <= 100
-    [told] = json.loads(shell("list --json"))
-    assert (told["name"], told["size_bytes"], told["carver/class"]) == ("one", 16 * MIB, "plain")
+    [shown] = json.loads(shell("list --json"))
+    assert (shown["name"], shown["size_bytes"], shown["carver/class"]) == ("one", 16 * MIB, "plain")
 
 
 def test_nothing_is_deleted_unconfirmed(
@@ -151,8 +151,8 @@ def test_a_snapshot_is_taken_listed_and_deleted(shell: Shell, client: Client) ->
     made = shell("create db monday --size 50%", noun="snapshot")
     assert made.startswith("monday: db as it is now, ")
     assert shell("list --names", noun="snapshot") == "monday\n"
-    [told] = json.loads(shell("list --json", noun="snapshot"))
-    assert (told["name"], told["volume"], told["ready"]) == ("monday", "db", True)
+    [shown] = json.loads(shell("list --json", noun="snapshot"))
+    assert (shown["name"], shown["volume"], shown["ready"]) == ("monday", "db", True)
     assert "monday" in shell("list", noun="snapshot")
 
     assert "give --yes" in shell("delete monday", 1, noun="snapshot")
@@ -232,9 +232,9 @@ def test_a_volume_is_repaired_and_a_disk_replaced(
     shell("create db --size 64MiB")
     assert "is whole" in shell("repair db")
     new = fake.new_device(600 * MIB)
-    told = shell(f"replace-disk /dev/fake-data-0 {new} --yes", noun="group")
-    assert "is moved" in told
-    assert told.endswith("data is whole\n")
+    shown = shell(f"replace-disk /dev/fake-data-0 {new} --yes", noun="group")
+    assert "is moved" in shown
+    assert shown.endswith("data is whole\n")
     assert new in [one.name for one in fake.lvm2.groups["data"].disks]
 
 

@@ -28,9 +28,9 @@ CLASSES = (DeviceClass("sick", "a", default=True), DeviceClass("sound", "b"))
 def main(directory: Path) -> int:
     """Serve as `carver serve` does; each command, and a wipe that hangs, is a line.
 
-    What is promised cannot be written before the service is told to end, or has lost its socket.
+    The deferred tag cannot be written before the service ends, or has lost its socket.
     """
-    fake, told_to_end = FakeHost(directory), threading.Event()
+    fake, is_ending_now = FakeHost(directory), threading.Event()
     for one in ("a", "b"):
         fake.lvm2.add_group(one, [100])
     config = configured.carver(directory, kubelet_dir=(str(directory),), classes=CLASSES)
@@ -44,10 +44,10 @@ def main(directory: Path) -> int:
 
     def notify(state: str) -> None:
         if state == "STOPPING=1":
-            told_to_end.set()
+            is_ending_now.set()
 
     def intercept(words: Sequence[str]) -> Result | None:
-        is_ending = told_to_end.is_set() or not config.endpoint.exists()
+        is_ending = is_ending_now.is_set() or not config.endpoint.exists()
         if PROMISED in words and not is_ending:
             return Result(5, "", "a lock is held")
         print(*words, flush=True)

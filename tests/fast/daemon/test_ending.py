@@ -59,20 +59,20 @@ def is_written(directory: Path) -> bool:
 
 
 @pytest.mark.starts_programs
-def test_a_wipe_that_hangs_keeps_no_process_from_ending_when_it_is_told_to(
+def test_a_hanging_wipe_does_not_keep_the_process_from_ending(
     process: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(BOUND_SECONDS) == 0
     assert is_written(tmp_path), "what was promised is on the disk"
     assert not (tmp_path / "csi.sock").exists()
-    told = (tmp_path / "log").read_text()
-    assert "wiping has not ended after" in told
-    assert "ending the process with threads that hang: " in told
+    log = (tmp_path / "log").read_text()
+    assert "wiping has not ended after" in log
+    assert "ending the process with threads that hang: " in log
 
 
 @pytest.mark.starts_programs
-def test_a_wipe_that_hangs_keeps_no_process_from_being_started_again_for_its_socket(
+def test_a_hanging_wipe_does_not_keep_a_process_without_a_socket(
     process: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     (tmp_path / "csi.sock").unlink()
@@ -81,7 +81,7 @@ def test_a_wipe_that_hangs_keeps_no_process_from_being_started_again_for_its_soc
     assert "csi.sock: it was deleted" in (tmp_path / "log").read_text()
 
 
-def test_what_hangs_is_told_and_keeps_neither_the_rest_nor_who_waits(
+def test_a_hanging_part_is_logged_and_blocks_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     over, done = threading.Event(), threading.Event()
@@ -100,7 +100,7 @@ def test_what_hangs_is_told_and_keeps_neither_the_rest_nor_who_waits(
     assert "the second" not in caplog.text
 
 
-def test_where_no_thread_can_be_had_an_end_is_told_as_not_ended(
+def test_a_part_without_a_thread_is_logged_as_not_ended(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(_: threading.Thread) -> None:

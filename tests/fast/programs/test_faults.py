@@ -23,7 +23,7 @@ def test_a_row_is_well_where_nothing_was_lost_or_leaked_and_it_came_out_as_promi
     assert row.is_well is is_well
 
 
-def test_a_process_is_killed_at_the_step_that_it_is_told(
+def test_a_process_is_killed_at_the_planned_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):

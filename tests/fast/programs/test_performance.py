@@ -255,7 +255,7 @@ def test_a_missed_target_is_marked(measured: Run) -> None:
     assert lines[f"| {rows.UNSTAGE}"].endswith(f"| {tables.NOTHING} | {tables.NOTHING} |")
 
 
-def test_only_what_stands_between_the_marks_is_written_anew(measured: Run) -> None:
+def test_only_the_text_between_the_marks_is_replaced(measured: Run) -> None:
     page = f"# Title\n\n{tables.BEGIN}\nold\n{tables.END}\n\nmore\n"
     once = tables.recorded(page, [measured])
 
@@ -390,7 +390,7 @@ def test_many_snapshots_are_compared_with_none_and_with_an_idle_node() -> None:
     found = {one.name: one for one in rows.of_snapshots(empty, full, 4.0)}
     assert found[rows.AMONG_SNAPSHOTS].value == pytest.approx(1.5)
     assert found[rows.IDLE].is_met is False
-    assert tables.told(found[rows.IDLE]) == "4 %, missed"
+    assert tables.value(found[rows.IDLE]) == "4 %, missed"
 
 
 def test_further_passes_are_named_with_their_line_of_configuration() -> None:
@@ -418,7 +418,7 @@ def test_the_own_code_of_a_whole_life_is_measured_with_its_commands(tmp_path: Pa
     }
 
 
-def test_what_the_fakes_take_is_put_aside_once() -> None:
+def test_the_fakes_time_is_put_aside_once() -> None:
     aside = own.Aside()
     inner = aside.wrapped(lambda: sum(range(10_000)))
     outer = aside.wrapped(lambda: inner())

@@ -104,10 +104,10 @@ def test_the_class_is_one_that_is_installed(driver: dict[str, Any]) -> None:
 def test_name_and_topology_are_the_service_s(driver: dict[str, Any], client: Client) -> None:
     info = driver["DriverInfo"]
     assert info["Name"] == client.identity.GetPluginInfo(csi.GetPluginInfoRequest()).name
-    told = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
-    assert info["TopologyKeys"] == list(told.accessible_topology.segments)
+    answer = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
+    assert info["TopologyKeys"] == list(answer.accessible_topology.segments)
     assert info["TopologyKeys"] == [settings.TOPOLOGY_KEY]
-    assert info["Capabilities"]["volumeLimits"] is (told.max_volumes_per_node > 0)
+    assert info["Capabilities"]["volumeLimits"] is (answer.max_volumes_per_node > 0)
 
 
 def test_capabilities_are_those_that_the_service_announces(
@@ -117,8 +117,8 @@ def test_capabilities_are_those_that_the_service_announces(
     controller = {
         one.rpc.type for one in client.controller.ControllerGetCapabilities(request).capabilities
     }
-    told = client.node.NodeGetCapabilities(csi.NodeGetCapabilitiesRequest()).capabilities
-    node = {one.rpc.type for one in told}
+    answer = client.node.NodeGetCapabilities(csi.NodeGetCapabilitiesRequest()).capabilities
+    node = {one.rpc.type for one in answer}
     services = client.identity.GetPluginCapabilities(csi.GetPluginCapabilitiesRequest())
     plugin = {one.service.type for one in services.capabilities}
     growth = {one.volume_expansion.type for one in services.capabilities}

@@ -119,7 +119,7 @@ def test_only_the_four_packages_are_named() -> None:
     assert {one.removesuffix(".*") for one in included} == set(PACKAGES)
 
 
-def test_package_indexes_are_told_to_refuse_carver() -> None:
+def test_package_indexes_refuse_carver() -> None:
     assert "Private :: Do Not Upload" in project()["project"]["classifiers"]
     assert "Private :: Do Not Upload" in metadata.metadata("carver").get_all("Classifier", [])
 

@@ -76,7 +76,7 @@ def test_the_schema_knows_the_values_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("place", list(sections(values())), ids=".".join)
-def test_a_key_that_is_none_is_refused(place: Place) -> None:
+def test_an_unknown_key_is_refused(place: Place) -> None:
     given = values()
     found = given
     for key in place:

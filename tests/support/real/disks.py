@@ -1,4 +1,4 @@
-"""Disks that fail when they are told to: a device-mapper device over another. In the lab VM."""
+"""Disks that fail on demand: a device-mapper device over another. In the lab VM."""
 
 import itertools
 import os
