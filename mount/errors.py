@@ -5,9 +5,6 @@ Nothing here knows of gRPC: agent/core/codes.py maps these classes to codes.
 
 from collections.abc import Callable, Sequence
 
-# How many users of a mount a message names.
-_SHOWN_USERS = 8
-
 
 class MountError(Exception):
     """The root of this package's errors."""
@@ -143,7 +140,7 @@ class Busy(MountError):
     """A mount or device is in use."""
 
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
-        shown = [*users[:_SHOWN_USERS], "and others"][: len(users)]
+        shown = [*users[:8], "and others"][: len(users)]
         by = f" by {', '.join(shown)}" if shown else ""
         super().__init__(f"{path} is in use{by}; try again when its last user has ended")
 

@@ -123,14 +123,6 @@ class Kernel(BlockDevices, LoopDevices, Growth):
 
     def real_path(self, path: str) -> str:
         """`path` with every symbolic link resolved; parts that do not exist are kept."""
-        # One walk by the kernel, in place of one for each part of the path.
-        with suppress(OSError):
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            with blocks.closing(place):
-                found = os.readlink(_descriptor(place))  # noqa: PTH115 - strings all along
-            # Otherwise it was removed meanwhile, or lies out of the process's root (d_path(9)).
-            if found.startswith("/") and not found.endswith(" (deleted)"):
-                return found
         return os.path.realpath(path)
 
     def statvfs(self, path: str) -> os.statvfs_result:
@@ -144,16 +136,17 @@ class Kernel(BlockDevices, LoopDevices, Growth):
         ext4: Documentation/ABI/testing/sysfs-fs-ext4; btrfs: btrfs(5), since Linux 5.14.
         """
         counted: dict[str, int] = {}
-        if fs_type == "ext4":
-            with suppress(FileNotFoundError):
-                errors = Path(f"/sys/fs/ext4/{_kernel_name(device)}/errors_count")
+        link = f"/sys/dev/block/{device[0]}:{device[1]}"
+        with suppress(FileNotFoundError):
+            node = os.readlink(link).rpartition("/")[2]  # noqa: PTH115 - NodeGetVolumeStats asks
+            if fs_type == "ext4":
+                errors = Path(f"/sys/fs/ext4/{node}/errors_count")
                 counted["errors_count"] = int(errors.read_text())
-        if fs_type == "btrfs":
-            node = _kernel_name(device)
-            for used in Path("/sys/fs/btrfs").glob(f"*/devices/{node}"):
-                for stats in used.parent.parent.glob("devinfo/*/error_stats"):
-                    lines = (line.split() for line in stats.read_text().splitlines())
-                    counted |= {name: int(count) for name, count in lines}
+            elif fs_type == "btrfs":
+                for used in Path("/sys/fs/btrfs").glob(f"*/devices/{node}"):
+                    for stats in used.parent.parent.glob("devinfo/*/error_stats"):
+                        lines = (line.split() for line in stats.read_text().splitlines())
+                        counted |= {name: int(count) for name, count in lines}
         return counted
 
     def make_directory(self, path: str, mode: int) -> None:
@@ -340,15 +333,6 @@ def _quoted(parameter: str) -> str:
     """A parameter as mount(2) takes it among others: quotes where its value has commas."""
     name, equals, value = parameter.partition("=")
     return f'{name}{equals}"{value}"' if "," in value else parameter
-
-
-def _kernel_name(device: tuple[int, int]) -> str:
-    """What the kernel calls a block device; a word that is no name where there is none."""
-    link = f"/sys/dev/block/{device[0]}:{device[1]}"
-    try:
-        return os.readlink(link).rpartition("/")[2]  # noqa: PTH115 - each NodeGetVolumeStats asks
-    except FileNotFoundError:
-        return "-"
 
 
 def _bits(attributes: Set[str]) -> int:

@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -609,6 +609,15 @@ def _words(attributes: Set[str], inherited: Set[str]) -> tuple[str, ...]:
     atime = (attributes & times) or (inherited & times)
     words = ((attributes | inherited) - times) | (atime - {"strictatime"})
     return ("ro" if "ro" in words else "rw", *sorted(words - {"ro", "rw"}))
+
+
+def failing(number: int) -> Callable[..., NoReturn]:
+    """An operation that the kernel refuses with this errno."""
+
+    def fail(*_: object, **_options: object) -> NoReturn:
+        _fail(number, "it")
+
+    return fail
 
 
 def _fail(number: int, path: str) -> NoReturn:
