@@ -1,18 +1,15 @@
 """Clones and restores: new volumes, filled in the background with a source's data or with zeroes.
 
-A copy takes as long as the disk takes. The volume is made first, with the tags `copying` and its
-source. Only when its last byte is on the disk the tag becomes `ready`, and only then it counts as a
-volume. CreateVolume waits for that until its deadline, without a lock or one of the places for
-calls; then it answers that the volume is not ready, with the progress. The CO repeats the call, and
-in the end gets the volume. Crash point: the tag `copying`; the next start copies anew, from the
-beginning, without any other record.
+The volume is made first, with the tags `copying` and its source. Only when its last byte is on the
+disk the tag becomes `ready`, and only then it counts as a volume. CreateVolume waits for that until
+its deadline, without a lock or one of the places for calls; then it answers with the progress, and
+the CO repeats the call. Crash point: the tag `copying`; the next start copies from the beginning.
 
 A volume in use is copied from a snapshot of one moment, the bridge, which is taken before the new
 volume is made and removed when that is ready. A bridge without an incomplete volume is unused:
 its removal is retried each minute, and at the next start. A call that finds one meanwhile copies
 from it, if it never had a volume, and else waits until it is removed. Bridges of several groups may
-have one name, as volumes may; a volume's own is one of its source, taken at the time that its tags
-record.
+have one name; a volume's own is one of its source, taken at the time that its tags record.
 """
 
 import logging
@@ -139,7 +136,7 @@ class Copier:
         self.jobs = TaskQueue(
             "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=2
         )
-        # Bridges that are, or may be, unused. Their removal has no caller, and so no deadline.
+        # The removal of bridges that may be unused; it has no caller, and so no deadline.
         self.bridges = TaskQueue(
             "bridge",
             self._sweep,

@@ -448,9 +448,8 @@ class Eraser:
     def _write_back(self, job: _Wipe, volume: Volume) -> None:
         """Have the kernel write a cache back before it is detached.
 
-        lvm2 would do that within its command, with the group locked: hours, where much is dirty and
-        the disk is slow. A worker does not wait so long either: it raises NotOverwritten, the
-        kernel writes on, and the retry comes after other volumes' jobs.
+        lvm2 would do that within its command, with the group locked: hours, on a slow disk. A
+        worker raises NotOverwritten first; the kernel writes on, and the job is retried.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._inventory.status(group, name)):

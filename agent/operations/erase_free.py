@@ -35,6 +35,11 @@ class _Growth(Job):
         return f"{100 * self.done_bytes // self.size_bytes} % of {self.size_bytes} bytes"
 
 
+def reservation_name(name: str) -> str:
+    """The logical volume that reserves the extents by which a volume grows."""
+    return names.logical_volume(ids.GROWTH_PREFIX, name)
+
+
 class GrowthZeroer:
     """Zeroes the extents that a volume grows by, in a logical volume that reserves them."""
 
@@ -73,16 +78,15 @@ class GrowthZeroer:
                 )
             reserved = self._reserve(volume, more_bytes)
         if reserved.uuid not in self._done:
-            job = self.jobs.start(
-                _Growth(
-                    key=str(volume.id),
-                    on_record=False,
-                    group=group.name,
-                    name=own,
-                    uuid=reserved.uuid,
-                    size_bytes=more_bytes,
-                )
+            growth = _Growth(
+                key=str(volume.id),
+                on_record=False,
+                group=group.name,
+                name=own,
+                uuid=reserved.uuid,
+                size_bytes=more_bytes,
             )
+            job = self.jobs.start(growth)
             raise errors.Overwriting(job.key, str(job))
         volumes.remove(lvm, group.name, own)
         self._done.discard(reserved.uuid)
@@ -124,11 +128,6 @@ def _taken_bytes(volume: Volume, size_bytes: int) -> int:
     """What so much of a volume takes on all of its disks."""
     shape = volume.layout
     return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
-
-
-def reservation_name(name: str) -> str:
-    """The logical volume that reserves the extents by which a volume grows."""
-    return names.logical_volume(ids.GROWTH_PREFIX, name)
 
 
 class FreedSpaceEraser:

@@ -185,8 +185,8 @@ class Expander:
     def _logging_refusals(self, volume_id: str) -> Iterator[None]:
         """Log an error of a tag that is for the volume's health only, and go on.
 
-        In a full group, or one that lacks a disk, lvm2 writes no tag. A command whose outcome is
-        not known is raised, as everywhere: the caller repeats the call.
+        In a full group, or one that lacks a disk, lvm2 writes no tag. A command of unknown outcome
+        is raised: the caller repeats the call.
         """
         try:
             yield

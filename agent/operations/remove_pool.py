@@ -187,10 +187,7 @@ class PoolRemover:
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
     def _zero(self, job: _Removal, device: str, size_bytes: int, *, below: str = "") -> None:
-        """Zero so much of a device; raises Stopping.
-
-        A device `below` another is in use by the pool; the other is open, so that it stays.
-        """
+        """Zero so much of a device, one that the pool uses `below` another; raises Stopping."""
         for offset, length in chunks(size_bytes):
             with job.writing:
                 self.jobs.check(job)
