@@ -13,7 +13,7 @@ from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
 from vm import deeds
-from vm.told import EXTENT_BYTES
+from vm.reported import EXTENT_BYTES
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table

@@ -1,57 +1,61 @@
-"""What is told of a volume's and the storage's health when disks fail, and after they were mended.
+"""What is reported of the health of volumes and storage when disks fail, and after they are mended.
 
-Carver is a process of its own here, on disks that fail when they are told to. Each reason must come
-within the interval at which LVM is looked at, in every call that has to tell of it, with the cause,
-and be gone after the repair. docs/troubleshooting.md has the reasons; the rarer ones are tried by
-test_reasons.py, that a pool runs full by test_full_pool.py.
+Carver is a process of its own here, on disks that fail on request. Each reason must come within the
+interval at which LVM is read, in every call that has to report it, with the cause, and be gone
+after the repair. docs/troubleshooting.md has the reasons; test_reasons.py tries the rarer ones, and
+test_full_pool.py a pool that runs full.
 """
 
 import subprocess
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from faults.bench import Bench
+from faults.process import Trial
 from model import operations as do
 from model.operations import MIB
-from real.disks import Disk
 from real.host import RealHost
-from vm.told import BLOCK, EXT4, EXTENT_BYTES, GROUP, INTERVAL_SECONDS, Told, in_use, served, write
-
-from agent.csi.client import mounted
-from mount import loop
-
-Disks = tuple[Disk, Disk, Disk]
+from vm.reported import (
+    BLOCK,
+    EXT4,
+    EXTENT_BYTES,
+    GROUP,
+    INTERVAL_SECONDS,
+    SIZE,
+    Disks,
+    Mounted,
+    Reported,
+    detached,
+    in_use,
+    served,
+    write,
+)
 
 
 def test_a_file_system_whose_disk_has_errors(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        target = in_use(trial, EXT4)
-        told = Told(trial.machine, "a", "target")
-        told.well()
+        target, reported = in_use(trial, EXT4)
         disks[0].fail()
-        # A commit of the journal that fails is told of by what is written after it.
-        told.meanwhile = lambda: write(target / "file")
-        told.soon("FileSystemErrors|FileSystemReadOnly", "ext4", "kernel log")
-        told.meanwhile = lambda: None
+        # A failed commit of the journal is noticed by the next write.
+        reported.meanwhile = lambda: write(target / "file")
+        reported.soon("FileSystemErrors|FileSystemReadOnly", "ext4", "kernel log")
+        reported.meanwhile = lambda: None
         disks[0].mend()
-        # Kubelet stages nothing anew where the next pod comes soon; it has one that was checked.
+        # Kubelet does not stage again for a pod that follows soon; it finds a checked file system.
         for call in (do.Unpublish("a", "target"), do.Publish("a", "staging", "target", EXT4)):
             trial.make(call)
-        told.well()
+        reported.well()
         write(target / "file")
 
 
 def test_a_raw_volume_whose_disk_is_down(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        target = in_use(trial, BLOCK)
-        told = Told(trial.machine, "a", "target")
-        told.well()
+        target, reported = in_use(trial, BLOCK)
         disks[0].flake()
-        told.soon("DiskMissing", "vol-a", "partial", "is missing", storage="DiskMissing")
+        reported.soon("DiskMissing", "vol-a", "partial", "is missing", storage="DiskMissing")
         disks[0].mend()
-        told.well()
+        reported.well()
         write(target)
 
 
@@ -60,106 +64,88 @@ def test_a_disk_that_is_detached_and_attached_again(
     bench: Bench, host: RealHost, disks: Disks
 ) -> None:
     loose = host.new_device(41 * EXTENT_BYTES)
-    file = Path("/sys/block", Path(loose).name, "loop/backing_file").read_text().strip()
     with served(bench, host, (loose, disks[1].path)) as trial:
-        trial.make(do.Create("a", 32 * MIB, 0, BLOCK))
-        trial.machine.deactivate("a")
-        trial.model.deactivate("a")
-        told = Told(trial.machine, "a", look=False)
-        told.well()
-        loop.detach(host.kernel, loose)
-        told.soon("DiskMissing", "vol-a", "is missing", "attach it again", storage="DiskMissing")
-        host.kernel.loop_configure(loose, file, read_only=False, direct_io=False, name=file)
-        told.well()
+        reported = inactive(trial, look=False)
+        with detached(host, loose):
+            storage = "DiskMissing"
+            reported.soon("DiskMissing", "vol-a", "is missing", "attach it again", storage=storage)
+        reported.well()
         trial.make(do.Stage("a", "staging", BLOCK))
+
+
+def inactive(trial: Trial, *, look: bool = True) -> Reported:
+    """The health, which is good, of a volume that is not active."""
+    trial.make(do.Create("a", SIZE, 0, BLOCK))
+    trial.machine.deactivate("a")
+    trial.model.deactivate("a")
+    reported = Reported(trial.machine, "a", look=look)
+    reported.well()
+    return reported
 
 
 def test_a_mirror_that_lost_a_disk(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path), 'layout = "raid1"\n') as trial:
-        machine = trial.machine
-        volume = machine.client.create("a", 16 * MIB)
-        staging = machine.place("staging")
-        machine.client.stage(volume, staging)
-        told = Told(machine, "a", "staging")
-        told.well()
+        volume = Mounted(trial, 16 * MIB, "ext4")
         disks[1].fail()
-        write(Path(staging, "file"))
-        told.soon("RaidDegraded", "vol-a", "degraded", storage="DiskMissing")
+        write(volume.staging / "file")
+        volume.reported.soon("RaidDegraded", "vol-a", "degraded", storage="DiskMissing")
         disks[1].mend()
         host.lvm("lvchange", "--refresh", "--", f"{GROUP}/vol-a")
-        told.well()
-        machine.client.unstage(volume.volume_id, staging)
-        Path(staging).rmdir()
-        machine.client.delete(volume.volume_id)
+        volume.reported.well()
+        volume.delete()
 
 
-def test_a_btrfs_whose_disk_failed_it(bench: Bench, host: RealHost, disks: Disks) -> None:
+def test_a_btrfs_whose_disk_failed(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        machine, capability = trial.machine, mounted("btrfs")
-        volume = machine.client.create("a", 128 * MIB, capability)
-        staging = machine.place("staging")
-        machine.client.stage(volume, staging, capability)
-        told = Told(machine, "a", "staging")
-        told.well()
+        volume = Mounted(trial, 128 * MIB, "btrfs")
         disks[0].fail()
         with suppress(OSError):
-            write(Path(staging, "file"))
-        told.soon("MediumErrors", "errs", "btrfs device stats --reset")
+            write(volume.staging / "file")
+        volume.reported.soon("MediumErrors", "errs", "btrfs device stats --reset")
         disks[0].mend()
-        machine.client.unstage(volume.volume_id, staging)
-        machine.client.stage(volume, staging, capability)
-        subprocess.run(["btrfs", "device", "stats", "--reset", staging], check=True)
-        told.well()
-        machine.client.unstage(volume.volume_id, staging)
-        Path(staging).rmdir()
-        machine.client.delete(volume.volume_id)
+        volume.end()
+        volume.begin()
+        subprocess.run(["btrfs", "device", "stats", "--reset", volume.staging], check=True)
+        volume.reported.well()
+        volume.delete()
 
 
 def test_a_file_system_that_was_remounted_read_only(
     bench: Bench, host: RealHost, disks: Disks
 ) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
-        target, staging = in_use(trial, EXT4), trial.machine.place("staging")
-        told = Told(trial.machine, "a", "target")
-        told.well()
-        subprocess.run(["mount", "-o", "remount,ro", staging], check=True)
-        told.soon("FileSystemReadOnly", "turned read-only")
-        subprocess.run(["mount", "-o", "remount,rw", staging], check=True)
-        told.well()
+        target, reported = in_use(trial, EXT4)
+        remount = ["mount", trial.machine.place("staging"), "-o"]
+        subprocess.run([*remount, "remount,ro"], check=True)
+        reported.soon("FileSystemReadOnly", "turned read-only")
+        subprocess.run([*remount, "remount,rw"], check=True)
+        reported.well()
         write(target / "file")
 
 
-def test_a_group_that_is_gone_and_comes_back(bench: Bench, host: RealHost, disks: Disks) -> None:
+def test_a_group_that_is_gone_and_comes_back(bench: Bench, host: RealHost) -> None:
     loose = host.new_device(41 * EXTENT_BYTES)
-    file = Path("/sys/block", Path(loose).name, "loop/backing_file").read_text().strip()
     with served(bench, host, (loose,)) as trial:
-        trial.make(do.Create("a", 32 * MIB, 0, BLOCK))
-        trial.machine.deactivate("a")
-        trial.model.deactivate("a")
-        told = Told(trial.machine, "a")
-        told.well()
-        loop.detach(host.kernel, loose)
-        try:
-            told.soon("GroupMissing", GROUP, storage="GroupMissing")
-        finally:
-            host.kernel.loop_configure(loose, file, read_only=False, direct_io=False, name=file)
-        told.well()
+        reported = inactive(trial)
+        with detached(host, loose):
+            reported.soon("GroupMissing", GROUP, storage="GroupMissing")
+        reported.well()
         trial.make(do.Stage("a", "staging", BLOCK))
 
 
 @pytest.mark.variation
-def test_a_disk_that_hangs_is_told_of_and_nobody_waits_for_it(
+def test_a_disk_that_hangs_is_reported_and_delays_no_call(
     bench: Bench, host: RealHost, disks: Disks
 ) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
         in_use(trial, BLOCK)
-        told = Told(trial.machine, "a", "target", look=False)
-        told.well()
+        reported = Reported(trial.machine, "a", "target", look=False)
+        reported.well()
         with disks[0].hanging():
             # `now` and `storage` see that each answer comes at once.
             deadline = time.monotonic() + INTERVAL_SECONDS
-            while "DiskNotResponding" not in told.storage():
-                told.now()
-                assert time.monotonic() < deadline, told.storage()
+            while "DiskNotResponding" not in reported.storage():
+                reported.now()
+                assert time.monotonic() < deadline, reported.storage()
                 time.sleep(1)
-        told.well()
+        reported.well()

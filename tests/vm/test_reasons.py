@@ -1,7 +1,7 @@
-"""The rarer reasons of docs/troubleshooting.md: provoked, told by each call that must, gone after.
+"""The rarer reasons of docs/troubleshooting.md: provoked, reported by each call, gone after.
 
-As in test_conditions, on disks that fail when they are told to, and by what lvm2, the kernel or the
-node's files are made to say. tests/fast/operations/test_health_reasons.py sees that none is
+As in test_conditions, on disks that fail on request, and by what lvm2, the kernel or the node's
+files are made to say. tests/fast/operations/test_health_reasons.py sees that none is
 forgotten.
 """
 
@@ -22,54 +22,49 @@ from model import operations as do
 from model.operations import MIB
 from real.disks import Disk
 from real.host import RealHost
-from vm.told import EXT4, EXTENT_BYTES, GROUP, INTERVAL_SECONDS, Told, in_use, served, write
+from vm.reported import (
+    EXT4,
+    EXTENT_BYTES,
+    GROUP,
+    INTERVAL_SECONDS,
+    SIZE,
+    Disks,
+    Mounted,
+    Raw,
+    Reported,
+    idle,
+    in_use,
+    served,
+    write,
+)
 
-from agent.csi.client import block, mounted
+from agent.csi.client import block
 from lvm import names, report
 from proto import csi_pb2 as csi
 
-Disks = tuple[Disk, Disk, Disk]
 RAID1 = 'layout = "raid1"\n'
 THIN = 'layout = "thin"\n'
 SLOWLY = {"minimumRecoveryRate": "64KiB", "maximumRecoveryRate": "128KiB"}
 QUICKLY = {"minimumRecoveryRate": "100MiB", "maximumRecoveryRate": "200MiB"}
-SIZE = 32 * MIB
 
 pytestmark = pytest.mark.variation
 
 
-class Raw:
-    """A raw block volume in use, and what is told of it."""
+class Watched(Raw):
+    """A raw block volume in use, which is healthy."""
 
     def __init__(self, trial: Trial, host: RealHost) -> None:
-        self._client, self._host = trial.machine.client, host
-        self._staging, self._target = (trial.machine.place(one) for one in ("staging", "target"))
-        self._volume = self._client.create("a", SIZE, block())
-        self.target = Path(self._target)
-        self.begin()
-        self.told = Told(trial.machine, "a", "target")
-        self.told.well()
-
-    def begin(self) -> None:
-        """Into use, as by the start of a pod."""
-        self._client.stage(self._volume, self._staging, block())
-        self._client.publish(self._volume, self._staging, self._target, block())
-
-    def end(self) -> None:
-        """Out of use, as by the end of a pod."""
-        self._client.unpublish(self._volume.volume_id, self._target)
-        self._client.unstage(self._volume.volume_id, self._staging)
+        super().__init__(trial)
+        self._host = host
+        self.reported = Reported(trial.machine, "a", "target-a")
+        self.reported.well()
 
     def begin_anew(self, *pools: str) -> None:
-        """The same, and what device-mapper had of it, and of these, is gone meanwhile."""
+        """Out of use and into use; its dm devices, and those of these pools, are made anew."""
         self.end()
         for name in ("vol-a", *pools):
             self._host.deactivate(GROUP, name)
         self.begin()
-
-    def delete(self) -> None:
-        self.end()
-        self._client.delete(self._volume.volume_id)
 
 
 def paths(disks: Disks) -> tuple[str, ...]:
@@ -88,11 +83,11 @@ def real(disk: Disk) -> str:
     return os.path.realpath(disk.path)
 
 
-def until(is_so: Callable[[], bool], told: Callable[[], object]) -> None:
-    """Wait for it, no longer than LVM is old at most."""
+def until(is_so: Callable[[], bool], seen: Callable[[], object]) -> None:
+    """Wait for it, no longer than the report is old at most."""
     deadline = time.monotonic() + INTERVAL_SECONDS
     while not is_so():
-        assert time.monotonic() < deadline, told()
+        assert time.monotonic() < deadline, seen()
         time.sleep(1)
 
 
@@ -105,26 +100,22 @@ def test_a_mirror_that_is_brought_in_sync_and_one_whose_copies_differ(
     with served(bench, host, paths(disks), RAID1) as trial:
         client = trial.machine.client
         volume = client.create("a", SIZE, block(), mutable=SLOWLY)
-        told = Told(trial.machine, "a")
-        told.soon("RaidResyncing", "vol-a", "% done")
+        reported = Reported(trial.machine, "a")
+        reported.soon("RaidResyncing", "vol-a", "% done")
         client.modify(volume.volume_id, QUICKLY)
-        told.well()
+        reported.well()
 
         image = f"/dev/mapper/{names.device(GROUP, 'vol-a_rimage_1')}"
         host.write_bytes(image, SIZE // 2, os.urandom(64 * 1024))
         host.lvm("lvchange", "--syncaction", "check", "--", f"{GROUP}/vol-a")
-        told.soon("RaidMismatches", "vol-a", "--syncaction repair")
+        reported.soon("RaidMismatches", "vol-a", "--syncaction repair")
         host.lvm("lvchange", "--syncaction", "repair", "--", f"{GROUP}/vol-a")
-        told.well()
+        reported.well()
         client.delete(volume.volume_id)
 
 
 def test_a_mirror_that_lost_all_its_disks(bench: Bench, host: RealHost, disks: Disks) -> None:
-    with served(bench, host, paths(disks), RAID1) as trial:
-        client = trial.machine.client
-        volume = client.create("a", SIZE, block())
-        told = Told(trial.machine, "a")
-        told.well()
+    with served(bench, host, paths(disks), RAID1) as trial, idle(trial) as reported:
         of_group = report.read(host.lvm).group(GROUP).disks
         used = {one.name for one in of_group if one.allocated_extents}
         host.deactivate(GROUP, "vol-a")
@@ -132,11 +123,9 @@ def test_a_mirror_that_lost_all_its_disks(bench: Bench, host: RealHost, disks: D
         assert len(lost) == 2
         for disk in lost:
             disk.flake()
-        told.soon("RaidFailed", "vol-a", "partial", storage="DiskMissing")
+        reported.soon("RaidFailed", "vol-a", "partial", storage="DiskMissing")
         for disk in lost:
             disk.mend()
-        told.well()
-        client.delete(volume.volume_id)
 
 
 # Caches
@@ -154,19 +143,19 @@ def test_a_cache_whose_disk_fails(
     with host.own_group(GROUP, [slow.path, fast.path]) as extents:
         host.lvm("pvchange", "--addtag", report.FAST, "--", fast.path)
         with bench.served(host, GROUP, extents // 2, classes) as trial:
-            raw = Raw(trial, host)
+            raw = Watched(trial, host)
             fast.fail()
             # A flush is what has the cache write its own metadata.
-            raw.told.meanwhile = lambda: write(raw.target)
-            raw.told.soon(reason, words)
-            raw.told.meanwhile = lambda: None
+            raw.reported.meanwhile = lambda: write(raw.target)
+            raw.reported.soon(reason, words)
+            raw.reported.meanwhile = lambda: None
             fast.mend()
             if kind == "cache":
                 # What it had not written of its metadata yet is lost, and it is read no more.
                 host.lvm("lvconvert", "--yes", "--uncache", "--", f"{GROUP}/vol-a")
             else:
                 raw.begin_anew()
-            raw.told.well()
+            raw.reported.well()
             write(raw.target)
             raw.delete()
 
@@ -176,11 +165,11 @@ def test_a_cache_whose_disk_fails(
 
 def test_a_pool_that_takes_no_writes(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, paths(disks), THIN) as trial:
-        raw = Raw(trial, host)
+        raw = Watched(trial, host)
         pool = f"{names.device(GROUP, 'pool-plain')}-tpool"
         with read_only(pool):
-            raw.told.soon("PoolReadOnly", "no more writes", storage="PoolReadOnly")
-        raw.told.well()
+            raw.reported.soon("PoolReadOnly", "no more writes", storage="PoolReadOnly")
+        raw.reported.well()
         write(raw.target)
         raw.delete()
 
@@ -209,37 +198,37 @@ def dmsetup(*words: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_pool_whose_disk_failed_it(bench: Bench, host: RealHost, disks: Disks) -> None:
+def test_a_pool_whose_disk_failed(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, paths(disks), THIN) as trial:
-        raw = Raw(trial, host)
+        raw = Watched(trial, host)
         disk = under(host, disks, f"{GROUP}/pool-plain_tmeta")
         disk.fail()
-        raw.told.meanwhile = lambda: write(raw.target)
-        raw.told.soon("PoolDataLost", "failed", storage="PoolDataLost")
-        raw.told.meanwhile = lambda: None
+        raw.reported.meanwhile = lambda: write(raw.target)
+        raw.reported.soon("PoolDataLost", "failed", storage="PoolDataLost")
+        raw.reported.meanwhile = lambda: None
         disk.mend()
         raw.begin_anew("pool-plain")
-        raw.told.well()
+        raw.reported.well()
         write(raw.target)
         raw.delete()
 
 
-def test_a_volume_of_which_the_kernel_does_not_tell(
+def test_a_volume_of_which_the_kernel_does_not_answer(
     bench: Bench, host: RealHost, disks: Disks
 ) -> None:
     with served(bench, host, paths(disks), THIN) as trial:
-        raw = Raw(trial, host)
+        raw = Watched(trial, host)
         disk = under(host, disks, f"{GROUP}/pool-plain_tmeta")
-        # Nothing is asked for that a dead disk keeps waiting, but by health itself.
-        told = Told(trial.machine, "a", "target", look=False)
-        # While it commits its metadata the pool tells nobody of itself.
+        # No list is asked for, which a dead disk delays; only health.
+        reported = Reported(trial.machine, "a", "target-a", look=False)
+        # While it commits its metadata the pool answers no status.
         writer = threading.Thread(target=write, args=[raw.target])
         with disk.hanging():
             writer.start()
             reason = "DeviceNotResponding"
-            told.soon(reason, "vol-a", "dmesg", storage=reason)
+            reported.soon(reason, "vol-a", "dmesg", storage=reason)
         writer.join()
-        told.well()
+        reported.well()
         raw.delete()
 
 
@@ -248,18 +237,18 @@ def test_a_volume_of_which_the_kernel_does_not_tell(
 
 def test_a_published_device_that_went_away(bench: Bench, host: RealHost, disks: Disks) -> None:
     def reasons() -> dict[str, set[str]]:
-        told = raw.told.now().items()
-        return {call: {one.reason for one in health.health_statuses} for call, health in told}
+        answers = raw.reported.now().items()
+        return {call: {one.reason for one in health.health_statuses} for call, health in answers}
 
     with served(bench, host, paths(disks)) as trial:
-        raw = Raw(trial, host)
+        raw = Watched(trial, host)
         host.deactivate(GROUP, "vol-a")
-        # Of the volume nothing is wrong, and only who names the path asks about that.
+        # The volume itself is healthy; only a call with the path reports that.
         until(lambda: reasons().pop("with its path") == {"DeviceGone"}, reasons)
         assert not any(found for call, found in reasons().items() if call != "with its path")
         raw.end()
         raw.begin()
-        raw.told.well()
+        raw.reported.well()
         write(raw.target)
         raw.delete()
 
@@ -269,39 +258,30 @@ def test_a_file_system_that_was_shut_down(bench: Bench, host: RealHost) -> None:
         Disk.on(bench.shared.new_device(100 * EXTENT_BYTES)) as disk,
         served(bench, host, (disk.path,)) as trial,
     ):
-        machine, capability = trial.machine, mounted("xfs")
-        volume = machine.client.create("a", 300 * MIB, capability)
-        staging = machine.place("staging")
-        machine.client.stage(volume, staging, capability)
-        told = Told(machine, "a", "staging")
-        told.well()
-        subprocess.run(["xfs_io", "-x", "-c", "shutdown", staging], check=True)
-        told.soon("FileSystemNotResponding", "xfs", "kernel log")
-        machine.client.unstage(volume.volume_id, staging)
-        machine.client.stage(volume, staging, capability)
-        told.well()
-        machine.client.unstage(volume.volume_id, staging)
-        Path(staging).rmdir()
-        machine.client.delete(volume.volume_id)
+        volume = Mounted(trial, 300 * MIB, "xfs")
+        subprocess.run(["xfs_io", "-x", "-c", "shutdown", volume.staging], check=True)
+        volume.reported.soon("FileSystemNotResponding", "xfs", "kernel log")
+        volume.end()
+        volume.begin()
+        volume.reported.well()
+        volume.delete()
 
 
 def test_a_file_system_that_found_errors(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, paths(disks)) as trial:
-        in_use(trial, EXT4)
-        told = Told(trial.machine, "a", "target")
-        told.well()
+        _, reported = in_use(trial, EXT4)
         device = host.devices.find(GROUP, "vol-a")
         assert device is not None
         attributes = Path("/sys/fs/ext4", Path(os.path.realpath(device.path)).name)
         (attributes / "trigger_fs_error").write_text("of a test")
-        told.soon("FileSystemErrors", "ext4", "kernel log")
+        reported.soon("FileSystemErrors", "ext4", "kernel log")
         for call in (
             do.Unpublish("a", "target"),
             do.Unstage("a", "staging"),
             do.Stage("a", "staging", EXT4),
         ):
             trial.make(call)
-        Told(trial.machine, "a", "staging").well()
+        Reported(trial.machine, "a", "staging").well()
 
 
 # Groups, lvm2, the node
@@ -309,60 +289,45 @@ def test_a_file_system_that_found_errors(bench: Bench, host: RealHost, disks: Di
 
 def test_a_copy_of_a_group_s_disk(bench: Bench, host: RealHost) -> None:
     disk, twin = (host.new_device(41 * EXTENT_BYTES) for _ in range(2))
-    with served(bench, host, (disk,)) as trial:
-        client = trial.machine.client
-        volume = client.create("a", SIZE, block())
-        told = Told(trial.machine, "a")
-        told.well()
+    with served(bench, host, (disk,)) as trial, idle(trial) as reported:
         # lvm2's label, and its metadata.
         host.write_bytes(twin, 0, host.read_bytes(disk, 0, MIB))
         try:
-            until(lambda: twin in told.storage().get("DiskIgnored", ""), told.storage)
+            until(lambda: twin in reported.storage().get("DiskIgnored", ""), reported.storage)
             # The volume itself is as it was.
-            assert not any(one.health_statuses for one in told.now().values())
+            assert not any(one.health_statuses for one in reported.now().values())
         finally:
             host.write_bytes(twin, 0, bytes(MIB))
-        told.well()
-        client.delete(volume.volume_id)
 
 
 def test_a_group_that_is_exported(bench: Bench, host: RealHost, disks: Disks) -> None:
-    with served(bench, host, paths(disks)) as trial:
-        client = trial.machine.client
-        volume = client.create("a", SIZE, block())
-        told = Told(trial.machine, "a")
-        told.well()
+    with served(bench, host, paths(disks)) as trial, idle(trial) as reported:
         host.deactivate(GROUP, "vol-a")
         host.lvm("vgexport", "--", GROUP)
         try:
-            told.soon("GroupRefused", GROUP, storage="GroupRefused")
+            reported.soon("GroupRefused", GROUP, storage="GroupRefused")
         finally:
             host.lvm("vgimport", "--", GROUP)
-        told.well()
-        client.delete(volume.volume_id)
 
 
 def test_an_lvm2_that_gives_no_report(bench: Bench, host: RealHost, disks: Disks) -> None:
     def is_silent() -> bool:
-        # A list has the group looked at, and waits for a few seconds only.
+        # A list reads the group, and waits for a few seconds only.
         with suppress(grpc.RpcError):
-            client.volumes()
-        return "LvmNotAnswering" in told.storage()
+            trial.machine.client.volumes()
+        return "LvmNotAnswering" in reported.storage()
 
-    with served(bench, host, paths(disks)) as trial:
-        client = trial.machine.client
-        volume = client.create("a", SIZE, block())
-        told = Told(trial.machine, "a")
-        told.well()
-        with Path("/run/lock/lvm", f"V_{GROUP}").open("a") as lock:
-            # As lvm2 does it while it changes a group, and something of the group is other then.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            host.lvm("vgchange", "--nolocking", "--addtag", "test", "--", GROUP)
-            until(is_silent, told.storage)
-            # The volume itself is as it was.
-            assert not any(one.health_statuses for one in told.now().values())
-        told.well()
-        client.delete(volume.volume_id)
+    with (
+        served(bench, host, paths(disks)) as trial,
+        idle(trial) as reported,
+        Path("/run/lock/lvm", f"V_{GROUP}").open("a") as lock,
+    ):
+        # As lvm2 locks it while it changes a group, whose metadata differ then.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        host.lvm("vgchange", "--nolocking", "--addtag", "test", "--", GROUP)
+        until(is_silent, reported.storage)
+        # The volume itself is as it was.
+        assert not any(one.health_statuses for one in reported.now().values())
 
 
 def test_what_the_node_lacks(bench: Bench, host: RealHost, disks: Disks) -> None:
