@@ -1,4 +1,4 @@
-"""What fills up is extended before it is full: pools' data and metadata, areas of snapshots."""
+"""Pools' data and metadata, and the COW stores of snapshots, are extended before they are full."""
 
 from collections.abc import Iterator
 
@@ -112,20 +112,19 @@ def test_the_metadata_of_a_pool_are_extended_with_their_spare(
     assert host.read_bytes(device(host, group, "vol-pvc-1"), 0, len(data)) == data
 
 
-def test_the_area_of_a_snapshot_is_extended_before_it_is_full_and_up_to_what_is_of_use(
+def test_the_store_of_a_snapshot_is_extended_in_time_up_to_what_it_can_use(
     client: Client, host: AnyHost, group: str, service: Service
 ) -> None:
     volume = client.create("pvc-1", 4 * EXTENT, block())
     path = device(host, group, "vol-pvc-1")
     host.write_bytes(path, 0, b"before  " * (4 * EXTENT // 8))
-    # What was written then is there before the snapshot is.
     client.snapshot("1", volume.volume_id, {"size": "4MiB"})
     assert not service.autoextender.step(0)
     for at in range(16):
         host.write_bytes(path, at * MIB, b"after   " * (MIB // 8))
         while service.autoextender.step(at):
             pass
-    # Every chunk of the origin, and what it takes to tell where each is.
+    # Every chunk of the origin, and the metadata for them.
     assert logical(host, group, "snap-1").size_bytes == 5 * EXTENT
     assert client.snapshots()[0].ready_to_use
     taken = device(host, group, "snap-1")

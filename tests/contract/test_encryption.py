@@ -1,4 +1,4 @@
-"""Encrypted volumes: their whole life, on each layout, and all that must not happen to them."""
+"""Encrypted volumes: their whole life on each layout, and what must not happen to them."""
 
 from pathlib import Path
 
@@ -75,6 +75,13 @@ def own_tags(host: AnyHost, group: str, name: str = "vol-pvc-1") -> dict[str, st
     return dict(tags.decode(report.read(host.lvm).group(group).volume(name).tags))
 
 
+def opened(host: AnyHost, group: str) -> str:
+    """The device by which the open volume is used."""
+    found = mapping(host, group)
+    assert found is not None
+    return found.path
+
+
 def mapping(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Device | None:
     device = host.devices.find(group, name)
     return None if device is None else host.devices.mapping(device)
@@ -106,45 +113,36 @@ def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
 
     client.stage(volume, staging, capability, KEY)
     client.publish(volume, staging, target, capability)
-    opened = mapping(host, group)
-    assert opened is not None
-    assert host.kernel.device_size_bytes(opened.path) == volume.capacity_bytes
+    device = opened(host, group)
+    assert host.kernel.device_size_bytes(device) == volume.capacity_bytes
     header = luks.read(host.kernel, logical(host, group).path)
     assert header is not None
     assert header.offset_bytes % LAYOUTS[name].stripes == 0
     assert header.key_derivation == ("argon2id",)
     if not fs_type:
-        host.write_bytes(opened.path, 8 * MIB, MARK.ljust(BLOCK_BYTES, b"\0"))
-        assert holds(host, opened.path, MARK)
+        host.write_bytes(device, 8 * MIB, MARK.ljust(BLOCK_BYTES, b"\0"))
+        assert holds(host, device, MARK)
         assert not holds(host, logical(host, group).path, MARK)
 
     grown = client.node_expand(volume.volume_id, target, size + 48 * MIB, KEY).capacity_bytes
     assert grown >= size + 48 * MIB
-    assert host.kernel.device_size_bytes(opened.path) == grown
+    assert host.kernel.device_size_bytes(device) == grown
     assert client.stats(volume.volume_id, target).usage[0].total > (size + 48 * MIB) * 0.5
 
     taken = client.snapshot("snap-1", volume.volume_id)
     assert taken.size_bytes == grown
-    restored = client.create(
-        "copy", 0, capability, parameters={"class": name}, source=of_snapshot(taken.snapshot_id)
-    )
-    assert restored.capacity_bytes == grown
     there = host.directory / "copy"
-    client.stage(restored, there, capability, KEY)
-    if not fs_type:
-        copied = mapping(host, group, "vol-copy")
-        assert copied is not None
-        assert holds(host, copied.path, MARK)
-    client.unstage(restored.volume_id, there)
-    client.delete(restored.volume_id)
+    for source in (of_snapshot(taken.snapshot_id), of_volume(volume.volume_id)):
+        copy = client.create("copy", 0, capability, parameters={"class": name}, source=source)
+        assert copy.capacity_bytes == grown
+        client.stage(copy, there, capability, KEY)
+        if not fs_type:
+            copied = mapping(host, group, "vol-copy")
+            assert copied is not None
+            assert holds(host, copied.path, MARK)
+        client.unstage(copy.volume_id, there)
+        client.delete(copy.volume_id)
     client.delete_snapshot(taken.snapshot_id)
-
-    clone = client.create(
-        "clone", 0, capability, parameters={"class": name}, source=of_volume(volume.volume_id)
-    )
-    client.stage(clone, there, capability, KEY)
-    client.unstage(clone.volume_id, there)
-    client.delete(clone.volume_id)
 
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
@@ -156,20 +154,18 @@ def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
         assert used(host, group) == 0
 
 
-def test_capacity_can_be_had_and_a_claim_gets_what_it_asked_for(client: Client) -> None:
-    told = client.capacity({"class": "linear"})
-    plain = client.capacity({"class": "plain"})
-    assert told.available_capacity == plain.available_capacity - 4 * MIB
-    volume = create(client, size=told.available_capacity)
-    assert volume.capacity_bytes == told.available_capacity
+def test_all_of_the_capacity_can_be_claimed(client: Client) -> None:
+    free = client.capacity({"class": "linear"}).available_capacity
+    assert free == client.capacity({"class": "plain"}).available_capacity - 4 * MIB
+    volume = create(client, size=free)
+    assert volume.capacity_bytes == free
     assert client.capacity({"class": "linear"}).available_capacity == 0
-    again = create(client, size=told.available_capacity)
-    assert again == volume
+    assert create(client, size=free) == volume
     with expect.code("ALREADY_EXISTS"):
-        create(client, size=4 * MIB + told.available_capacity)
+        create(client, size=4 * MIB + free)
 
 
-def test_without_a_key_nothing_is_written_and_with_it_all_is_well(
+def test_without_a_key_nothing_is_written(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     volume = create(client)
@@ -181,30 +177,34 @@ def test_without_a_key_nothing_is_written_and_with_it_all_is_well(
     assert not staging.exists()
     assert host.read_bytes(device, 0, 4 * MIB) == before
     client.stage(volume, staging, mounted("ext4"), KEY)
-    # It is staged: nobody asks for the key again.
+    # A staged volume needs no key.
     client.stage(volume, staging, mounted("ext4"))
 
 
-def test_a_wrong_key_changes_nothing(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+@pytest.fixture
+def sealed(client: Client, staging: Path) -> csi.Volume:
+    """A volume that was staged by a key, and is closed."""
     volume = create(client)
     client.stage(volume, staging, mounted("ext4"), KEY)
     client.unstage(volume.volume_id, staging)
+    return volume
+
+
+def test_a_wrong_key_changes_nothing(
+    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
+) -> None:
     device = logical(host, group).path
     before = host.read_bytes(device, 0, 4 * MIB)
-
     with expect.code("UNAUTHENTICATED", "the key does not open"):
-        client.stage(volume, staging, mounted("ext4"), OTHER)
-
+        client.stage(sealed, staging, mounted("ext4"), OTHER)
     assert mapping(host, group) is None
     assert host.read_bytes(device, 0, 4 * MIB) == before
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    client.stage(sealed, staging, mounted("ext4"), KEY)
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("secrets", [{"passphrase": ""}, {"passphrase": "x" * 3000}])
-def test_a_key_that_can_be_none_is_refused(
+def test_a_key_that_is_empty_or_too_long_is_refused(
     client: Client, staging: Path, secrets: dict[str, str]
 ) -> None:
     volume = create(client)
@@ -225,7 +225,7 @@ def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(
 
 
 @pytest.mark.variation
-def test_a_device_of_an_encrypted_volume_that_is_not_open_is_nobodys(
+def test_the_device_of_a_closed_encrypted_volume_is_not_published(
     client: Client, staging: Path, target: Path
 ) -> None:
     volume = create(client, fs_type="")
@@ -240,28 +240,23 @@ def test_a_device_of_an_encrypted_volume_that_is_not_open_is_nobodys(
     client.publish(bare, staging, target, block())
 
 
-def test_a_header_that_is_lost_is_never_made_anew(
-    client: Client, host: AnyHost, group: str, staging: Path
+def test_a_lost_header_is_never_made_anew(
+    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
 ) -> None:
-    volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
     host.erase(logical(host, group).path)
     for zero in range(0, 4 * MIB, MIB):
         host.write_bytes(logical(host, group).path, zero, bytes(MIB))
-
     with expect.code("FAILED_PRECONDITION", "header", "header restore"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
-
+        client.stage(sealed, staging, mounted("ext4"), KEY)
     assert host.read_bytes(logical(host, group).path, 0, 4 * MIB) == bytes(4 * MIB)
-    client.delete(volume.volume_id)
+    client.delete(sealed.volume_id)
 
 
 @pytest.mark.variation
-def test_the_ends_of_a_new_one_are_blank_and_what_is_written_there_stays(
+def test_the_ends_of_a_new_volume_are_blank_and_keep_what_is_written(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
-    """Noise reads as a file system at times, and what has one is never formatted."""
+    """Noise may read as a file system, and a volume with one is never formatted."""
     volume = create(client, fs_type="")
     below = logical(host, group).path
     ends = (0, volume.capacity_bytes - END_BYTES)
@@ -271,36 +266,31 @@ def test_the_ends_of_a_new_one_are_blank_and_what_is_written_there_stays(
         begin = host.kernel.device_size_bytes(below) - volume.capacity_bytes
         host.write_bytes(below, begin + at, leftover)
     client.stage(volume, staging, block(), KEY)
-    within = mapping(host, group)
-    assert within is not None
+    within = opened(host, group)
     for at in ends:
-        assert host.read_bytes(within.path, at, END_BYTES) == bytes(END_BYTES)
-        host.write_bytes(within.path, at, MARK.ljust(BLOCK_BYTES, b"\0"))
-
+        assert host.read_bytes(within, at, END_BYTES) == bytes(END_BYTES)
+        host.write_bytes(within, at, MARK.ljust(BLOCK_BYTES, b"\0"))
     client.unstage(volume.volume_id, staging)
     client.stage(volume, staging, block(), KEY)
     for at in ends:
-        assert host.read_bytes(within.path, at, END_BYTES).startswith(MARK)
+        assert host.read_bytes(within, at, END_BYTES).startswith(MARK)
     client.unstage(volume.volume_id, staging)
 
 
 @pytest.mark.variation
 def test_a_header_of_another_volume_is_not_opened(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
 ) -> None:
-    volume = create(client)
     other = client.create("other", 48 * MIB, mounted("ext4"), parameters={"class": "linear"})
-    for one in (volume, other):
-        client.stage(one, staging, mounted("ext4"), KEY)
-        client.unstage(one.volume_id, staging)
+    client.stage(other, staging, mounted("ext4"), KEY)
+    client.unstage(other.volume_id, staging)
     header = host.read_bytes(logical(host, group, "vol-other").path, 0, 4 * MIB)
     host.write_bytes(logical(host, group).path, 0, header)
-
     with expect.code("FAILED_PRECONDITION", "there is another header"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
+        client.stage(sealed, staging, mounted("ext4"), KEY)
 
 
-def test_what_is_on_an_encrypted_volume_and_is_no_header_is_left_alone(
+def test_other_contents_than_a_header_are_left_alone(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     volume = create(client)
@@ -309,25 +299,22 @@ def test_what_is_on_an_encrypted_volume_and_is_no_header_is_left_alone(
         client.stage(volume, staging, mounted("ext4"), KEY)
 
 
-def test_a_new_key_takes_the_place_of_the_one_before(
-    client: Client, host: AnyHost, group: str, staging: Path
+def test_a_new_key_replaces_the_previous_one(
+    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
 ) -> None:
-    volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
     for _ in range(2):  # until kubelet has the secret without the old one
-        client.stage(volume, staging, mounted("ext4"), BOTH)
-        client.unstage(volume.volume_id, staging)
+        client.stage(sealed, staging, mounted("ext4"), BOTH)
+        client.unstage(sealed.volume_id, staging)
     with expect.code("UNAUTHENTICATED"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
-    client.stage(volume, staging, mounted("ext4"), OTHER)
+        client.stage(sealed, staging, mounted("ext4"), KEY)
+    client.stage(sealed, staging, mounted("ext4"), OTHER)
     header = luks.read(host.kernel, logical(host, group).path)
     assert header is not None
     assert len(header.slots) == 1
 
 
 @pytest.mark.variation
-def test_neither_of_two_keys_opens_what_both_do_not_fit(
+def test_a_volume_that_neither_of_two_keys_opens_stays_closed(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     volume = create(client)
@@ -339,15 +326,13 @@ def test_neither_of_two_keys_opens_what_both_do_not_fit(
 
 
 @pytest.mark.variation
-def test_the_key_of_a_file_opens_where_no_secret_comes(
+def test_a_key_file_opens_a_volume_without_a_secret(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, config: Config
 ) -> None:
     volume = create(client, "filed")
     client.stage(volume, staging, mounted("ext4"))
     assert client.node_expand(volume.volume_id, staging, 64 * MIB).capacity_bytes == 64 * MIB
-    opened = mapping(host, group)
-    assert opened is not None
-    assert host.kernel.device_size_bytes(opened.path) == 64 * MIB
+    assert host.kernel.device_size_bytes(opened(host, group)) == 64 * MIB
     client.unstage(volume.volume_id, staging)
     [file] = [one.key_file for one in config.classes if one.key_file]
     file.chmod(0o444)
@@ -356,7 +341,7 @@ def test_the_key_of_a_file_opens_where_no_secret_comes(
 
 
 @pytest.mark.variation
-def test_a_volume_that_grew_without_its_key_is_whole_when_it_is_staged_next(
+def test_growth_without_a_key_is_completed_by_the_next_stage(
     client: Client, group: str, staging: Path
 ) -> None:
     volume = create(client)
@@ -370,13 +355,12 @@ def test_a_volume_that_grew_without_its_key_is_whole_when_it_is_staged_next(
 
 
 @pytest.mark.variation
-def test_a_mapping_that_nobody_uses_is_in_nobodys_way(
+def test_an_unused_mapping_is_reopened_by_its_key_only_and_deleted(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     volume = create(client, fs_type="")
     client.stage(volume, staging, block(), KEY)
     assert mapping(host, group) is not None
-    # A key that does not fit does not profit from it either.
     with expect.code("UNAUTHENTICATED"):
         client.stage(volume, staging, block(), OTHER)
     client.stage(volume, staging, block(), KEY)
@@ -385,7 +369,7 @@ def test_a_mapping_that_nobody_uses_is_in_nobodys_way(
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
-def test_one_that_is_half_open_is_as_good_as_closed(
+def test_a_half_open_volume_counts_as_closed(
     client: Client, host: AnyHost, group: str, staging: Path, is_used: bool
 ) -> None:
     volume = create(client)
@@ -413,7 +397,7 @@ def test_a_volume_in_use_is_neither_deleted_nor_closed(
     assert mapping(host, group) is None
 
 
-def test_what_is_made_of_an_encrypted_volume_is_encrypted(client: Client, staging: Path) -> None:
+def test_a_copy_is_encrypted_exactly_if_its_source_is(client: Client) -> None:
     volume = create(client)
     source = of_volume(volume.volume_id)
     with expect.code("INVALID_ARGUMENT", "is encrypted", "carver/encryption"):
@@ -425,7 +409,7 @@ def test_what_is_made_of_an_encrypted_volume_is_encrypted(client: Client, stagin
 
 
 @pytest.mark.variation
-def test_a_storage_class_may_encrypt_what_its_class_does_not(
+def test_a_storage_class_may_encrypt_though_its_class_does_not(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     parameters = {"class": "plain", "carver/encryption": "luks2"}
@@ -455,7 +439,7 @@ def test_an_inline_volume_is_encrypted_by_the_secret_of_its_pod(
 
 
 @pytest.mark.variation
-def test_which_work_queues_are_passed_by_is_the_class_s_to_say(
+def test_a_class_says_which_work_queues_are_bypassed(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     flags = {"--perf-no_read_workqueue", "--perf-no_write_workqueue"}
@@ -472,7 +456,7 @@ def test_which_work_queues_are_passed_by_is_the_class_s_to_say(
 
 
 @pytest.mark.variation
-def test_what_opening_and_closing_costs(
+def test_the_commands_of_opening_and_closing(
     client: Client, host: AnyHost, staging: Path, target: Path
 ) -> None:
     def cost() -> list[str]:

@@ -1,4 +1,4 @@
-"""File systems that met an error, and pods that follow each other: what a publish mends."""
+"""A publish checks and mounts again a file system that met an error."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +12,7 @@ from csi_client import Client
 from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
+from use import Use
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -34,26 +35,17 @@ def config(config: Config, group: str) -> Config:
     return Config(**{**vars(config), "classes": every})
 
 
-class Shop:
+class Shop(Use):
     """A volume that is staged, and its pods."""
 
     def __init__(
         self, client: Client, host: AnyHost, group: str, flags: list[str], name: str = "plain"
     ) -> None:
-        self.client, self.host, self.group = client, host, group
-        self.how = mounted("ext4", flags, mode=Mode.SINGLE_NODE_MULTI_WRITER)
-        self.volume = client.create("pvc-1", 48 * MIB, self.how, parameters={"class": name})
-        self.staging = host.directory / "staging"
-        self.client.stage(self.volume, self.staging, self.how, KEY if name == "secret" else {})
-
-    def publish(self, pod: str) -> None:
-        self.client.publish(self.volume, self.staging, self.host.directory / pod, self.how)
-
-    def unpublish(self, pod: str) -> None:
-        self.client.unpublish(self.volume.volume_id, self.host.directory / pod)
-
-    def unstage(self) -> None:
-        self.client.unstage(self.volume.volume_id, self.staging)
+        how = mounted("ext4", flags, mode=Mode.SINGLE_NODE_MULTI_WRITER)
+        volume = client.create("pvc-1", 48 * MIB, how, parameters={"class": name})
+        super().__init__(client, host.directory, volume, how)
+        self.host, self.group = host, group
+        self.stage(KEY if name == "secret" else {})
 
     def mount(self) -> Mount:
         [found] = table.read(self.host.kernel).at(str(self.staging))
@@ -62,10 +54,6 @@ class Shop:
     def fail(self) -> None:
         self.host.break_file_system(self.mount().source)
 
-    def reasons(self) -> list[str]:
-        told = self.client.node_health(self.volume.volume_id).health_statuses
-        return [one.reason for one in told]
-
     def own_tags(self) -> dict[str, str]:
         found = report.read(self.host.lvm).group(self.group).volume("vol-pvc-1")
         return dict(tags.decode(found.tags))
@@ -73,17 +61,17 @@ class Shop:
 
 @pytest.mark.parametrize("name", chosen.kinds(["plain", "secret"], usual=["secret"]))
 @pytest.mark.parametrize("flags", [ENDS, GOES_ON], ids=["turns read-only", "goes on"])
-def test_the_pod_that_comes_next_has_a_file_system_that_was_checked(
+def test_the_next_pod_has_a_checked_file_system(
     client: Client, host: AnyHost, group: str, name: str, flags: list[str]
 ) -> None:
-    """Kubelet keeps it staged: the next pod came before it was unstaged."""
+    """Kubelet keeps it staged if the next pod comes soon enough."""
     shop = Shop(client, host, group, flags, name)
     shop.publish("a")
     shop.fail()
     assert "FileSystemErrors" in shop.reasons()
     shop.unpublish("a")
     shop.publish("b")
-    assert shop.reasons() == []
+    assert shop.reasons() == set()
     assert not shop.mount().read_only
     assert "noatime" in shop.mount().options
     assert "remount" not in shop.own_tags()
@@ -91,7 +79,7 @@ def test_the_pod_that_comes_next_has_a_file_system_that_was_checked(
     shop.unstage()
 
 
-def test_while_another_pod_has_it_nothing_is_taken_away(
+def test_a_file_system_in_use_by_another_pod_stays_mounted(
     client: Client, host: AnyHost, group: str
 ) -> None:
     shop = Shop(client, host, group, ENDS)
@@ -101,28 +89,28 @@ def test_while_another_pod_has_it_nothing_is_taken_away(
     if before.read_only:
         with expect.code("FAILED_PRECONDITION", "is read-only", "scale what uses it to 0"):
             shop.publish("b")
-    else:  # Linux 6.12, and stable kernels of its time, tell it by the count alone
+    else:  # Linux 6.12, and stable kernels of its time, report it by the count alone
         shop.publish("b")
         shop.unpublish("b")
     assert shop.mount() == before
     shop.unpublish("a")
     shop.publish("b")
-    assert shop.reasons() == []
+    assert shop.reasons() == set()
 
 
 @pytest.mark.variation
-def test_what_goes_on_after_an_error_is_published_to_others_beside(
+def test_a_file_system_that_continues_on_errors_is_published_to_more_pods(
     client: Client, host: AnyHost, group: str
 ) -> None:
     shop = Shop(client, host, group, GOES_ON)
     shop.publish("a")
     shop.fail()
     shop.publish("b")
-    assert shop.reasons() == ["FileSystemErrors"]
+    assert shop.reasons() == {"FileSystemErrors"}
 
 
 @pytest.mark.variation
-def test_what_is_lost_is_never_formatted_again(client: Client, host: AnyHost, group: str) -> None:
+def test_lost_contents_are_never_formatted_again(client: Client, host: AnyHost, group: str) -> None:
     shop = Shop(client, host, group, ENDS)
     shop.fail()
     source = shop.mount().source
@@ -135,7 +123,7 @@ def test_what_is_lost_is_never_formatted_again(client: Client, host: AnyHost, gr
     assert not table.read(host.kernel).at(str(shop.staging))
 
 
-def test_what_is_not_staged_is_not_published(client: Client, host: AnyHost, group: str) -> None:
+def test_an_unstaged_volume_is_not_published(client: Client, host: AnyHost, group: str) -> None:
     shop = Shop(client, host, group, ENDS)
     shop.fail()
     shop.unstage()
@@ -144,7 +132,7 @@ def test_what_is_not_staged_is_not_published(client: Client, host: AnyHost, grou
 
 
 @pytest.mark.variation
-def test_one_that_was_unstaged_in_the_midst_of_it_is_not_mounted_by_a_publish_that_comes_late(
+def test_a_late_publish_does_not_mount_a_volume_unstaged_meanwhile(
     client: Client, host: AnyHost, group: str
 ) -> None:
     shop = Shop(client, host, group, ENDS)
@@ -167,7 +155,7 @@ def node(host: AnyHost, config: Config, group: str, tmp_path: Path) -> Iterator[
 
 
 @pytest.mark.variation
-def test_one_that_was_killed_at_any_step_is_mounted_anew_by_the_next_call(
+def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
     node: Node, host: AnyHost, group: str
 ) -> None:
     taken, stop_at = 1, -1
@@ -189,7 +177,7 @@ def test_one_that_was_killed_at_any_step_is_mounted_anew_by_the_next_call(
                 node.kill()
                 shop.client = node.client
                 shop.publish("b")
-            assert shop.reasons() == [], (stop_at, before)
+            assert shop.reasons() == set(), (stop_at, before)
             assert not shop.mount().read_only, (stop_at, before)
             shop.unpublish("b")
             shop.unstage()

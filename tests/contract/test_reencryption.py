@@ -1,4 +1,4 @@
-"""Copies of encrypted volumes that get a master key of their own, and what may come between."""
+"""Copies of encrypted volumes get a master key of their own, whatever interrupts that."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -71,27 +71,30 @@ def own_tags(host: AnyHost, group: str, name: str) -> dict[str, str]:
     return dict(tags.decode(report.read(host.lvm).group(group).volume(f"vol-{name}").tags))
 
 
-def inside(host: AnyHost, group: str, name: str) -> bytes:
-    """What a volume that is open holds at a place."""
+def opened(host: AnyHost, group: str, name: str) -> str:
+    """The device by which an open volume is used."""
     mapping = host.devices.mapping(device(host, group, name))
     assert mapping is not None
-    return host.read_bytes(mapping.path, AT, BLOCK_BYTES)
+    return mapping.path
+
+
+def inside(host: AnyHost, group: str, name: str) -> bytes:
+    """What an open volume holds where the mark was written."""
+    return host.read_bytes(opened(host, group, name), AT, BLOCK_BYTES)
 
 
 def outside(host: AnyHost, group: str, name: str) -> bytes:
-    """How that lies on the disk."""
+    """The same place on the disk."""
     at = header(host, group, name).offset_bytes + AT
     return host.read_bytes(device(host, group, name).path, at, BLOCK_BYTES)
 
 
 @pytest.fixture
 def source(client: Client, host: AnyHost, group: str, staging: Path, name: str) -> csi.Volume:
-    """A raw volume with a mark in it, and in no use."""
+    """A raw volume with a mark, in no use."""
     made = client.create("source", SIZE, block(), parameters={"class": name})
     client.stage(made, staging, block(), KEY)
-    mapping = host.devices.mapping(device(host, group, "source"))
-    assert mapping is not None
-    host.write_bytes(mapping.path, AT, MARK)
+    host.write_bytes(opened(host, group, "source"), AT, MARK)
     client.unstage(made.volume_id, staging)
     return made
 
@@ -103,7 +106,7 @@ def name() -> str:
 
 
 def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
-    """What `carver status` tells of how volumes are encrypted."""
+    """How volumes are encrypted, by `carver status`."""
     machine = Host(host.run, host.kernel, host.devices, host.disks)
     return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
 
@@ -111,7 +114,7 @@ def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
 def validated(
     client: Client, volume: csi.Volume, parameters: Mapping[str, str]
 ) -> csi.ValidateVolumeCapabilitiesResponse:
-    """What is told of a volume, its context with it."""
+    """The answer about a volume, with its context."""
     return client.controller.ValidateVolumeCapabilities(
         csi.ValidateVolumeCapabilitiesRequest(
             volume_id=volume.volume_id,
@@ -150,7 +153,7 @@ def killed(
 
 
 def at_last(call: Callable[[], object]) -> set[str]:
-    """Call again for as long as it says so, as kubelet does; what the answers said until then."""
+    """Call again while the answer is ABORTED, as kubelet does; the messages of these."""
     said: set[str] = set()
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -177,9 +180,7 @@ def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     made = client.create("copy", 0, block(), parameters={"class": of}, source=what)
     assert made.capacity_bytes == source.capacity_bytes
     assert outside(host, group, "copy") == outside(host, group, "source")
-
     client.stage(made, staging, block(), KEY)
-
     assert inside(host, group, "copy") == MARK
     assert outside(host, group, "copy") != outside(host, group, "source")
     own = header(host, group, "copy")
@@ -202,7 +203,7 @@ def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
-def test_without_the_option_a_copy_has_the_sources_master_key(
+def test_without_the_option_a_copy_keeps_the_sources_master_key(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     made = copy(client, source, "shared")
@@ -213,7 +214,7 @@ def test_without_the_option_a_copy_has_the_sources_master_key(
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
-def test_a_storage_class_may_ask_for_what_its_class_does_not(
+def test_a_storage_class_may_re_encrypt_though_its_class_does_not(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     parameters = {"class": "plain", "carver/encryption": "luks2", "carver/reencrypt": "true"}
@@ -229,20 +230,18 @@ def test_a_storage_class_may_ask_for_what_its_class_does_not(
     with expect.code("ALREADY_EXISTS", "reencrypt"):
         create(without)
     assert validated(client, made, parameters).confirmed.parameters == parameters
-    # What is not said is not compared.
+    # A missing parameter is not compared.
     assert validated(client, made, without).HasField("confirmed")
-
     client.stage(made, staging, block(), KEY)
-
     assert inside(host, group, "copy") == MARK
     assert outside(host, group, "copy") != outside(host, group, "source")
-    told = validated(client, source, {"carver/reencrypt": "true"})
-    assert not told.HasField("confirmed")
-    assert "reencrypt" in told.message
+    refused = validated(client, source, {"carver/reencrypt": "true"})
+    assert not refused.HasField("confirmed")
+    assert "reencrypt" in refused.message
 
 
 @pytest.mark.variation
-def test_a_class_that_re_encrypts_is_not_talked_out_of_it(
+def test_a_storage_class_cannot_turn_off_the_re_encryption_of_its_class(
     client: Client, host: AnyHost, group: str, source: csi.Volume
 ) -> None:
     made = copy(client, source)
@@ -255,16 +254,16 @@ def test_a_class_that_re_encrypts_is_not_talked_out_of_it(
 @pytest.mark.variation
 @pytest.mark.parametrize("key", ["reencrypt", "carver/reencrypt"])
 def test_what_is_not_encrypted_cannot_be_re_encrypted(client: Client, key: str) -> None:
-    parameters = {"class": "plain", key: "true"}
-    with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "carver/encryption"):
+    parameters, words = {"class": "plain", key: "true"}, ("parameters[reencrypt]", "encryption")
+    with expect.code("INVALID_ARGUMENT", *words):
         client.create("source", SIZE, block(), parameters=parameters)
     assert client.volumes() == []
-    with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "carver/encryption"):
+    with expect.code("INVALID_ARGUMENT", *words):
         client.capacity(parameters)
 
 
 @pytest.mark.variation
-def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anyway(
+def test_a_new_volume_and_a_copy_of_an_unused_one_have_their_own_key_anyway(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     new = client.create("source", SIZE, mounted("ext4"))
@@ -277,7 +276,7 @@ def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anywa
 
 
 @pytest.mark.variation
-def test_a_file_system_on_a_copy_is_as_it_was(
+def test_a_file_system_on_a_copy_is_usable(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     volume = client.create("source", SIZE, mounted("ext4"))
@@ -286,17 +285,16 @@ def test_a_file_system_on_a_copy_is_as_it_was(
     there = host.directory / "copy"
     client.stage(made, there, mounted("ext4"), KEY)
     assert client.stats(made.volume_id, there).usage[0].total > SIZE // 2
-    # The mount is the copy's: it is not re-encrypted, nor asked for its key, again.
+    # A staged copy is not re-encrypted again, and needs no key.
     client.stage(made, there, mounted("ext4"))
 
 
 @pytest.mark.variation
-def test_a_call_that_does_not_wait_hears_how_far_it_is(
+def test_a_call_that_does_not_wait_gets_the_progress(
     client: Client,
     service: Service,
     config: Config,
     host: AnyHost,
-    group: str,
     staging: Path,
     source: csi.Volume,
 ) -> None:
@@ -306,11 +304,11 @@ def test_a_call_that_does_not_wait_hears_how_far_it_is(
     said = at_last(lambda: client.stage(made, staging, block(), KEY))
     assert all("master key of its own" in one for one in said)
     assert overview(host, config) == {"copy": ("luks2", ""), "source": ("luks2", "")}
-    assert inside(host, group, "copy") == MARK
+    assert inside(host, config.classes[0].group, "copy") == MARK
 
 
 @pytest.mark.variation
-def test_a_key_that_does_not_fit_begins_nothing(
+def test_a_wrong_key_begins_nothing(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     made = copy(client, source)
@@ -323,11 +321,11 @@ def test_a_key_that_does_not_fit_begins_nothing(
 
 
 @pytest.mark.variation
-def test_keys_of_the_source_are_none_of_the_copys(
+def test_the_sources_old_key_does_not_open_the_copy(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     made = copy(client, source)
-    # The secret has a new key by the time that the copy is used first.
+    # The secret has a new key when the copy is first used.
     client.stage(made, staging, block(), BOTH)
     client.unstage(made.volume_id, staging)
     with expect.code("UNAUTHENTICATED"):
@@ -339,7 +337,7 @@ def test_keys_of_the_source_are_none_of_the_copys(
 
 
 @pytest.mark.variation
-def test_nothing_is_made_of_a_copy_before_it_has_its_own(
+def test_a_copy_without_its_own_key_is_not_copied(
     client: Client, group: str, staging: Path, source: csi.Volume
 ) -> None:
     made = copy(client, source)
@@ -352,12 +350,12 @@ def test_nothing_is_made_of_a_copy_before_it_has_its_own(
 
 
 @pytest.mark.variation
-def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
+def test_a_re_encryption_stopped_by_unstage_continues_at_the_next_stage(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     with host.slow_reencryption():
         made = begin(client, service, source, staging)
-        # On a slow machine cryptsetup may take a while before it can be ended.
+        # On a slow machine cryptsetup may take a while before it can be stopped.
         at_last(lambda: client.unstage(made.volume_id, staging))
         assert service.reencrypter.jobs.counts()["running"] == 0
     assert host.devices.mapping(device(host, group, "copy")) is None
@@ -366,7 +364,7 @@ def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
 
 
 @pytest.mark.variation
-def test_one_that_is_being_re_encrypted_can_be_deleted(
+def test_a_copy_can_be_deleted_during_its_re_encryption(
     client: Client, service: Service, host: AnyHost, staging: Path, source: csi.Volume
 ) -> None:
     with host.slow_reencryption():
@@ -376,7 +374,7 @@ def test_one_that_is_being_re_encrypted_can_be_deleted(
 
 
 @pytest.mark.variation
-def test_one_that_grows_meanwhile_is_whole(
+def test_a_copy_may_grow_during_its_re_encryption(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
     with host.slow_reencryption():
@@ -384,13 +382,11 @@ def test_one_that_grows_meanwhile_is_whole(
     client.expand(made.volume_id, 2 * SIZE)
     at_last(lambda: client.stage(made, staging, block(), KEY))
     assert inside(host, group, "copy") == MARK
-    mapping = host.devices.mapping(device(host, group, "copy"))
-    assert mapping is not None
-    assert host.kernel.device_size_bytes(mapping.path) == 2 * SIZE
+    assert host.kernel.device_size_bytes(opened(host, group, "copy")) == 2 * SIZE
 
 
 @pytest.mark.variation
-def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
+def test_a_killed_re_encryption_is_recovered_and_continues(
     client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:
     assert header(host, group, "copy").is_reencrypting
@@ -403,7 +399,7 @@ def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
 
 
 @pytest.mark.variation
-def test_what_a_killed_cryptsetup_left_can_be_deleted(
+def test_a_copy_can_be_deleted_after_a_killed_re_encryption(
     client: Client, source: csi.Volume, killed: csi.Volume
 ) -> None:
     client.delete(killed.volume_id)

@@ -1,4 +1,4 @@
-"""Kubelet finds Carver by itself, and uses it; either of the two may be started anew."""
+"""Kubelet finds and uses Carver; either of the two may be restarted."""
 
 import shutil
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def carver(host: AnyHost, config: Config, registry: Path) -> Iterator[Registrati
 
 
 def life_cycle(endpoint: Path, name: str, directory: Path) -> None:
-    """A volume's, by calls to the endpoint that kubelet was told."""
+    """A volume's life, by calls to the endpoint that kubelet has."""
     staging, target = directory / "staging", directory / "target"
     with Client(endpoint) as client:
         volume = client.create(name, 64 * MIB)
@@ -67,22 +67,9 @@ def test_kubelet_finds_registers_and_uses_carver(
     assert kubelet.look() == []
 
 
+@pytest.mark.parametrize("wiped", ["nothing", "socket", "directory"])
 @pytest.mark.variation
-def test_a_kubelet_that_is_started_anew_finds_carver_again(
-    host: AnyHost, config: Config, registry: Path
-) -> None:
-    with carver(host, config, registry):
-        first = FakeKubelet(registry)
-        expect.soon(lambda: first.look() == [DRIVER_NAME])
-
-        again = FakeKubelet(registry)
-        assert again.look() == [DRIVER_NAME]
-        life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
-
-
-@pytest.mark.parametrize("wiped", ["socket", "directory"])
-@pytest.mark.variation
-def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
+def test_a_restarted_kubelet_finds_carver_again(
     host: AnyHost, config: Config, registry: Path, wiped: str
 ) -> None:
     kubelet = FakeKubelet(registry)
@@ -91,16 +78,18 @@ def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
 
         if wiped == "socket":
             registration.socket.unlink()
-        else:
+        elif wiped == "directory":
             shutil.rmtree(registry)
         again = FakeKubelet(registry)
+        if wiped == "nothing":
+            assert again.look() == [DRIVER_NAME]
         expect.soon(lambda: again.look() == [DRIVER_NAME])
         expect.soon(lambda: registration.state is State.REGISTERED)
         life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
 
 
 @pytest.mark.variation
-def test_a_carver_that_is_started_anew_is_registered_again(
+def test_a_restarted_carver_is_registered_again(
     host: AnyHost, config: Config, registry: Path
 ) -> None:
     kubelet = FakeKubelet(registry)

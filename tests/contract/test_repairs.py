@@ -1,4 +1,4 @@
-"""A disk that still reads, in another's place, under volumes of each kind; and what is refused."""
+"""Replace a readable disk under volumes of each kind; what is refused."""
 
 from collections.abc import Iterator
 from time import sleep
@@ -42,6 +42,12 @@ def config(config: Config, group: str) -> Config:
     return Config(**{**vars(config), "classes": classes})
 
 
+def device_of(host: AnyHost, name: str) -> str:
+    found = host.devices.find(GROUP, name)
+    assert found is not None
+    return found.path
+
+
 def names(host: AnyHost) -> set[str]:
     return {one.name for one in report.read(host.lvm).group(GROUP).disks}
 
@@ -53,16 +59,15 @@ def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
 ) -> None:
     volume = client.create("pvc-1", SIZE, block(), parameters={"class": name})
     client.stage(volume, host.directory / "staging", block())
-    device = host.devices.find(GROUP, "vol-pvc-1")
-    assert device is not None
+    device = device_of(host, "vol-pvc-1")
     data = b"what was there before".ljust(4096, b".")
     for offset in (0, SIZE - len(data)):
-        host.write_bytes(device.path, offset, data)
+        host.write_bytes(device, offset, data)
     snapshot = client.snapshot("1", volume.volume_id)
     until_replaced(client, disks[0], disks[3])
     assert names(host) == {*disks[1:4]}
     for offset in (0, SIZE - len(data)):
-        assert host.read_bytes(device.path, offset, len(data)) == data
+        assert host.read_bytes(device, offset, len(data)) == data
     client.delete_snapshot(snapshot.snapshot_id)
     grown = client.expand(volume.volume_id, 2 * SIZE)
     assert grown.capacity_bytes == 2 * SIZE
@@ -71,15 +76,14 @@ def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
 
 
 @pytest.mark.parametrize("is_taken_back", [False, True])
-def test_a_replacement_that_is_given_up_shows_nobody_what_was_moved(
+def test_an_abandoned_replacement_shows_nothing_of_what_was_moved(
     client: Client, service: Service, host: AnyHost, disks: list[str], is_taken_back: bool
 ) -> None:
     volume = client.create("pvc-1", SIZE, block())
     client.stage(volume, host.directory / "staging", block())
-    device = host.devices.find(GROUP, "vol-pvc-1")
-    assert device is not None
+    device = device_of(host, "vol-pvc-1")
     for offset in range(0, SIZE, MIB):
-        host.write_bytes(device.path, offset, MARKER)
+        host.write_bytes(device, offset, MARKER)
     old = report.read(host.lvm).group(GROUP).volume("vol-pvc-1").ranges[0].partition(":")[0]
     client.replace_disk(old, disks[3])
     group = report.read(host.lvm).group(GROUP)
@@ -89,7 +93,10 @@ def test_a_replacement_that_is_given_up_shows_nobody_what_was_moved(
         until_replaced(client, disks[3], old)
     elif old in names(host):
         host.lvm("pvchange", "--allocatable", "y", "--", old)
-    require_nothing_shown(client, host, client.create("pvc-2", meanwhile(client), block()))
+    # There is room on the disks that need not be erased first.
+    room = client.capacity().available_capacity
+    assert room >= 31 * EXTENT
+    require_nothing_shown(client, host, client.create("pvc-2", room, block()))
     serving.again(service)
     group = report.read(host.lvm).group(GROUP)
     assert not [one.name for one in group.disks if one.unclean or not one.allocatable]
@@ -101,34 +108,26 @@ def test_a_replacement_that_is_given_up_shows_nobody_what_was_moved(
     client.delete(volume.volume_id)
 
 
-def meanwhile(client: Client) -> int:
-    """The room on the disks beside those that are overwritten first; at least on one."""
-    room = client.capacity().available_capacity
-    assert room >= 31 * EXTENT
-    return room
-
-
 def require_nothing_shown(client: Client, host: AnyHost, volume: csi.Volume) -> None:
     """That a new volume shows nothing of what was moved; it is deleted."""
     client.stage(volume, host.directory / "other", block())
-    device = host.devices.find(GROUP, "vol-pvc-2")
-    assert device is not None
+    device = device_of(host, "vol-pvc-2")
     for offset in range(0, volume.capacity_bytes, EXTENT):
-        assert MARKER not in host.read_bytes(device.path, offset, EXTENT)
+        assert MARKER not in host.read_bytes(device, offset, EXTENT)
     client.unstage(volume.volume_id, host.directory / "other")
     client.delete(volume.volume_id)
 
 
 def until_replaced(client: Client, old: str, new: str) -> None:
     for _ in range(600):
-        done, told = client.replace_disk(old, new)
+        done, message = client.replace_disk(old, new)
         if done:
             return
         sleep(0.05)
-    raise AssertionError(told)
+    raise AssertionError(message)
 
 
-def test_a_disk_that_is_too_small_or_holds_something_is_refused(
+def test_a_disk_that_is_too_small_or_in_use_is_refused(
     client: Client, host: AnyHost, disks: list[str]
 ) -> None:
     volume = client.create("pvc-1", 16 * EXTENT, block())
@@ -145,7 +144,7 @@ def test_a_disk_that_is_too_small_or_holds_something_is_refused(
     client.delete(volume.volume_id)
 
 
-def test_a_volume_that_is_whole_is_left_alone(client: Client, group: str) -> None:
+def test_a_whole_volume_is_left_alone(client: Client, group: str) -> None:
     for name in ("linear", "raid1", "thin"):
         volume = client.create(f"pvc-{name}", SIZE, block(), parameters={"class": name})
         for _ in range(600):

@@ -1,4 +1,4 @@
-"""Keys that change while a volume stays in use: who may open it when, and what is said of that."""
+"""Keys that change while a volume stays in use: which opens it when, and what is reported."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +13,7 @@ import pytest
 from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
+from use import Use
 
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
@@ -48,37 +49,15 @@ def config(host: AnyHost, tmp_path: Path) -> Config:
 
 
 @dataclass
-class Used:
+class Used(Use):
     """A volume that is staged by the old key, and published for one pod."""
 
-    client: Client
     host: AnyHost
-    volume: csi.Volume
-    how: csi.VolumeCapability
     config: Config
 
     @property
     def group(self) -> str:
         return self.config.classes[0].group
-
-    @property
-    def staging(self) -> Path:
-        return self.host.directory / "staging"
-
-    def at(self, pod: str) -> Path:
-        return self.host.directory / pod
-
-    def stage(self, secrets: dict[str, str]) -> None:
-        self.client.stage(self.volume, self.staging, self.how, secrets)
-
-    def publish(self, pod: str, secrets: dict[str, str] | None = None) -> None:
-        self.client.publish(self.volume, self.staging, self.at(pod), self.how, secrets)
-
-    def unpublish(self, pod: str) -> None:
-        self.client.unpublish(self.volume.volume_id, self.at(pod))
-
-    def unstage(self) -> None:
-        self.client.unstage(self.volume.volume_id, self.staging)
 
     def slots(self) -> tuple[int, ...]:
         device = self.host.devices.find(self.group, "vol-pvc-1")
@@ -88,21 +67,16 @@ class Used:
         return header.slots
 
     def own_tags(self, name: str = "vol-pvc-1") -> dict[str, str]:
-        found = report.read(self.host.lvm).group(self.group).volume(name).tags
-        told = tags.decode(found)
-        return {one: told[one] for one in ("rotating", "keyGeneration") if one in told}
-
-    def reasons(self) -> set[str]:
-        told = self.client.volume_health(self.volume.volume_id)
-        return {one.reason for one in told.health_statuses}
+        found = tags.decode(report.read(self.host.lvm).group(self.group).volume(name).tags)
+        return {one: found[one] for one in ("rotating", "keyGeneration") if one in found}
 
     def keys(self) -> dict[str, str]:
         """What `carver volume list` and `carver snapshot list` call each key."""
         here = (self.client.volumes_here(), self.client.snapshots_here())
-        return {one.rpartition("/")[2]: key for told in here for one, key in told.keys.items()}
+        return {one.rpartition("/")[2]: key for each in here for one, key in each.keys.items()}
 
     def opens_by(self, secrets: dict[str, str]) -> None:
-        """Nobody uses it any more, and it is staged by these alone, and by no old key."""
+        """Out of use; then it is staged by these alone, and by no old key."""
         self.unstage()
         if secrets is not OLD:
             with expect.code("UNAUTHENTICATED"):
@@ -119,13 +93,13 @@ def used(request: pytest.FixtureRequest, client: Client, host: AnyHost, config: 
     name, kind = request.param.split("-")
     how = block(mode=SHARED) if kind == "block" else mounted(kind, mode=SHARED)
     volume = client.create("pvc-1", 48 * MIB, how, parameters={"class": name})
-    made = Used(client, host, volume, how, config)
+    made = Used(client, host.directory, volume, how, host, config)
     made.stage(OLD)
     made.publish("a")
     return made
 
 
-def test_a_key_rotates_while_pods_follow_each_other_and_the_volume_stays_staged(used: Used) -> None:
+def test_a_key_rotates_while_the_volume_stays_staged(used: Used) -> None:
     """A Deployment's rollout: the new pod comes before the old one goes, so nothing is unstaged."""
     used.publish("b", BOTH)
     used.unpublish("a")
@@ -135,11 +109,10 @@ def test_a_key_rotates_while_pods_follow_each_other_and_the_volume_stays_staged(
 
 
 def test_a_key_rotates_at_a_repeated_stage(used: Used) -> None:
-    """As a kubelet that was restarted asks for it."""
+    """As after a restart of kubelet."""
     used.stage(BOTH)
     used.publish("b")
-    used.unpublish("a")
-    used.unpublish("b")
+    used.unpublish("a", "b")
     used.opens_by(NEW)
 
 
@@ -153,15 +126,15 @@ def test_a_key_rotates_when_the_volume_grows_in_use(used: Used) -> None:
 
 
 @pytest.mark.variation
-def test_it_is_told_which_volumes_and_snapshots_have_the_key_of_a_name(used: Used) -> None:
+def test_lists_show_the_key_generation_of_volumes_and_snapshots(used: Used) -> None:
     before = used.client.snapshot("before", used.volume.volume_id)
     assert set(used.keys().values()) == {"(unnamed)"}
     used.publish("b", NAMED)
     after = used.client.snapshot("after", used.volume.volume_id)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
-    told = [used.client.snapshots_here().keys[one.snapshot_id] for one in (before, after)]
-    assert told == ["(unnamed)", "2026-11"]
-    # What has the old key is told so until it is staged by the new one, which it does not have.
+    shown = [used.client.snapshots_here().keys[one.snapshot_id] for one in (before, after)]
+    assert shown == ["(unnamed)", "2026-11"]
+    # A copy with the old key is shown so until it is staged with both.
     copies = [
         used.client.create(name, 0, used.how, source=of_snapshot(one.snapshot_id), parameters=like)
         for name, one in (("c1", before), ("c2", after))
@@ -175,28 +148,28 @@ def test_it_is_told_which_volumes_and_snapshots_have_the_key_of_a_name(used: Use
         used.client.stage(one, there, used.how, NAMED)
         used.client.unstage(one.volume_id, there)
     assert {used.client.volumes_here().keys[one.volume_id] for one in copies} == {"2026-11"}
-    # The next key, and nobody says what it is called.
+    # The next key has no name.
     used.publish("c", {"passphrase": "third", "previousPassphrase": NEW["passphrase"]})
     assert used.own_tags() == {}
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("named", [True, False])
-def test_a_new_volume_is_known_to_have_the_key_of_a_name(
+def test_a_new_volume_records_the_generation_of_its_key(
     client: Client, host: AnyHost, config: Config, named: bool
 ) -> None:
     volume = client.create("pvc-1", 48 * MIB, block())
     secret = {**NEW, "passphraseGeneration": "first"} if named else NEW
     client.stage(volume, host.directory / "staging", block(), secret)
-    used = Used(client, host, volume, block(), config)
+    used = Used(client, host.directory, volume, block(), host, config)
     assert used.own_tags() == ({"keyGeneration": "first"} if named else {})
 
 
 @pytest.mark.parametrize("previous", [{}, {"previousPassphrase": "another"}])
-def test_a_key_that_is_none_of_the_volume_s_stops_no_pod_and_is_told(
+def test_a_key_that_does_not_fit_stops_no_pod_and_is_reported(
     used: Used, previous: dict[str, str]
 ) -> None:
-    """The old pod uses it still: whoever looks can give the key that it has."""
+    """The old pod uses it still, and the right key can be given then."""
     assert "KeyRotationPending" not in used.reasons()
     used.publish("b", {**NEW, **previous, "passphraseGeneration": "2"})
     assert used.own_tags() == {"rotating": "yes"}
@@ -210,20 +183,17 @@ def test_a_key_that_is_none_of_the_volume_s_stops_no_pod_and_is_told(
 
 
 @pytest.mark.variation
-def test_who_goes_back_to_the_old_key_has_it(used: Used) -> None:
+def test_a_rotation_can_be_reversed(used: Used) -> None:
     used.publish("b", NAMED)
     back = {**OLD, "previousPassphrase": NEW["passphrase"], "passphraseGeneration": "2026-10"}
     used.publish("c", back)
     assert used.own_tags() == {"keyGeneration": "2026-10"}
-    for pod in "abc":
-        used.unpublish(pod)
+    used.unpublish("a", "b", "c")
     used.opens_by(OLD)
 
 
 @pytest.mark.variation
-def test_a_key_that_a_volume_is_known_to_have_costs_nothing_again(
-    node: Node, host: AnyHost
-) -> None:
+def test_a_known_key_costs_no_command_again(node: Node, host: AnyHost) -> None:
     used = begun(node)
 
     def cost() -> list[str]:
@@ -253,10 +223,10 @@ def test_a_key_that_a_volume_is_known_to_have_costs_nothing_again(
 
 
 @pytest.mark.variation
-def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
+def test_without_tags_a_volume_is_used_by_the_key_that_it_has(
     used: Used, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lvm2 writes no tag then, and without one no key is changed."""
+    """lvm2 writes no tag while a disk is missing, and without one no key is changed."""
     used.unpublish("a")
     used.unstage()
     real = Inventory.replace_tags
@@ -272,13 +242,12 @@ def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
     monkeypatch.setattr(Inventory, "replace_tags", real)
     used.publish("b", NAMED)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
-    used.unpublish("a")
-    used.unpublish("b")
+    used.unpublish("a", "b")
     used.opens_by(NEW)
 
 
 @pytest.mark.variation
-def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
+def test_a_re_encrypted_copy_has_the_new_key(
     client: Client, host: AnyHost, config: Config, service: Service
 ) -> None:
     source = client.create("source", 48 * MIB, block(), parameters={"class": "own"})
@@ -289,7 +258,7 @@ def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
         "pvc-1", 0, block(), parameters={"class": "own"}, source=of_volume(source.volume_id)
     )
     service.reencrypter.grace_seconds = 0.0
-    used = Used(client, host, copy, block(), config)
+    used = Used(client, host.directory, copy, block(), host, config)
     with host.slow_reencryption():
         with expect.code("ABORTED"):
             used.stage(NAMED)
@@ -315,7 +284,8 @@ def node(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 def begun(node: Node) -> Used:
     """A volume of a node, used by the old key."""
     volume = node.client.create("pvc-1", 48 * MIB, block())
-    used = Used(node.client, node.host, volume, block(mode=SHARED), node.config)
+    how = block(mode=SHARED)
+    used = Used(node.client, node.host.directory, volume, how, node.host, node.config)
     used.stage(OLD)
     used.publish("a")
     return used
@@ -332,9 +302,7 @@ CALLS = {
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
-    node: Node, name: str
-) -> None:
+def test_a_rotation_killed_at_any_step_is_completed(node: Node, name: str) -> None:
     taken, stop_at = 1, -1
     while stop_at < taken:
         for before in (True, False):
@@ -351,7 +319,7 @@ def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
                 assert switch.dead.wait(10)
                 node.kill()
                 used.client = node.client
-                # One of the two is a key of it, whatever the kill left; and that is told.
+                # It opens by one of the two, whatever the kill left.
                 assert set(used.slots()) & {0, 1}
                 CALLS[name](used)
             assert used.own_tags() == {"keyGeneration": "2026-11"}, (stop_at, before)
@@ -361,8 +329,7 @@ def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
             backup = luks.read(Kernel(), str(kept))
             assert backup is not None
             assert backup.slots == used.slots(), (stop_at, before)
-            for pod in "ab":
-                used.unpublish(pod)
+            used.unpublish("a", "b")
             used.opens_by(NEW)
             used.unstage()
             node.client.delete(used.volume.volume_id)

@@ -1,0 +1,43 @@
+"""A volume, as kubelet uses it: staged once, published for pods by their names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.csi.client import Client
+from proto import csi_pb2 as csi
+
+
+@dataclass
+class Use:
+    """A volume of a client's, and what kubelet does with it below a directory."""
+
+    client: Client
+    directory: Path
+    volume: csi.Volume
+    how: csi.VolumeCapability
+
+    @property
+    def staging(self) -> Path:
+        return self.directory / "staging"
+
+    def at(self, pod: str) -> Path:
+        return self.directory / pod
+
+    def stage(self, secrets: Mapping[str, str] | None = None) -> None:
+        self.client.stage(self.volume, self.staging, self.how, secrets)
+
+    def unstage(self) -> None:
+        self.client.unstage(self.volume.volume_id, self.staging)
+
+    def publish(self, pod: str, secrets: Mapping[str, str] | None = None) -> None:
+        self.client.publish(self.volume, self.staging, self.at(pod), self.how, secrets)
+
+    def unpublish(self, *pods: str) -> None:
+        for pod in pods:
+            self.client.unpublish(self.volume.volume_id, self.at(pod))
+
+    def reasons(self) -> set[str]:
+        """What is wrong with the volume."""
+        found = self.client.volume_health(self.volume.volume_id)
+        return {one.reason for one in found.health_statuses}
