@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+from performance import rows
+
 from mount.filesystem import FILE_SYSTEMS
 
 SIZE_BYTES, GROWN_BYTES = 48 << 20, 64 << 20
@@ -12,44 +14,38 @@ class Bare:
     """One logical volume in a group, mounted and bound below a folder. Commands raise."""
 
     def __init__(self, group: str, name: str, folder: Path) -> None:
-        self._group = group
-        self._name = name
-        self._device = f"/dev/{group}/{name}"
-        self._staging, self._target = str(folder / "bare-staging"), str(folder / "bare-target")
-
-    def create(self) -> None:
-        """Make it, as Carver has it made."""
-        run(
-            *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y"),
-            *("--setautoactivation", "n", "--size", f"{SIZE_BYTES}b"),
-            *("--name", self._name, "--", self._group),
+        device = self._device = f"/dev/{group}/{name}"
+        staging, target = self._staging, self._target = (
+            str(folder / f"bare-{one}") for one in ("staging", "target")
         )
-
-    def stage(self) -> None:
-        """Make a file system, as Carver has it made: what is compared is the way there."""
+        # As Carver has both made: what is compared is the way there.
+        made = ("--yes", "--wipesignatures", "y", "--zero", "y", "--setautoactivation", "n")
         options = [word for pair in FILE_SYSTEMS["ext4"].options.items() for word in pair]
-        run("mkfs.ext4", "-q", *options, "--", self._device)
-        run("mount", "--types", "ext4", self._device, self._staging)
+        self._commands: dict[str, list[tuple[str, ...]]] = {
+            rows.LVCREATE: [
+                ("lvcreate", *made, "--size", f"{SIZE_BYTES}b", "--name", name, "--", group)
+            ],
+            rows.MKFS: [
+                ("mkfs.ext4", "-q", *options, "--", device),
+                ("mount", "--types", "ext4", device, staging),
+            ],
+            rows.BIND: [("mount", "--bind", staging, target)],
+            rows.DF: [("df", target)],
+            rows.LVEXTEND: [
+                ("lvextend", "--size", f"{GROWN_BYTES}b", "--", device),
+                ("resize2fs", device),
+            ],
+            rows.UNBIND: [("umount", target)],
+            rows.UMOUNT: [("umount", staging)],
+            rows.LVREMOVE: [
+                ("blkdiscard", "--force", "--zeroout", device),
+                ("lvremove", "--yes", "--", device),
+            ],
+        }
 
-    def publish(self) -> None:
-        run("mount", "--bind", self._staging, self._target)
-
-    def stats(self) -> None:
-        run("df", self._target)
-
-    def expand(self) -> None:
-        run("lvextend", "--size", f"{GROWN_BYTES}b", "--", self._device)
-        run("resize2fs", self._device)
-
-    def unpublish(self) -> None:
-        run("umount", self._target)
-
-    def unstage(self) -> None:
-        run("umount", self._staging)
-
-    def delete(self) -> None:
-        run("blkdiscard", "--force", "--zeroout", self._device)
-        run("lvremove", "--yes", "--", self._device)
+    def do(self, step: str) -> None:
+        for words in self._commands[step]:
+            run(*words)
 
     def prepare(self) -> None:
         for path in (self._staging, self._target):
@@ -67,14 +63,8 @@ class Bare:
 
 def fill(device: str, size_bytes: int) -> None:
     """Write data on a device that are nowhere else."""
-    run(
-        "dd",
-        "if=/dev/urandom",
-        f"of={device}",
-        "bs=1M",
-        f"count={size_bytes >> 20}",
-        "oflag=direct",
-    )
+    count = f"count={size_bytes >> 20}"
+    run("dd", "if=/dev/urandom", f"of={device}", "bs=1M", count, "oflag=direct")
 
 
 def read(size_bytes: int, *devices: str) -> None:

@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 # This file is a program, and Python would look beside it only.
@@ -55,17 +56,20 @@ _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
 _IDLE_SECONDS = 20.0
 
-# A name and what it does; a step of a life has a call and the bare commands beside it.
+# A name and what it does.
 Question = tuple[str, Callable[[], object]]
-Step = tuple[str, Callable[[], object], str, Callable[[], object]]
+# The calls that follow CreateVolume in a life.
+_REST = (
+    *(rows.STAGE, rows.PUBLISH, rows.STATS, rows.EXPAND),
+    *(rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE),
+)
 
 
 class Life:
     """A volume's life by Carver's calls; what each returns is the next one's to know."""
 
     def __init__(self, client: Client, name: str, folder: Path) -> None:
-        self._client = client
-        self._name = name
+        self._client, self._name = client, name
         self._staging, self._target = folder / f"{name}-staging", folder / f"{name}-target"
         self._volume = csi.Volume()
 
@@ -73,62 +77,39 @@ class Life:
     def id(self) -> str:
         return self._volume.volume_id
 
-    def create(self) -> None:
-        self._volume = self._client.create(self._name, bare.SIZE_BYTES)
-
-    def stage(self) -> None:
-        """Have its file system mounted; the directory is kubelet's to make."""
-        self._client.stage(self._volume, self._staging)
-
-    def publish(self) -> None:
-        self._client.publish(self._volume, self._staging, self._target)
-
-    def stats(self) -> None:
-        self._client.stats(self.id, self._target)
-
-    def expand(self) -> None:
-        self._client.expand(self.id, bare.GROWN_BYTES)
-        self._client.node_expand(self.id, self._target, bare.GROWN_BYTES)
-
-    def unpublish(self) -> None:
-        self._client.unpublish(self.id, self._target)
-
-    def unstage(self) -> None:
-        self._client.unstage(self.id, self._staging)
-
-    def delete(self) -> None:
-        self._client.delete(self.id)
-        self._volume = csi.Volume()
+    def do(self, call: str) -> None:
+        """Make one of the calls of `rows`; all may be repeated."""
+        client, volume = self._client, self._volume
+        if call == rows.CREATE:
+            self._volume = client.create(self._name, bare.SIZE_BYTES)
+        elif call == rows.STAGE:
+            client.stage(volume, self._staging)
+        elif call == rows.PUBLISH:
+            client.publish(volume, self._staging, self._target)
+        elif call == rows.STATS:
+            client.stats(self.id, self._target)
+        elif call == rows.EXPAND:
+            client.expand(self.id, bare.GROWN_BYTES)
+            client.node_expand(self.id, self._target, bare.GROWN_BYTES)
+        elif call == rows.UNPUBLISH:
+            client.unpublish(self.id, self._target)
+        elif call == rows.UNSTAGE:
+            client.unstage(self.id, self._staging)
+        elif call == rows.DELETE:
+            client.delete(self.id)
+            self._volume = csi.Volume()
+        else:
+            raise KeyError(call)
 
     def prepare(self) -> None:
         self._staging.mkdir()
 
     def undo(self) -> None:
-        """Leave nothing of it, wherever it got to: every call may be repeated."""
+        """Leave nothing of it, wherever it got to."""
         if self.id:
-            self.unpublish()
-            self.unstage()
-            self.delete()
+            for call in (rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE):
+                self.do(call)
         self._staging.rmdir()
-
-
-def begun(life: Life, by_hand: Bare) -> list[Step]:
-    """The first steps of a life, which are also taken among many volumes."""
-    return [
-        (rows.CREATE, life.create, rows.LVCREATE, by_hand.create),
-        (rows.STAGE, life.stage, rows.MKFS, by_hand.stage),
-    ]
-
-
-def rest(life: Life, by_hand: Bare) -> list[Step]:
-    return [
-        (rows.PUBLISH, life.publish, rows.BIND, by_hand.publish),
-        (rows.STATS, life.stats, rows.DF, by_hand.stats),
-        (rows.EXPAND, life.expand, rows.LVEXTEND, by_hand.expand),
-        (rows.UNPUBLISH, life.unpublish, rows.UNBIND, by_hand.unpublish),
-        (rows.UNSTAGE, life.unstage, rows.UMOUNT, by_hand.unstage),
-        (rows.DELETE, life.delete, rows.LVREMOVE, by_hand.delete),
-    ]
 
 
 def allocated(client: Client, snapshot_id: str) -> None:
@@ -193,13 +174,12 @@ class Pass:
                 call()
                 samples.commands[name] = carver.commands(mark)
 
-            with self._lives(carver) as (life, by_hand):
-                for name, call, _, _ in begun(life, by_hand)[:1]:
-                    count(name, call)
+            with self._lives(carver) as (life, _):
+                count(rows.CREATE, partial(life.do, rows.CREATE))
                 for name, call in self._questions(carver, life):
                     count(name, call)
-                for name, call, _, _ in [*begun(life, by_hand)[1:], *rest(life, by_hand)]:
-                    count(name, call)
+                for name in _REST:
+                    count(name, partial(life.do, name))
             count(rows.LIST, carver.client.volumes)
         return samples
 
@@ -210,11 +190,10 @@ class Pass:
             idle = carver.resident_mib()
             for number in self._limit.share(_LIVES).rounds(_ROUNDS):
                 self._say(f"a volume's life, round {number + 1}")
-                with self._lives(carver) as (life, by_hand):
-                    self._side_by_side(carver, samples, begun(life, by_hand)[:1], number)
-                    self._ask(carver, samples, self._questions(carver, life))
-                    steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
-                    self._side_by_side(carver, samples, steps, number)
+                with self._lives(carver) as lives:
+                    self._side_by_side(carver, samples, lives, [rows.CREATE], number)
+                    self._ask(carver, samples, self._questions(carver, lives[0]))
+                    self._side_by_side(carver, samples, lives, _REST, number)
             self._say("a call without Carver")
             floor.measure(self._place, _FLOOR_CALLS, samples)
         probe = counts.commands[rows.PROBE]
@@ -279,8 +258,8 @@ class Pass:
         samples = Samples()
         with self._served() as carver:
             for number in limit.rounds(_ROUNDS_AMONG_MANY):
-                with self._lives(carver) as (life, by_hand):
-                    self._side_by_side(carver, samples, begun(life, by_hand), number)
+                with self._lives(carver) as lives:
+                    self._side_by_side(carver, samples, lives, [rows.CREATE, rows.STAGE], number)
                     asked: list[Question] = [(rows.CAPACITY, carver.client.capacity)]
                     if volumes == rows.EXISTING[0]:
                         asked.append((rows.LIST, carver.client.volumes))
@@ -328,25 +307,30 @@ class Pass:
         life = Life(client, name, self._place)
         mine = Samples()
         with _undone(life):
-            mine.time(rows.CREATE, life.create, time.monotonic)
-            mine.time(rows.STAGE, life.stage, time.monotonic)
-            life.publish()
-            life.unpublish()
-            life.unstage()
-            mine.time(rows.DELETE, life.delete, time.monotonic)
+            mine.time(rows.CREATE, partial(life.do, rows.CREATE), time.monotonic)
+            mine.time(rows.STAGE, partial(life.do, rows.STAGE), time.monotonic)
+            for call in (rows.PUBLISH, rows.UNPUBLISH, rows.UNSTAGE):
+                life.do(call)
+            mine.time(rows.DELETE, partial(life.do, rows.DELETE), time.monotonic)
         with guard:
             for call, seconds in mine.seconds.items():
                 samples.seconds[call] += seconds
 
     def _side_by_side(
-        self, carver: Served, samples: Samples, steps: list[Step], number: int
+        self,
+        carver: Served,
+        samples: Samples,
+        lives: tuple[Life, Bare],
+        calls: Sequence[str],
+        number: int,
     ) -> None:
-        """Each call and its bare commands; who goes first changes from round to round."""
-        for call, by_carver, commands, by_hand in steps:
-            pair = [(call, by_carver), (commands, by_hand)]
-            for name, step in reversed(pair) if number % 2 else pair:
+        """Each call and its bare commands; which is first changes from round to round."""
+        life, by_hand = lives
+        for call in calls:
+            pair = [(call, life.do), (rows.BESIDE[call], by_hand.do)]
+            for name, do in reversed(pair) if number % 2 else pair:
                 carver.settle()
-                samples.time(name, step, time.monotonic)
+                samples.time(name, partial(do, name), time.monotonic)
 
     def _ask(self, carver: Served, samples: Samples, questions: list[Question]) -> None:
         for name, question in [*questions, (rows.VGS, lambda: bare.report(group.NAME))]:
@@ -355,7 +339,7 @@ class Pass:
 
     def _questions(self, carver: Served, life: Life) -> list[Question]:
         return [
-            (rows.REPEATED, life.create),
+            (rows.REPEATED, partial(life.do, rows.CREATE)),
             (rows.CAPACITY, carver.client.capacity),
             (rows.GET_VOLUME, lambda: carver.client.volume(life.id)),
             (rows.PROBE, carver.client.probe),

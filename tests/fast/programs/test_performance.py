@@ -3,7 +3,7 @@
 import contextlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -42,28 +42,41 @@ MACHINE = {
     "grpcio": "1.85.1",
     "lvm2": "2.03.16",
 }
-METADATA = """\
-contents = "Text Format Volume Group"
-carver_bench {
-\tid = "aaaaaa-0000-0000-0000-0000-0000-aaaaaa"
-\tlogical_volumes {
-
-\t\tvol-many-0000 {
-\t\t\tid = "bbbbbb-0000-0000-0000-0000-0000-bbbbbb"
-\t\t\ttags = ["carver.name=many-0000", "carver.size=8388608"]
-\t\t\tsegment_count = 1
-
-\t\t\tsegment1 {
-\t\t\t\tstart_extent = 0
-\t\t\t\textent_count = 2
-\t\t\t\tstripes = [
-\t\t\t\t\t"pv0", 5
-\t\t\t\t]
-\t\t\t}
-\t\t}
-\t}
-}
+SECTION = """
+\t\t{name} {{
+\t\t\tid = "bbbbbb-0000-0000-0000-0000-0000-{uuid}"
+\t\t\ttags = ["carver.name={tag}"]
+\t\t\tsegment1 {{
+\t\t\t\textent_count = {extents}
+\t\t\t\t{segment}
+\t\t\t}}
+\t\t}}
 """
+VOLUME = SECTION.format(
+    name="vol-many-0000",
+    uuid="bbbbbb",
+    tag="many-0000",
+    extents=2,
+    segment='stripes = ["pv0", 5]',
+)
+AREA = SECTION.format(
+    name="snap-shot-0000",
+    uuid="aaaaaa",
+    tag="shot-0000",
+    extents=1,
+    segment='stripes = ["pv0", 7]',
+)
+TIE = SECTION.format(
+    name="snapshot0",
+    uuid="cccccc",
+    tag="",
+    extents=2,
+    segment='cow_store = "snap-shot-0000"',
+)
+
+
+def metadata(*sections: str) -> str:
+    return f"contents = 1\ncarver_bench {{\n\tlogical_volumes {{\n{''.join(sections)}\t}}\n}}\n"
 
 
 class Clock:
@@ -332,55 +345,30 @@ def test_programs_and_commands_of_a_session_are_counted_apart() -> None:
     assert service.counted(log) == Commands(1, 1)
 
 
-def test_a_volume_is_multiplied_with_names_uuids_and_extents_of_their_own() -> None:
-    text = group.multiplied(METADATA, 3)
-
-    assert text.count("extent_count = 2") == 3
-    for number, first in enumerate((5, 7, 9)):
-        section = text.split(f"\t\tvol-many-{number:04} {{")[1].split("\n\t\t}\n")[0]
-        assert f"carver.name=many-{number:04}" in section
-        assert f'"pv0", {first}\n' in section
-    ids = [line for line in text.splitlines() if "id = " in line]
-    assert len(set(ids)) == len(ids) == 4
-    assert text.count("{") == text.count("}")
-    with pytest.raises(ValueError, match="many-0000"):
-        group.multiplied("contents = 1\n", 3)
-
-
-def test_a_snapshot_is_multiplied_with_all_its_sections() -> None:
-    area = """\t\tsnap-shot-0000 {
-\t\t\tid = "bbbbbb-0000-0000-0000-0000-0000-000000"
-\t\t\ttags = ["carver.name=shot-0000"]
-\t\t\tsegment1 {
-\t\t\t\textent_count = 1
-\t\t\t\tstripes = [
-\t\t\t\t\t"pv0", 7
-\t\t\t\t]
-\t\t\t}
-\t\t}
-"""
-    tie = """\t\tsnapshot0 {
-\t\t\tid = "cccccc-0000-0000-0000-0000-0000-000000"
-\t\t\tsegment1 {
-\t\t\t\textent_count = 2
-\t\t\t\torigin = "vol-many-0000"
-\t\t\t\tcow_store = "snap-shot-0000"
-\t\t\t}
-\t\t}
-"""
-    volume = METADATA.rindex("\t\t}\n") + len("\t\t}\n")
-    text = f"{METADATA[:volume]}\n{area}\n{tie}{METADATA[volume:]}"
-    many = group.multiplied_snapshot(text, 3)
-    for number, first in enumerate((7, 9, 10)):
-        section = many.split(f"\t\tsnap-shot-{number:04} {{")[1].split("\n\t\t}\n")[0]
-        assert f'"pv0", {first}\n' in section
-        tied = many.split(f"\t\tsnapshot{number} {{")[1].split("\n\t\t}\n")[0]
-        assert f'cow_store = "snap-shot-{number:04}"' in tied
-        assert 'origin = "vol-many-0000"' in tied
+@pytest.mark.parametrize(
+    ("multiply", "text", "name", "starts"),
+    [
+        (group.multiplied, metadata(VOLUME), "vol-many", (5, 7, 9)),
+        (group.multiplied_snapshot, metadata(VOLUME, AREA, TIE), "snap-shot", (7, 9, 10)),
+    ],
+    ids=["volume", "snapshot"],
+)
+def test_metadata_are_multiplied_with_names_uuids_and_extents_of_their_own(
+    multiply: Callable[[str, int], str], text: str, name: str, starts: tuple[int, ...]
+) -> None:
+    many = multiply(text, 3)
+    for number, start in enumerate(starts):
+        section = many.split(f"\t\t{name}-{number:04} {{")[1].split("\n\t\t}\n")[0]
+        assert f"carver.name={name.partition('-')[2]}-{number:04}" in section
+        assert f'"pv0", {start}]' in section
+        if multiply is group.multiplied_snapshot:
+            tie = many.split(f"\t\tsnapshot{number} {{")[1].split("\n\t\t}\n")[0]
+            assert f'cow_store = "snap-shot-{number:04}"' in tie
     ids = [line for line in many.splitlines() if "id = " in line]
     assert len(set(ids)) == len(ids)
-    with pytest.raises(ValueError, match="shot-0000"):
-        group.multiplied_snapshot(METADATA, 3)
+    assert many.count("{") == many.count("}")
+    with pytest.raises(ValueError, match=r"many-0000|shot-0000"):
+        multiply(metadata(), 3)
 
 
 def test_many_snapshots_are_compared_with_none_and_with_an_idle_node() -> None:
