@@ -28,6 +28,7 @@ from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
+from agent.extras.changed_blocks.delta import Delta
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
@@ -71,6 +72,20 @@ def disk(client: Client, service: Service, host: AnyHost, layout: str) -> Disk:
     return Disk(client, service, host, layout)
 
 
+def delta_of(disk: Disk) -> Delta:
+    return changed_blocks.of(disk.service).delta
+
+
+def changed_extents(disk: Disk, base: str, target: str) -> list[Extent]:
+    with delta_of(disk).changed(base, target) as reading:
+        return list(reading.extents())
+
+
+def allocated_extents(disk: Disk, target: str) -> list[Extent]:
+    with delta_of(disk).allocated(target) as reading:
+        return list(reading.extents())
+
+
 def blocks_of(extents: Iterable[Extent | UserExtent], size_bytes: int) -> set[int]:
     """The numbers of the blocks that ranges name, which are in order, and whole blocks."""
     found: set[int] = set()
@@ -93,14 +108,14 @@ def require_exact(disk: Disk, some: random.Random | None = None) -> None:
     for number, target in enumerate(those):
         held = disk.holds(target)
         assert disk.read(target) == held
-        with changed_blocks.of(disk.service).delta.allocated(target) as reading:
+        with delta_of(disk).allocated(target) as reading:
             seen = reading.for_user()
             assert seen.size_bytes == len(held)
             allocated = blocks_of(seen.extents(), len(held))
             # What nobody wrote to an encrypted volume is noise, which is no zeroes.
             assert (disk.has_written(target) if disk.is_sealed else unlike(b"", held)) <= allocated
             logical = blocks_of(reading.extents(), reading.size_bytes)
-        with changed_blocks.of(disk.service).delta.allocated(target, is_compared=False) as reading:
+        with delta_of(disk).allocated(target, is_compared=False) as reading:
             assert logical <= blocks_of(reading.extents(), reading.size_bytes)
         bases = those[:number]
         if some is not None and len(bases) > 2:
@@ -112,11 +127,11 @@ def require_exact(disk: Disk, some: random.Random | None = None) -> None:
 def require_exact_delta(disk: Disk, base: str, target: str) -> None:
     """What differs is named, to the user and in the logical volume, and nothing else is."""
     old, new = disk.holds(base), disk.holds(target)
-    with changed_blocks.of(disk.service).delta.changed(base, target) as reading:
+    with delta_of(disk).changed(base, target) as reading:
         named = blocks_of(reading.for_user().extents(), len(new))
         logical = blocks_of(reading.extents(), reading.size_bytes)
         lies = disk.lies(target, reading.size_bytes)
-    with changed_blocks.of(disk.service).delta.changed(base, target, is_compared=False) as reading:
+    with delta_of(disk).changed(base, target, is_compared=False) as reading:
         assert logical <= blocks_of(reading.extents(), reading.size_bytes)
     if not disk.is_sealed:
         assert named == logical == unlike(old, new)
@@ -154,7 +169,7 @@ def require_backups_hold_all(disk: Disk) -> None:
     ),
 )
 @pytest.mark.timeout(7200)
-def test_random_histories_are_told_to_the_block(
+def test_random_histories_are_reported_to_the_block(
     client: Client,
     service: Service,
     host: AnyHost,
@@ -175,14 +190,14 @@ def test_random_histories_are_told_to_the_block(
 
 
 @layouts
-def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: Disk) -> None:
+def test_a_delta_has_what_was_written_between_two_snapshots(disk: Disk) -> None:
     disk.write(0, b"a" * 8192)
     older = disk.snapshot()
     disk.write(4096, b"b" * 4096)
     disk.write(8 * MIB, b"c" * 4096)
     newer = disk.snapshot()
     disk.write(12 * MIB, b"d" * 4096)
-    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
+    with delta_of(disk).changed(older, newer) as reading:
         assert list(reading.extents()) == [Extent(4096, 4096), Extent(8 * MIB, 4096)]
         # From within a range on, from its end, from the end of all.
         assert list(reading.extents(LogicalOffset(8 * MIB))) == [Extent(8 * MIB, 4096)]
@@ -191,20 +206,19 @@ def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: 
         assert list(reading.extents(LogicalOffset(SIZE))) == []
         with pytest.raises(errors.NotBeyond):
             reading.extents(LogicalOffset(SIZE + 1))
-    with changed_blocks.of(disk.service).delta.changed(newer, disk.id) as reading:
-        assert list(reading.extents()) == [Extent(12 * MIB, 4096)]
+    assert changed_extents(disk, newer, disk.id) == [Extent(12 * MIB, 4096)]
 
 
 @pytest.mark.variation
 @layouts
-def test_what_was_written_and_is_the_same_has_not_changed(disk: Disk) -> None:
+def test_equal_blocks_have_not_changed(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
     older = disk.snapshot()
     disk.write(0, b"b" * 4096)
+    assert changed_extents(disk, older, older) == []
     disk.write(0, b"a" * 4096)
     disk.write(4096, bytes(4096))
-    with changed_blocks.of(disk.service).delta.changed(older, disk.snapshot()) as reading:
-        assert list(reading.extents()) == []
+    assert changed_extents(disk, older, disk.snapshot()) == []
 
 
 @pytest.mark.variation
@@ -214,28 +228,18 @@ def test_growth_between_snapshots_counts_as_zeroes(disk: Disk) -> None:
     disk.grow()
     disk.write(SIZE, b"a" * 4096)
     newer = disk.snapshot()
-    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
+    with delta_of(disk).changed(older, newer) as reading:
         assert reading.size_bytes == len(disk.held) > SIZE
         assert list(reading.extents()) == [Extent(SIZE, 4096)]
-    with changed_blocks.of(disk.service).delta.allocated(older) as reading:
+    with delta_of(disk).allocated(older) as reading:
         assert reading.size_bytes == SIZE
-
-
-@pytest.mark.variation
-@layouts
-def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
-    disk.write(0, b"a" * 4096)
-    taken = disk.snapshot()
-    disk.write(0, b"b" * 4096)
-    with changed_blocks.of(disk.service).delta.changed(taken, taken) as reading:
-        assert list(reading.extents()) == []
 
 
 @pytest.mark.variation
 @layouts
 def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
-    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
+    with delta_of(disk).changed(older, newer) as reading:
         for one in (older, newer):
             with expect.code("FAILED_PRECONDITION"):
                 client.delete_snapshot(one)
@@ -252,11 +256,8 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
     restored = client.create("pvc-2", SIZE, block(), source=source, parameters=parameters)
     other = client.snapshot("other", restored.volume_id)
     for one in (restored.volume_id, other.snapshot_id):
-        with (
-            pytest.raises(errors.NotComparable, match="it is of"),
-            changed_blocks.of(disk.service).delta.changed(taken, one),
-        ):
-            pass
+        with pytest.raises(errors.NotComparable, match="it is of"):
+            changed_extents(disk, taken, one)
 
 
 # The order in which snapshots were taken, whatever the clock says.
@@ -266,7 +267,7 @@ HOURS = 3600.0
 
 @layouts
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 0, 2], usual=[-2]))
-def test_a_step_of_the_clock_has_no_say_in_what_differs(
+def test_a_step_of_the_clock_changes_no_delta(
     disk: Disk, client: Client, clock: Clock, hours: int
 ) -> None:
     disk.write(0, b"a" * 4096)
@@ -276,15 +277,14 @@ def test_a_step_of_the_clock_has_no_say_in_what_differs(
     newer = disk.snapshot()
     disk.write(8192, b"c" * 4096)
     require_exact(disk)
-    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
-        assert list(reading.extents()) == [Extent(4096, 4096)]
+    assert changed_extents(disk, older, newer) == [Extent(4096, 4096)]
     with expect.code("INVALID_ARGUMENT", "taken later"):
         changed(client, newer, older)
 
 
 @pytest.mark.variation
 @layouts
-def test_two_snapshots_of_one_moment_are_told_apart(
+def test_snapshots_of_one_moment_are_distinguished(
     disk: Disk, client: Client, clock: Clock
 ) -> None:
     with clock.standing():
@@ -317,7 +317,7 @@ def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
             changed(client, newer, older)
     else:
         # Nobody knows: both tables are read, and it is as exact backwards.
-        assert told(changed(client, newer, older)) == [Extent(4096, 4096)]
+        assert ranges_of(changed(client, newer, older)) == [Extent(4096, 4096)]
     third = disk.snapshot()
     with expect.code("INVALID_ARGUMENT", "taken later"):
         changed(client, disk.snapshot(), third)
@@ -344,15 +344,15 @@ def test_blocks_of_an_encrypted_volume_are_those_that_its_user_reads(
     wanted = [Extent(4 * MIB, 4096), Extent(len(disk.held) - 4096, 4096)]
     answers = changed(client, older, newer)
     assert {one.volume_capacity_bytes for one in answers} == {disk.volume.capacity_bytes}
-    assert told(answers) == wanted
-    assert told(changed(client, older, newer, 4 * MIB + 1)) == [
+    assert ranges_of(answers) == wanted
+    assert ranges_of(changed(client, older, newer, 4 * MIB + 1)) == [
         Extent(4 * MIB + 1, 4095),
         wanted[1],
     ]
     whole = allocated(client, newer)
     assert {one.volume_capacity_bytes for one in whole} == {disk.volume.capacity_bytes}
     last = len(disk.held) // BLOCK_BYTES - 1
-    assert {0, MIB // 1024, last} <= blocks_of(told(whole), len(disk.held))
+    assert {0, MIB // 1024, last} <= blocks_of(ranges_of(whole), len(disk.held))
     with expect.code("OUT_OF_RANGE", str(len(disk.held))):
         allocated(client, newer, len(disk.held) + 1)
     # What a backup program reads: volumes that were made of the snapshots.
@@ -387,7 +387,7 @@ def test_another_passphrase_changes_no_block(disk: Disk, client: Client, host: A
     disk.write(2 * MIB, b"b" * 4096)
     newer = disk.snapshot()
     # Its ends may have been written when it was opened.
-    [one] = [one for one in told(changed(client, older, newer)) if one.offset_bytes >= MIB]
+    [one] = [one for one in ranges_of(changed(client, older, newer)) if one.offset_bytes >= MIB]
     assert one == Extent(2 * MIB, 4096)
     # The header is another, which a stream has.
     assert any(one.offset_bytes < 4 * MIB for one in streams_command.extents(client, newer, older))
@@ -438,7 +438,7 @@ SPOILT: dict[str, tuple[Spoil, str, bool]] = {
 
 @pytest.mark.parametrize("how", chosen.kinds(SPOILT, usual=["another master key", "no header"]))
 @pytest.mark.parametrize("layout", [f"{SEALED}linear"])
-def test_what_the_user_of_an_encrypted_volume_sees_is_told_or_refused(
+def test_encrypted_snapshots_with_unlike_headers_are_refused(
     disk: Disk, client: Client, host: AnyHost, how: str
 ) -> None:
     spoil, word, is_readable = SPOILT[how]
@@ -457,13 +457,13 @@ def test_what_the_user_of_an_encrypted_volume_sees_is_told_or_refused(
         with expect.code("FAILED_PRECONDITION", word):
             allocated(client, newer)
     # Each by itself is as before, and so is the logical volume.
-    assert told(allocated(client, older))
+    assert ranges_of(allocated(client, older))
     assert list(streams_command.extents(client, newer, older))
 
 
 @pytest.mark.variation
 @sealed
-def test_an_encrypted_volume_that_nobody_used_has_a_size_and_is_no_base(
+def test_an_unused_encrypted_volume_has_a_size_and_is_no_base(
     client: Client, host: AnyHost, layout: str
 ) -> None:
     volume = client.create("pvc-1", SIZE, block(), parameters={"class": layout})
@@ -491,44 +491,42 @@ def is_reserved(disk: Disk) -> bool:
     return bool(getattr(pool, "has_metadata_snapshot"))  # noqa: B009 - of one of many kinds
 
 
+def require_released(disk: Disk) -> None:
+    assert not is_reserved(disk)
+    assert not has_mark(disk)
+
+
 thin = pytest.mark.parametrize("layout", ["thin"])
 
 
 @thin
-def test_a_pool_s_metadata_are_let_go_of_before_anything_is_told(disk: Disk) -> None:
+def test_a_pool_s_metadata_snapshot_is_released_before_the_first_answer(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
     taken = disk.snapshot()
-    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
-        assert not is_reserved(disk)
-        assert not has_mark(disk)
+    with delta_of(disk).allocated(taken) as reading:
+        require_released(disk)
         assert list(reading.extents()) == [Extent(0, 64 * KIB)]
 
 
 @pytest.mark.variation
 @thin
-def test_what_somebody_else_reserved_is_told_and_left_alone(disk: Disk) -> None:
+def test_another_program_s_metadata_snapshot_is_reported_and_left(disk: Disk) -> None:
     taken = disk.snapshot()
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
-    with (
-        pytest.raises(errors.MetadataReserved, match="another program"),
-        changed_blocks.of(disk.service).delta.allocated(taken),
-    ):
-        pass
-    assert changed_blocks.of(disk.service).delta.reservations.resume() == 0
+    with pytest.raises(errors.MetadataReserved, match="another program"):
+        allocated_extents(disk, taken)
+    assert delta_of(disk).reservations.resume() == 0
     assert is_reserved(disk)
     assert not has_mark(disk)
     disk.host.devices.release_metadata(disk.group, "pool-thin")
-    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
-        assert list(reading.extents()) == []
+    assert allocated_extents(disk, taken) == []
 
 
 @pytest.mark.variation
 @thin
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("reserved", [True, False])
-def test_what_a_kill_left_is_released_by_the_next_start(
-    disk: Disk, active: bool, reserved: bool
-) -> None:
+def test_the_next_start_releases_what_a_kill_left(disk: Disk, active: bool, reserved: bool) -> None:
     taken = disk.snapshot()
     mark = {"metadataSnapshot": "reserved"}
     volumes.mark(disk.host.lvm, disk.group, "pool-thin", old={}, new=mark)
@@ -539,10 +537,8 @@ def test_what_a_kill_left_is_released_by_the_next_start(
         disk.host.deactivate(disk.group, "pool-thin")
     server.resume(disk.service)
     disk.logical(disk.id)
-    assert not is_reserved(disk)
-    assert not has_mark(disk)
-    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
-        assert list(reading.extents()) == []
+    require_released(disk)
+    assert allocated_extents(disk, taken) == []
 
 
 @thin
@@ -554,10 +550,8 @@ def test_a_snapshot_that_is_newer_than_what_is_reserved_is_read_by_a_reservation
     volumes.mark(disk.host.lvm, disk.group, "pool-thin", old={}, new=mark)
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     disk.write(0, b"a" * 4096)
-    with changed_blocks.of(disk.service).delta.allocated(disk.snapshot()) as reading:
-        assert list(reading.extents()) == [Extent(0, 64 * KIB)]
-    assert not is_reserved(disk)
-    assert not has_mark(disk)
+    assert allocated_extents(disk, disk.snapshot()) == [Extent(0, 64 * KIB)]
+    require_released(disk)
 
 
 # Over the socket.
@@ -587,19 +581,19 @@ def changed(
     return list(client.stub(SnapshotMetadataStub).GetMetadataDelta(request))
 
 
-def told(answers: Answers) -> list[Extent]:
+def ranges_of(answers: Answers) -> list[Extent]:
     return [Extent(b.byte_offset, b.size_bytes) for one in answers for b in one.block_metadata]
 
 
 @layouts
-def test_what_was_written_is_told_without_a_look_at_it(
+def test_written_ranges_are_reported_without_reading_them(
     disk: Disk, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = disk.snapshot()
     disk.write(MIB, bytes(disk.held[MIB : MIB + 4096]))
     newer = disk.snapshot()
     # As it was: written all the same.
-    assert told(changed(client, older, newer)) == []
+    assert ranges_of(changed(client, older, newer)) == []
 
     def refuse(*_: object) -> Iterable[Extent]:
         raise AssertionError("it was compared")
@@ -618,7 +612,7 @@ def test_what_was_written_is_told_without_a_look_at_it(
 
 @pytest.mark.variation
 @layouts
-def test_ranges_are_streamed_so_many_at_a_time(disk: Disk, client: Client) -> None:
+def test_an_answer_has_at_most_max_results_ranges(disk: Disk, client: Client) -> None:
     older = disk.snapshot()
     wanted = [Extent(number * MIB, 4096) for number in range(7)]
     for one in wanted:
@@ -626,19 +620,19 @@ def test_ranges_are_streamed_so_many_at_a_time(disk: Disk, client: Client) -> No
     newer = disk.snapshot()
     answers = changed(client, older, newer, results=3)
     assert [len(one.block_metadata) for one in answers] == [3, 3, 1]
-    assert told(answers) == wanted
+    assert ranges_of(answers) == wanted
     assert {one.volume_capacity_bytes for one in answers} == {SIZE}
     assert {one.block_metadata_type for one in answers} == {csi.VARIABLE_LENGTH}
     # An interrupted stream is taken up behind its last range.
-    assert told(changed(client, older, newer, wanted[3].end_bytes)) == wanted[4:]
-    assert told(changed(client, older, newer, wanted[3].end_bytes - 1))[0].length_bytes == 1
-    covered = blocks_of(told(allocated(client, newer, results=2)), SIZE)
+    assert ranges_of(changed(client, older, newer, wanted[3].end_bytes)) == wanted[4:]
+    assert ranges_of(changed(client, older, newer, wanted[3].end_bytes - 1))[0].length_bytes == 1
+    covered = blocks_of(ranges_of(allocated(client, newer, results=2)), SIZE)
     assert {one.offset_bytes // BLOCK_BYTES for one in wanted} <= covered
 
 
 @pytest.mark.variation
 @layouts
-def test_nothing_to_tell_is_one_answer_with_the_size(disk: Disk, client: Client) -> None:
+def test_an_answer_without_ranges_has_the_size(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
     [answer] = changed(client, older, newer)
     assert (answer.volume_capacity_bytes, len(answer.block_metadata)) == (SIZE, 0)
@@ -652,76 +646,44 @@ def test_the_service_is_announced(client: Client) -> None:
     assert csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE in offered
 
 
-Refused = tuple[str, str, Callable[[Client, str, str, str], object]]
-REFUSALS: dict[str, Refused] = {
-    "no snapshot_id": (
-        *("INVALID_ARGUMENT", "snapshot_id"),
-        lambda client, *_: allocated(client, ""),
-    ),
-    "no base_snapshot_id": (
-        *("INVALID_ARGUMENT", "base_snapshot_id"),
-        lambda client, _old, new, _volume: changed(client, "", new),
-    ),
-    "no target_snapshot_id": (
-        *("INVALID_ARGUMENT", "target_snapshot_id"),
-        lambda client, old, *_: changed(client, old, ""),
-    ),
-    "max_results": (
-        *("INVALID_ARGUMENT", "max_results"),
-        lambda client, old, *_: allocated(client, old, results=-1),
-    ),
-    "no such snapshot": (
-        *("NOT_FOUND", "no snapshot"),
-        lambda client, old, *_: allocated(client, f"{old}x"),
-    ),
-    "no id": ("NOT_FOUND", "no snapshot", lambda client, *_: allocated(client, "snap-1")),
-    "a volume": (
-        *("NOT_FOUND", "no snapshot"),
-        lambda client, _old, _new, volume: allocated(client, volume),
-    ),
-    "no such base": (
-        *("NOT_FOUND", "no snapshot"),
-        lambda client, old, new, _volume: changed(client, f"{old}x", new),
-    ),
-    "no such target": (
-        *("NOT_FOUND", "no snapshot"),
-        lambda client, old, new, _volume: changed(client, old, f"{new}x"),
-    ),
-    "the volume as target": (
-        *("NOT_FOUND", "no snapshot"),
-        lambda client, old, _new, volume: changed(client, old, volume),
-    ),
-    "a negative offset": (
-        *("OUT_OF_RANGE", "starting_offset"),
-        lambda client, old, *_: allocated(client, old, start=-1),
-    ),
-    "an offset behind the end": (
-        *("OUT_OF_RANGE", str(SIZE)),
-        lambda client, old, *_: allocated(client, old, start=SIZE + 1),
-    ),
+# The code and a part of the message; the ids of the call, one for what is allocated and two for
+# what changed; its other fields.
+REFUSALS: dict[str, tuple[str, str, list[str], dict[str, int]]] = {
+    "no snapshot_id": ("INVALID_ARGUMENT", "snapshot_id", [""], {}),
+    "no base_snapshot_id": ("INVALID_ARGUMENT", "base_snapshot_id", ["", "{new}"], {}),
+    "no target_snapshot_id": ("INVALID_ARGUMENT", "target_snapshot_id", ["{old}", ""], {}),
+    "max_results": ("INVALID_ARGUMENT", "max_results", ["{old}"], {"results": -1}),
+    "no such snapshot": ("NOT_FOUND", "no snapshot", ["{old}x"], {}),
+    "no id": ("NOT_FOUND", "no snapshot", ["snap-1"], {}),
+    "a volume": ("NOT_FOUND", "no snapshot", ["{volume}"], {}),
+    "no such base": ("NOT_FOUND", "no snapshot", ["{old}x", "{new}"], {}),
+    "no such target": ("NOT_FOUND", "no snapshot", ["{old}", "{new}x"], {}),
+    "the volume as target": ("NOT_FOUND", "no snapshot", ["{old}", "{volume}"], {}),
+    "a negative offset": ("OUT_OF_RANGE", "starting_offset", ["{old}"], {"start": -1}),
+    "an offset behind the end": ("OUT_OF_RANGE", str(SIZE), ["{old}"], {"start": SIZE + 1}),
     "an offset behind the end of two": (
         *("OUT_OF_RANGE", str(SIZE)),
-        lambda client, old, new, _volume: changed(client, old, new, start=SIZE + 1),
+        ["{old}", "{new}"],
+        {"start": SIZE + 1},
     ),
-    "the base is newer": (
-        *("INVALID_ARGUMENT", "taken later"),
-        lambda client, old, new, _volume: changed(client, new, old),
-    ),
-    "of another group": (
-        *("FAILED_PRECONDITION", "not on this node"),
-        lambda client, old, *_: allocated(client, f"x{old}"),
-    ),
+    "the base is newer": ("INVALID_ARGUMENT", "taken later", ["{new}", "{old}"], {}),
+    "of another group": ("FAILED_PRECONDITION", "not on this node", ["x{old}"], {}),
 }
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("why", chosen.kinds(REFUSALS, usual=["no such snapshot", "a volume"]))
 @pytest.mark.parametrize("layout", ["linear"])
-def test_what_cannot_be_told_is_refused(disk: Disk, client: Client, why: str) -> None:
+def test_bad_requests_are_refused(disk: Disk, client: Client, why: str) -> None:
     old, new = disk.snapshot(), disk.snapshot()
-    code, word, ask = REFUSALS[why]
+    code, word, names, more = REFUSALS[why]
+    found = [one.format(old=old, new=new, volume=disk.id) for one in names]
+    start, results = more.get("start", 0), more.get("results", 0)
     with expect.code(code, word):
-        ask(client, old, new, disk.id)
+        if len(found) == 1:
+            allocated(client, found[0], start, results)
+        else:
+            changed(client, found[0], found[1], start, results)
 
 
 @pytest.mark.variation
@@ -733,12 +695,17 @@ def test_snapshots_of_two_volumes_are_not_compared(disk: Disk, client: Client) -
         changed(client, disk.snapshot(), second.snapshot_id)
 
 
+def overflow(disk: Disk) -> None:
+    """Write more than a small snapshot has room for."""
+    for at in range(0, 8 * MIB, 64 * KIB):
+        disk.write(at, b"b" * 64 * KIB)
+
+
 @pytest.mark.parametrize("layout", ["linear"])
-def test_a_snapshot_that_overflows_is_told_as_lost(disk: Disk, client: Client) -> None:
+def test_an_overflowed_snapshot_is_reported_as_lost(disk: Disk, client: Client) -> None:
     taken = client.snapshot("small", disk.id, {"size": "4Mi"}).snapshot_id
     newer = client.snapshot("large", disk.id).snapshot_id
-    for at in range(0, 8 * MIB, 64 * KIB):
-        disk.write(at, b"a" * 64 * KIB)
+    overflow(disk)
     for ask in (lambda: allocated(client, taken), lambda: changed(client, taken, newer)):
         with expect.code("FAILED_PRECONDITION", "lost"):
             ask()
@@ -746,22 +713,21 @@ def test_a_snapshot_that_overflows_is_told_as_lost(disk: Disk, client: Client) -
 
 @pytest.mark.variation
 @pytest.mark.parametrize("layout", ["linear"])
-def test_a_snapshot_that_overflows_while_it_is_read_is_told_as_lost(
+def test_a_snapshot_that_overflows_while_it_is_read_is_reported_as_lost(
     disk: Disk, client: Client
 ) -> None:
     disk.write(0, b"a" * MIB)
     taken = client.snapshot("small", disk.id, {"size": "4Mi"}).snapshot_id
-    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
+    with delta_of(disk).allocated(taken) as reading:
         extents = reading.extents()
-        for at in range(0, 8 * MIB, 64 * KIB):
-            disk.write(at, b"b" * 64 * KIB)
+        overflow(disk)
         with pytest.raises(errors.SourceLost):
             list(extents)
 
 
 @pytest.mark.variation
 @layouts
-def test_a_stream_that_is_cancelled_lets_go_of_everything(disk: Disk, client: Client) -> None:
+def test_a_cancelled_stream_closes_its_devices(disk: Disk, client: Client) -> None:
     older = disk.snapshot()
     for number in range(200):
         disk.write(number * 64 * KIB, b"a" * 4096)
@@ -818,19 +784,15 @@ def test_a_call_costs_what_the_design_says(disk: Disk, client: Client, layout: s
 
 
 @thin
-def test_a_program_that_fails_is_told_and_nothing_stays_reserved(
+def test_a_failed_program_is_reported_and_nothing_stays_reserved(
     disk: Disk, host: AnyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = disk.snapshot()
     # A number that no volume of the pool has.
     monkeypatch.setattr(type(host.devices), "thin_id", lambda *_: 99)
-    with (
-        pytest.raises(mount_errors.BadReport, match="do not have the volume"),
-        changed_blocks.of(disk.service).delta.allocated(taken),
-    ):
-        pass
-    assert not is_reserved(disk)
-    assert not has_mark(disk)
+    with pytest.raises(mount_errors.BadReport, match="do not have the volume"):
+        allocated_extents(disk, taken)
+    require_released(disk)
 
 
 @pytest.mark.variation
