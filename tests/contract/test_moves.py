@@ -25,13 +25,21 @@ from agent.extras.transfer import move_command, streams_command
 from agent.extras.transfer.move_command import Move, Options
 from agent.operations.delete import VolumeDeleter
 from lvm import volumes
-from mount.blocks import Bytes, Opened
+from mount.blocks import Opened
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 
 def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:
     return Move(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
+
+
+def begin_and_hold(here: Node, volume: csi.Volume) -> carver.HoldMoveRequest:
+    """Begin a move and hold its volume; return the request that prolongs and ends that."""
+    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
+    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
+    hold.token = here.transfer.HoldMove(hold).token
+    return hold
 
 
 class User:
@@ -115,6 +123,18 @@ def usable(node: Node) -> list[csi.Volume]:
     return found
 
 
+def publish(here: Node, volume: csi.Volume) -> Callable[[], None]:
+    """Use a volume; return what ends that."""
+    target, staging = here.directory / "raw", here.directory / "staging"
+    here.client.publish(volume, staging, target, block())
+
+    def end() -> None:
+        here.client.unpublish(volume.volume_id, target)
+        here.client.unstage(volume.volume_id, staging)
+
+    return end
+
+
 @pytest.fixture
 def volume(here: Node) -> csi.Volume:
     """One with content, and in nobody's use."""
@@ -125,16 +145,16 @@ def volume(here: Node) -> csi.Volume:
 
 
 @pytest.mark.variation
-def test_a_volume_moves_and_what_is_left_of_it_goes(
+def test_a_volume_moves_and_the_rest_of_it_is_deleted(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)
-    told = going.run()
-    assert told["state"] == tag.READY
+    answer = going.run()
+    assert answer["state"] == tag.READY
     assert usable(here) == []
     [moved] = usable(there)
-    assert moved.volume_id == told["volume_id"] != volume.volume_id
+    assert moved.volume_id == answer["volume_id"] != volume.volume_id
     assert there.content("vol-db") == content
     with expect.code("FAILED_PRECONDITION", "moved to there"):
         here.client.stage(volume, here.directory / "staging", block())
@@ -157,8 +177,7 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     volume = volume_of(here, layout)
-    target, staging = here.directory / "raw", here.directory / "staging"
-    here.client.publish(volume, staging, target, block())
+    end = publish(here, volume)
     chance = random.Random(2)
     write(here, "vol-db", chance)
     looks: list[float] = []
@@ -168,8 +187,7 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
         if len(looks) < 7:
             write(here, "vol-db", chance, 3)
         elif len(looks) == 7:
-            here.client.unpublish(volume.volume_id, target)
-            here.client.unstage(volume.volume_id, staging)
+            end()
 
     monkeypatch.setattr(move_command, "sleep", look)
     monkeypatch.setattr(move_command, "_LOOKS", 3)
@@ -178,22 +196,22 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
     move(here, stand, volume).run()
     # All, two rounds while it was used, the last.
     assert sent.count("--verify") == 4
+    require_arrived(here, there)
+
+
+def require_arrived(here: Node, there: Node) -> None:
+    """The other node has one usable volume, with what the one in quarantine here holds."""
     [moved] = usable(there)
     there.client.stage(moved, there.directory / "staging", block())
-    assert there.content("vol-db") == here_content(here)
-
-
-def here_content(here: Node) -> bytes:
-    """What the volume under quarantine holds."""
     here.host.lvm(
         "lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{here.group}/vol-db"
     )
     content = here.content("vol-db")
     here.host.deactivate(here.group, "vol-db")
-    return content
+    assert there.content("vol-db") == content
 
 
-def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
+def test_the_volume_cannot_be_used_during_the_last_round(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
     stand, refused = Stand(there), []
@@ -212,7 +230,7 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
 
 
 @pytest.mark.variation
-def test_who_asks_for_a_volume_beside_another_call_asks_again(
+def test_a_hold_that_meets_another_call_is_retried(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = here.transfer.HoldMove
@@ -228,13 +246,13 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
         first = here.service.context.locks.hold(ids.logical_name(volume.volume_id))
         with first if not codes else nullcontext():
             try:
-                told = ask(request)
+                answer = ask(request)
             except grpc.RpcError as error:
                 codes.append(error.code().name)
                 raise
         codes.append("OK")
         kept.set()
-        return told
+        return answer
 
     def wait(words: Sequence[str]) -> None:
         if is_last(here, words):
@@ -250,12 +268,10 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
 
 
 @pytest.mark.variation
-def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
+def test_a_move_waits_for_the_hold_of_a_killed_one(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
-    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
-    hold.token = here.transfer.HoldMove(hold).token
+    hold = begin_and_hold(here, volume)
     looks: list[float] = []
 
     def look(seconds: float) -> None:
@@ -274,14 +290,11 @@ class Overwriting:
     """A workload that writes more than the area of a snapshot holds, so often, and then ends."""
 
     def __init__(self, here: Node, volume: csi.Volume, times: int) -> None:
-        self._here, self._volume = here, volume
-        self._times, self._looks = times, 0
-        self._target, self._staging = here.directory / "raw", here.directory / "staging"
-        here.client.publish(volume, self._staging, self._target, block())
+        self._here, self._times = here, times
+        self.end = publish(here, volume)
         self._chance = random.Random(7)
 
     def look(self, _seconds: float) -> None:
-        self._looks += 1
         if self._times:
             self._times -= 1
             path = self._here.device("vol-db")
@@ -290,13 +303,9 @@ class Overwriting:
         else:
             self.end()
 
-    def end(self) -> None:
-        self._here.client.unpublish(self._volume.volume_id, self._target)
-        self._here.client.unstage(self._volume.volume_id, self._staging)
-
 
 @pytest.mark.parametrize("times", chosen.kinds([1, 3], usual=[1]))
-def test_a_base_whose_area_was_full_is_made_up_for_by_a_round_of_all(
+def test_an_overflowed_base_is_followed_by_a_whole_round(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     write_over = Overwriting(here, volume, times)
@@ -306,22 +315,16 @@ def test_a_base_whose_area_was_full_is_made_up_for_by_a_round_of_all(
     move(here, stand, volume).run()
     assert len(wholes) == times
     assert here.names() == {"vol-db"}
-    [moved] = usable(there)
-    there.client.stage(moved, there.directory / "staging", block())
-    assert there.content("vol-db") == here_content(here)
+    require_arrived(here, there)
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("when", ["after a round", "within a round", "within its rest"])
-def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
+def test_a_stopped_move_continues_after_its_snapshot_overflowed(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     writer = Overwriting(here, volume, 9)
-
-    def stop(_seconds: float) -> None:
-        raise Cut
-
-    monkeypatch.setattr(move_command, "sleep", stop)
+    monkeypatch.setattr(move_command, "sleep", die)
     for _ in range(2):
         stand = Stand(there)
         if when == "within a round":
@@ -345,9 +348,7 @@ def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
     writer.end()
     move(here, Stand(there), volume).run()
     assert here.names() == {"vol-db"}
-    [moved] = usable(there)
-    there.client.stage(moved, there.directory / "staging", block())
-    assert there.content("vol-db") == here_content(here)
+    require_arrived(here, there)
 
 
 @pytest.mark.parametrize(
@@ -414,17 +415,15 @@ def test_a_step_of_the_clock_does_not_stop_a_move(
     assert there.content("vol-db") == content
 
 
-def test_what_was_taken_before_the_last_round_began_is_not_all_whatever_the_clock_says(
+def test_a_snapshot_taken_before_the_hold_does_not_commit_a_move(
     here: Node, volume: csi.Volume, clock: Clock
 ) -> None:
     """The snapshot is of a time to come: what was written after it would be lost."""
-    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
     clock.step(7200)
     early = here.client.snapshot("early", volume.volume_id)
     clock.step(-7200)
     write(here, "vol-db", random.Random(3))
-    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
-    hold.token = here.transfer.HoldMove(hold).token
+    hold = begin_and_hold(here, volume)
     commit = carver.CommitMoveRequest(
         volume_id=volume.volume_id, snapshot_id=early.snapshot_id, token=hold.token
     )
@@ -437,12 +436,10 @@ def test_what_was_taken_before_the_last_round_began_is_not_all_whatever_the_cloc
 
 
 @pytest.mark.variation
-def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
+def test_a_hold_that_is_prolonged_is_not_awaited_forever(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
-    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
-    hold.token = here.transfer.HoldMove(hold).token
+    hold = begin_and_hold(here, volume)
     looks: list[float] = []
     monkeypatch.setattr(move_command, "sleep", looks.append)
     with expect.code("FAILED_PRECONDITION", "last time"):
@@ -453,7 +450,7 @@ def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
 
 
 @pytest.mark.variation
-def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi.Volume) -> None:
+def test_a_move_that_is_not_finished_is_undone(here: Node, there: Node, volume: csi.Volume) -> None:
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)
     going.run()
@@ -470,13 +467,13 @@ def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi
 
 
 @pytest.mark.variation
-def test_it_is_not_taken_back_while_it_is_used_there(
+def test_a_move_is_not_undone_while_the_volume_is_in_use_there(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
     going = move(here, Stand(there), volume)
-    told = going.run()
+    answer = going.run()
     [moved] = there.client.volumes()
-    assert moved.volume_id == told["volume_id"]
+    assert moved.volume_id == answer["volume_id"]
     staging, target = there.directory / "staging", there.directory / "raw"
     there.client.stage(moved, staging, block())
     there.client.publish(moved, staging, target, block())
@@ -494,7 +491,7 @@ def third(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
-def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it(
+def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
     here: Node,
     there: Node,
     third: Node,
@@ -504,7 +501,7 @@ def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it
     going = move(here, Stand(there), volume)
     going.run()
     [arrived] = there.client.volumes()
-    on = Move(there.at, Stand(third), arrived.volume_id, Options("db"), lambda _text: None)
+    on = move(there, Stand(third), arrived)
     on.run()
     # Its own word tells it from what never was there.
     with pytest.raises(errors.NotMoved, match="moved it on"):
@@ -544,14 +541,14 @@ def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it
 
 
 @pytest.mark.variation
-def test_what_moves_on_from_there_is_not_taken_back_under_way(
+def test_a_volume_that_is_moving_on_is_not_taken_back(
     here: Node, there: Node, third: Node, volume: csi.Volume
 ) -> None:
     going = move(here, Stand(there), volume)
     going.run()
     [arrived] = there.client.volumes()
     stand = Stand(third)
-    on = Move(there.at, stand, arrived.volume_id, Options("db"), lambda _text: None)
+    on = move(there, stand, arrived)
 
     def before(words: Sequence[str]) -> None:
         with pytest.raises(errors.AgentError, match=r"moves on to|has moved it on"):
@@ -566,7 +563,7 @@ def test_what_moves_on_from_there_is_not_taken_back_under_way(
 
 @pytest.mark.variation
 @pytest.mark.parametrize("state", ["nothing", "some", "withdrawn"])
-def test_what_was_never_usable_there_is_taken_back_unasked(
+def test_a_volume_that_was_never_usable_there_is_taken_back_without_confirmation(
     here: Node, there: Node, volume: csi.Volume, state: str
 ) -> None:
     stand = Stand(there)
@@ -591,7 +588,7 @@ def test_what_was_never_usable_there_is_taken_back_unasked(
 
 
 @pytest.mark.variation
-def test_what_is_being_deleted_here_is_not_taken_back(
+def test_a_volume_that_is_being_deleted_here_is_not_taken_back(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going = move(here, Stand(there), volume)
@@ -613,9 +610,7 @@ def test_what_is_being_deleted_here_is_not_taken_back(
 
 
 @pytest.mark.variation
-def test_another_volume_of_that_name_is_left_alone(
-    here: Node, there: Node, volume: csi.Volume
-) -> None:
+def test_another_volume_of_that_name_is_left(here: Node, there: Node, volume: csi.Volume) -> None:
     other = there.client.create("db", SIZE, block())
     with pytest.raises(errors.NotMoved, match="--as"):
         move(here, Stand(there), volume).run()
@@ -634,24 +629,13 @@ def test_it_moves_to_one_node_at_a_time(here: Node, there: Node, volume: csi.Vol
         here.transfer.BeginMove(
             carver.BeginMoveRequest(volume_id=volume.volume_id, node="elsewhere")
         )
-    with pytest.raises(errors.NodeRefused), expect_kept(here):
+    with pytest.raises(errors.NodeRefused):
         move(here, stand, volume).run()
-
-
-class expect_kept:  # noqa: N801 - reads as a phrase
-    """Inside, the source stays usable."""
-
-    def __init__(self, here: Node) -> None:
-        self._here = here
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        assert len(usable(self._here)) == 1
+    assert usable(here) == [volume]
 
 
 @pytest.mark.variation
-def test_what_differs_is_not_handed_over(
+def test_a_move_is_not_committed_when_contents_differ(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_before_the_last(here, there, volume)
@@ -674,35 +658,25 @@ def test_what_differs_is_not_handed_over(
     assert len(usable(there)) == 1
 
 
-class Counted(Opened):
-    """A device that is open, and tells how much is read of it."""
+class Counted(nodes.Wrapped):
+    """An open device that counts how much is read of it."""
 
     def __init__(self, device: Opened, count: Callable[[int], None]) -> None:
-        super().__init__("counted", -1)
-        self._real, self._count = device, count
+        super().__init__(device)
+        self._count = count
 
     def read_into(self, offset_bytes: int, place: memoryview) -> None:
         self._count(len(place))
-        self._real.read_into(offset_bytes, place)
-
-    def write(self, offset_bytes: int, data: Bytes) -> None:
-        self._real.write(offset_bytes, data)
-
-    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
-        self._real.zero_out(offset_bytes, length_bytes)
-
-    def flush(self) -> None:
-        self._real.flush()
+        super().read_into(offset_bytes, place)
 
 
 @pytest.mark.parametrize("layout", chosen.kinds(["linear", "thin"], usual=["linear"]))
 @pytest.mark.parametrize("begun", chosen.kinds(["now", "before"], usual=["now"]))
-def test_while_nobody_can_use_it_only_what_changed_last_is_read(
+def test_during_the_hold_only_the_last_changes_are_read(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str, begun: str
 ) -> None:
     volume = volume_of(here, layout)
-    target, staging = here.directory / "raw", here.directory / "staging"
-    here.client.publish(volume, staging, target, block())
+    end = publish(here, volume)
     chance, reads = random.Random(5), {True: 0, False: 0}
     write(here, "vol-db", chance)
     opened = here.host.kernel.opened
@@ -717,38 +691,31 @@ def test_while_nobody_can_use_it_only_what_changed_last_is_read(
 
     monkeypatch.setattr(here.host.kernel, "opened", counting)
 
-    def end(_seconds: float) -> None:
+    def write_and_end(_seconds: float) -> None:
         write(here, "vol-db", chance, 5, (1,))
-        here.client.unpublish(volume.volume_id, target)
-        here.client.unstage(volume.volume_id, staging)
+        end()
 
     if begun == "before":
-
-        def stop(_seconds: float) -> None:
-            raise Cut
-
-        monkeypatch.setattr(move_command, "sleep", stop)
+        monkeypatch.setattr(move_command, "sleep", die)
         with pytest.raises(Cut):
             move(here, Stand(there), volume).run()
         reads[False] = 0
-    monkeypatch.setattr(move_command, "sleep", end)
+    monkeypatch.setattr(move_command, "sleep", write_and_end)
     move(here, Stand(there), volume).run()
     # Before: all of both.
     assert reads[False] >= 2 * SIZE
     # Five blocks of the pool at most, or chunks: sent, and read again here and there.
     assert 0 < reads[True] <= 3 * 5 * (64 << 10)
-    [moved] = usable(there)
-    there.client.stage(moved, there.directory / "staging", block())
-    assert there.content("vol-db") == here_content(here)
+    require_arrived(here, there)
 
 
 class Older(Stand):
     """Carver 0.1.0 in the other node's place."""
 
     def ask(self, *words: str) -> dict[str, Any]:
-        told = super().ask(*words)
-        told.pop("verifies", None)
-        return told
+        answer = super().ask(*words)
+        answer.pop("verifies", None)
+        return answer
 
     def feed(self, *words: str, **more: Any) -> dict[str, Any]:
         if "--verify" in words:
@@ -757,9 +724,7 @@ class Older(Stand):
         return {}
 
 
-def test_to_an_older_carver_a_volume_moves_as_it_did(
-    here: Node, there: Node, volume: csi.Volume
-) -> None:
+def test_a_volume_moves_to_an_older_carver(here: Node, there: Node, volume: csi.Volume) -> None:
     content = here.content("vol-db")
     stand, compared = Older(there), []
 
@@ -775,9 +740,7 @@ def test_to_an_older_carver_a_volume_moves_as_it_did(
 
 
 @pytest.mark.variation
-def test_a_word_that_is_not_its_source_s_finishes_nothing(
-    here: Node, there: Node, volume: csi.Volume
-) -> None:
+def test_a_wrong_release_finishes_nothing(here: Node, there: Node, volume: csi.Volume) -> None:
     cut_before_the_last(here, there, volume)
     for word in ("", "guessed"):
         with expect.code("FAILED_PRECONDITION", "has not released"):
@@ -789,7 +752,7 @@ def test_a_word_that_is_not_its_source_s_finishes_nothing(
 @pytest.mark.variation
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", range(12))
-def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
+def test_one_volume_is_usable_wherever_the_line_is_cut(
     here: Node, there: Node, volume: csi.Volume, step: int, when: str
 ) -> None:
     content = here.content("vol-db")
@@ -817,20 +780,19 @@ def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
     # Either way out leaves exactly one, whole.
     if when == "before":
         move(here, stand, volume).run()
-        assert (len(usable(here)), len(usable(there))) == (0, 1)
+        assert (usable(here), len(usable(there))) == ([], 1)
         assert there.content("vol-db") == content
         move(here, stand, volume).finish()
         assert here.names() == set()
     else:
         move(here, stand, volume).undo(confirmed=yes, is_nowhere=never)
-        assert (len(usable(here)), len(usable(there))) == (1, 0)
+        assert (usable(here), usable(there)) == ([volume], [])
         assert here.content("vol-db") == content
-        assert there.names() == set()
-        assert here.names() == {"vol-db"}
+        assert (here.names(), there.names()) == ({"vol-db"}, set())
 
 
 @pytest.mark.variation
-def test_a_mounted_volume_s_file_system_is_there_whole(here: Node, there: Node) -> None:
+def test_a_file_system_moves(here: Node, there: Node) -> None:
     volume = here.client.create("db", 64 * MIB, mounted("ext4"))
     staging = here.directory / "staging"
     here.client.stage(volume, staging, mounted("ext4"))
@@ -841,5 +803,5 @@ def test_a_mounted_volume_s_file_system_is_there_whole(here: Node, there: Node) 
     there.client.unstage(moved.volume_id, there.directory / "staging")
     # And back again, which is a move as any other.
     with pytest.raises(errors.NotMoved, match="--as"):
-        Move(there.at, Stand(here), moved.volume_id, Options("db"), print).run()
+        move(there, Stand(here), moved).run()
     move(here, Stand(there), volume).finish()

@@ -17,9 +17,43 @@ from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from agent.extras.transfer import streams_command
+from proto import csi_pb2 as csi
 
 # A snapshot's, for all that changes here after it.
 ROOM = {"size": str(SIZE)}
+
+
+def take(here: Node, seed: int | None = None, pieces: int = 8) -> csi.Volume:
+    """Take snapshot 1 of a new volume, which has content where there is a seed."""
+    volume = volume_of(here)
+    if seed is not None:
+        write(here, "vol-db", random.Random(seed), pieces)
+    here.client.snapshot("1", volume.volume_id)
+    return volume
+
+
+def receive_first(here: Node, there: Node) -> None:
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+
+
+def require_same(here: Node, snapshot: str, there: Node, name: str) -> None:
+    """Both have the same checksum."""
+    found = streams_command.received_checksum(there.at, name)
+    assert found == streams_command.checksum_of(here.at, snapshot)
+
+
+def user_device(node: Node, name: str) -> str:
+    """The device that a volume's user has: of an encrypted one, its mapping."""
+    below = node.host.devices.find(node.group, name)
+    assert below is not None
+    return (node.host.devices.mapping(below) or below).path
+
+
+def finished(there: Node) -> csi.Volume:
+    """Finish what was received, and return the volume."""
+    streams_command.finish(there.at, "copy")
+    [copy] = there.client.volumes()
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -29,7 +63,7 @@ ROOM = {"size": str(SIZE)}
         usual=["thin, linear"],
     ),
 )
-def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
+def test_one_full_stream_and_five_increments_are_equal_to_the_byte(
     here: Node, there: Node, kinds: str
 ) -> None:
     one, other = kinds.split(", ")
@@ -43,12 +77,11 @@ def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
         here.client.snapshot(str(number), volume.volume_id)
         since = str(number - 1) if number else ""
         chain += nodes.stream(here, str(number), since=since, compress=number % 2 == 0)
-    told = nodes.receive(there, "copy", chain, other)
-    assert told["state"] == tag.RECEIVING
+    state = nodes.receive(there, "copy", chain, other)
+    assert state["state"] == tag.RECEIVING
     size = SIZE + 8 * MIB
     assert there.content("vol-copy", size) == here.content("vol-db", size)
-    sums = streams_command.received_checksum(there.at, "copy")
-    assert sums == streams_command.checksum_of(here.at, "5")
+    require_same(here, "5", there, "copy")
     assert streams_command.finish(there.at, "copy")["state"] == tag.READY
     [volume] = there.client.volumes()
     assert volume.volume_context["carver/class"] == other
@@ -77,20 +110,14 @@ def test_random_histories_are_sent_to_the_byte(
             compare = bool(since) and chance.random() < 0.5
             stream = nodes.stream(here, name, since=since, compare=compare)
             nodes.receive(there, "copy", stream, chance.choice(list(LAYOUTS)) if not since else "")
-            assert streams_command.received_checksum(
-                there.at, "copy"
-            ) == streams_command.checksum_of(here.at, name)
+            require_same(here, name, there, "copy")
             since = name
         held = disk.holds(one)
-        streams_command.finish(there.at, "copy")
-        [copy] = there.client.volumes()
+        copy = finished(there)
         assert copy.capacity_bytes >= len(held)
         place = there.directory / "staging"
         there.client.stage(copy, place, block(), histories.KEY if disk.is_sealed else {})
-        below = there.host.devices.find(there.group, "vol-copy")
-        assert below is not None
-        opened = there.host.devices.mapping(below) or below
-        found = there.host.read_bytes(opened.path, 0, len(held))
+        found = there.host.read_bytes(user_device(there, "vol-copy"), 0, len(held))
         # Its ends are blank where nobody wrote.
         inside = disk.has_written(one) if disk.is_sealed else set(range(len(held) // BLOCK_BYTES))
         assert not histories.unlike(found, held) & inside
@@ -99,11 +126,11 @@ def test_random_histories_are_sent_to_the_byte(
         disk.end()
 
 
-def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, there: Node) -> None:
+def test_a_received_file_system_is_checked_and_used(here: Node, there: Node) -> None:
     volume = here.client.create("db", 64 * MIB, mounted("ext4"))
     here.client.stage(volume, here.directory / "staging", mounted("ext4"))
     here.client.snapshot("1", volume.volume_id)
-    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    receive_first(here, there)
     # It is no volume before it is finished.
     assert list(there.client.volumes()) == []
     there.host.commands.clear()
@@ -124,10 +151,11 @@ def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, ther
 
 
 @pytest.mark.variation
-def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> None:
-    volume = volume_of(here)
-    here.client.snapshot("1", volume.volume_id)
-    nodes.receive(there, "copy", nodes.stream(here, "1"))
+def test_a_volume_being_received_is_no_volume_and_is_removed_on_confirmation(
+    here: Node, there: Node
+) -> None:
+    volume = take(here)
+    receive_first(here, there)
     identity = streams_command.status(there.at, "copy")["volume_id"]
     pretended = type(volume)(volume_id=identity)
     place = there.directory / "staging"
@@ -146,56 +174,45 @@ def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> No
             there.client.create("copy", SIZE, block())
         if not again:
             there.restart()
-    streams_command.abort(there.at, "copy", confirmed=True)
-    streams_command.abort(there.at, "copy", confirmed=True)
-    assert there.names() == set()
-
-
-@pytest.mark.variation
-def test_what_was_received_is_removed_only_if_somebody_says_so(here: Node, there: Node) -> None:
-    volume = volume_of(here)
-    here.client.snapshot("1", volume.volume_id)
-    nodes.receive(there, "copy", nodes.stream(here, "1"))
     with pytest.raises(errors.NotConfirmed, match="is not removed"):
         streams_command.abort(there.at, "copy", confirmed=False)
     assert there.names() == {"vol-copy"}
     streams_command.abort(there.at, "copy", confirmed=True)
     assert there.names() == set()
     # There is nothing to ask about any more.
-    streams_command.abort(there.at, "copy", confirmed=False)
+    for confirmed in (True, False):
+        streams_command.abort(there.at, "copy", confirmed=confirmed)
 
 
-def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
+def test_a_stream_that_was_cut_off_is_continued(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
-    volume = volume_of(here)
-    write(here, "vol-db", random.Random(3), 40)
-    here.client.snapshot("1", volume.volume_id)
+    take(here, 3, 40)
     whole = nodes.stream(here, "1")
     with pytest.raises(errors.StreamEnded, match="--status"):
         nodes.receive(there, "copy", whole[: len(whole) // 2])
-    told = streams_command.status(there.at, "copy")
-    assert 0 < told["offset_bytes"] < SIZE
-    assert not told["chain"]
+    state = streams_command.status(there.at, "copy")
+    assert 0 < state["offset_bytes"] < SIZE
+    assert not state["chain"]
     with expect.code("FAILED_PRECONDITION", "incomplete"):
         streams_command.finish(there.at, "copy")
     there.restart()
     # What begins behind that would leave a gap.
-    late = nodes.stream(here, "1", offset_bytes=told["offset_bytes"] + 4096)
+    late = nodes.stream(here, "1", offset_bytes=state["offset_bytes"] + 4096)
     with expect.code("FAILED_PRECONDITION", "begins at byte"):
         nodes.receive(there, "copy", late)
-    rest = nodes.stream(here, "1", offset_bytes=told["offset_bytes"])
+    rest = nodes.stream(here, "1", offset_bytes=state["offset_bytes"])
     assert len(rest) < len(whole)
     nodes.receive(there, "copy", rest)
     assert there.content("vol-copy") == here.content("snap-1")
     # Sent once more, it is there already.
-    assert nodes.receive(there, "copy", whole)["chain"] == told["into"]
+    assert nodes.receive(there, "copy", whole)["chain"] == state["into"]
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_differs_alone_is_less_and_makes_the_same(
+def test_a_compared_increment_is_smaller_and_equivalent(
     here: Node, there: Node, layout: str
 ) -> None:
     chance = random.Random(18)
@@ -222,7 +239,7 @@ def test_what_differs_alone_is_less_and_makes_the_same(
 
 @pytest.mark.variation
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
-def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
+def test_an_increment_is_continued_either_way_despite_new_writes(
     here: Node, there: Node, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
@@ -250,10 +267,8 @@ def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
 
 
 @pytest.mark.variation
-def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, there: Node) -> None:
-    volume = volume_of(here)
-    write(here, "vol-db", random.Random(4))
-    here.client.snapshot("1", volume.volume_id)
+def test_an_altered_stream_is_not_finished(here: Node, there: Node) -> None:
+    take(here, 4)
     altered = bytearray(nodes.stream(here, "1"))
     altered[-5000] ^= 1
     with pytest.raises(errors.BadStream, match="altered"):
@@ -264,7 +279,7 @@ def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, t
 
 
 @pytest.mark.variation
-def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there: Node) -> None:
+def test_a_stream_continues_exactly_its_base_or_is_refused(here: Node, there: Node) -> None:
     chance = random.Random(5)
     volume = volume_of(here)
     for number in range(3):
@@ -291,7 +306,7 @@ def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there:
 
 
 @pytest.mark.variation
-def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None:
+def test_only_an_older_snapshot_of_the_same_volume_is_a_base(here: Node) -> None:
     one, other = volume_of(here), here.client.create("web", SIZE, block())
     for name, of in (("a", one), ("b", one), ("c", other)):
         here.client.snapshot(name, of.volume_id)
@@ -307,7 +322,7 @@ def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None
 
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear"]))
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
-def test_a_stream_holds_the_chain_it_claims_though_the_clock_stepped(
+def test_a_step_of_the_clock_changes_no_stream(
     here: Node, there: Node, clock: Clock, layout: str, hours: int
 ) -> None:
     chance = random.Random(20)
@@ -327,7 +342,7 @@ def test_a_stream_holds_the_chain_it_claims_though_the_clock_stepped(
 
 
 @pytest.mark.parametrize("which", ["snapshot", "base"])
-def test_what_was_taken_anew_by_the_same_name_is_not_sent_as_what_it_was(
+def test_a_snapshot_replaced_by_one_of_its_name_is_not_sent(
     here: Node, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two of the command's calls; so it is for those that 0.1.0 took."""
@@ -354,20 +369,18 @@ def test_what_was_taken_anew_by_the_same_name_is_not_sent_as_what_it_was(
 
 
 @pytest.mark.variation
-def test_a_group_that_is_too_small_is_refused_and_nothing_is_left(here: Node, there: Node) -> None:
+def test_a_group_that_is_too_small_is_refused(here: Node, there: Node) -> None:
     taken = there.client.capacity().available_capacity - SIZE // 2
     there.client.create("other", taken, block())
-    volume = volume_of(here)
-    here.client.snapshot("1", volume.volume_id)
+    take(here)
     with expect.code("RESOURCE_EXHAUSTED", "room"):
-        nodes.receive(there, "copy", nodes.stream(here, "1"))
+        receive_first(here, there)
     assert there.names() == {"vol-other"}
 
 
 @pytest.mark.variation
-def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there: Node) -> None:
-    volume = volume_of(here)
-    here.client.snapshot("1", volume.volume_id)
+def test_an_open_volume_takes_no_stream(here: Node, there: Node) -> None:
+    volume = take(here)
     whole = nodes.stream(here, "1")
     nodes.receive(there, "copy", whole)
     write(here, "vol-db", random.Random(6))
@@ -385,7 +398,7 @@ def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there:
 
 
 @pytest.mark.variation
-def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
+def test_a_snapshot_is_not_deleted_while_it_is_sent(here: Node) -> None:
     volume = volume_of(here)
     snapshot = here.client.snapshot("1", volume.volume_id)
     with (
@@ -398,8 +411,7 @@ def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
 
 @pytest.mark.variation
 def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
-    volume = volume_of(here)
-    here.client.snapshot("1", volume.volume_id)
+    take(here)
 
     class Terminal(io.BytesIO):
         def isatty(self) -> bool:
@@ -424,7 +436,7 @@ def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
         ({"capabilities": "x" * 2000}, "capabilities"),
     ],
 )
-def test_what_a_stream_says_of_its_volume_is_checked(
+def test_the_facts_of_a_stream_are_checked(
     here: Node, there: Node, facts: dict[str, str], field: str
 ) -> None:
     volume = volume_of(here)
@@ -444,7 +456,7 @@ SEALED = {"carver/encryption": "luks2"}
 
 @pytest.mark.variation
 @pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "btrfs", "block"], usual=["ext4"]))
-def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
+def test_a_received_encrypted_volume_is_opened_by_its_key(
     here: Node, there: Node, fs_type: str
 ) -> None:
     how = block() if fs_type == "block" else mounted(fs_type)
@@ -453,9 +465,8 @@ def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
     here.client.stage(volume, place, how, KEY)
     here.client.unstage(volume.volume_id, place)
     here.client.snapshot("1", volume.volume_id)
-    nodes.receive(there, "copy", nodes.stream(here, "1"))
-    streams_command.finish(there.at, "copy")
-    [copy] = there.client.volumes()
+    receive_first(here, there)
+    copy = finished(there)
     assert copy.capacity_bytes == volume.capacity_bytes
     assert copy.volume_context == volume.volume_context
     place = there.directory / "staging"
@@ -472,7 +483,7 @@ def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
 
 
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
-def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed(
+def test_an_increment_of_an_encrypted_volume_has_its_header(
     here: Node, there: Node, layout: str
 ) -> None:
     """A stream is of the logical volume, whatever the offsets that CSI tells of."""
@@ -482,13 +493,10 @@ def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed
     keys = [KEY, {"passphrase": "Tr0ub4dor&3", "previousPassphrase": KEY["passphrase"]}]
     for number, key in enumerate(keys):
         here.client.stage(volume, place, block(), key)
-        below = here.host.devices.find(here.group, "vol-db")
-        assert below is not None
-        opened = here.host.devices.mapping(below)
-        assert opened is not None
+        device = user_device(here, "vol-db")
         for _ in range(8):
             offset = 4096 * chance.randrange(volume.capacity_bytes // 4096)
-            here.host.write_bytes(opened.path, offset, chance.randbytes(4096))
+            here.host.write_bytes(device, offset, chance.randbytes(4096))
         here.client.unstage(volume.volume_id, place)
         here.client.snapshot(str(number), volume.volume_id, ROOM)
     size = here.host.kernel.device_size_bytes(here.device("vol-db"))
@@ -499,9 +507,7 @@ def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed
             there, name, whole + nodes.stream(here, "1", since="0", compare=compare), layout
         )
         assert there.content(f"vol-{name}", size) == here.content("snap-1", size)
-        assert streams_command.received_checksum(there.at, name) == streams_command.checksum_of(
-            here.at, "1"
-        )
+        require_same(here, "1", there, name)
     streams_command.finish(there.at, name)
     [copy] = there.client.volumes()
     there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "Tr0ub4dor&3"})
@@ -509,16 +515,13 @@ def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed
 
 
 @pytest.mark.variation
-def test_an_encrypted_volume_that_was_never_used_gets_its_header_where_it_came_to(
-    here: Node, there: Node
-) -> None:
+def test_a_received_unused_encrypted_volume_gets_a_header(here: Node, there: Node) -> None:
     volume = here.client.create("db", SIZE, block(), parameters=SEALED)
     here.client.snapshot("1", volume.volume_id)
     # What is made since is not in the snapshot.
     here.client.stage(volume, here.directory / "staging", block(), KEY)
     here.client.unstage(volume.volume_id, here.directory / "staging")
-    nodes.receive(there, "copy", nodes.stream(here, "1"))
-    streams_command.finish(there.at, "copy")
-    [copy] = there.client.volumes()
+    receive_first(here, there)
+    copy = finished(there)
     there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "another"})
     there.client.unstage(copy.volume_id, there.directory / "staging")

@@ -30,6 +30,7 @@ from agent.daemon.server import Service
 from agent.extras.transfer import streams_command
 from agent.extras.transfer.remote import Remote, Write
 from lvm import volumes
+from mount.blocks import Bytes, Opened
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import TransferStub
 
@@ -182,6 +183,26 @@ def stream(node: Node, name: str, **options: object) -> bytes:
 
 def receive(node: Node, name: str, data: bytes, device_class: str = "") -> dict[str, object]:
     return streams_command.receive(node.at, name, io.BytesIO(data), device_class=device_class)
+
+
+class Wrapped(Opened):
+    """An open device whose operations a test changes."""
+
+    def __init__(self, device: Opened) -> None:
+        super().__init__("wrapped", -1)
+        self._real = device
+
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        self._real.read_into(offset_bytes, place)
+
+    def write(self, offset_bytes: int, data: Bytes) -> None:
+        self._real.write(offset_bytes, data)
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        self._real.zero_out(offset_bytes, length_bytes)
+
+    def flush(self) -> None:
+        self._real.flush()
 
 
 class Stand(Remote):
