@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import grpc
 import nodes
 import pytest
-from changed_blocks import blocks
+from changed_blocks import allocated_extents, blocks, delta_of
 from histories import Disk
 from nodes import MIB, Node
 
@@ -54,7 +54,7 @@ def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
     for number in range(4):
         disk.write(number * MIB, b"b" * 4096)
         taken = disk.snapshot()
-        with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
+        with delta_of(disk).allocated(taken) as reading:
             assert active(disk) == tagged(disk) == [name_of(taken)]
             assert list(reading.extents())
         require_left_alone(disk)
@@ -65,10 +65,10 @@ def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
 
 
 @pytest.mark.variation
-def test_what_was_active_before_stays_active(disk: Disk) -> None:
+def test_a_snapshot_that_was_active_stays_active(disk: Disk) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
     path = disk.logical(older)
-    with changed_blocks.of(disk.service).delta.changed(older, newer):
+    with delta_of(disk).changed(older, newer):
         assert tagged(disk) == [name_of(newer)]
     require_left_alone(disk, name_of(older))
     server.resume(disk.service)
@@ -77,22 +77,22 @@ def test_what_was_active_before_stays_active(disk: Disk) -> None:
 
 
 @pytest.mark.variation
-def test_what_two_read_at_once_is_deactivated_after_the_last(disk: Disk) -> None:
+def test_a_snapshot_read_twice_is_deactivated_after_the_last_reading(disk: Disk) -> None:
     one, two, three = (disk.snapshot() for _ in range(3))
     with ExitStack() as ending:
-        ending.enter_context(changed_blocks.of(disk.service).delta.changed(two, three))
-        with changed_blocks.of(disk.service).delta.changed(one, two) as reading:
+        ending.enter_context(delta_of(disk).changed(two, three))
+        with delta_of(disk).changed(one, two) as reading:
             assert len(active(disk)) == 3
             assert list(reading.extents()) == []
         assert active(disk) == [name_of(two), name_of(three)]
         # A look of a start that comes meanwhile, as for a group that was away.
-        changed_blocks.of(disk.service).delta.activations.resume()
+        delta_of(disk).activations.resume()
         assert active(disk) == [name_of(two), name_of(three)]
     require_left_alone(disk)
 
 
 @pytest.mark.variation
-def test_many_readings_at_once_leave_none_active_and_each_is_whole(disk: Disk) -> None:
+def test_concurrent_readings_leave_none_active(disk: Disk) -> None:
     taken = [disk.snapshot() for _ in range(3)]
     problems: list[BaseException] = []
 
@@ -114,25 +114,23 @@ def test_many_readings_at_once_leave_none_active_and_each_is_whole(disk: Disk) -
 
 
 @pytest.mark.variation
-def test_what_a_user_has_open_is_deactivated_after_a_later_reading(disk: Disk) -> None:
+def test_a_snapshot_left_open_is_deactivated_after_a_later_reading(disk: Disk) -> None:
     taken, other = disk.snapshot(), disk.snapshot()
     with ExitStack() as user:
-        with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
+        with delta_of(disk).allocated(taken) as reading:
             user.enter_context(disk.host.kernel.opened(reading.device))
         assert active(disk) == tagged(disk) == [name_of(taken)]
-        with changed_blocks.of(disk.service).delta.allocated(other):
-            pass
+        allocated_extents(disk, other)
         assert active(disk) == [name_of(taken)]
-    with changed_blocks.of(disk.service).delta.allocated(other):
-        pass
+    allocated_extents(disk, other)
     require_left_alone(disk)
 
 
 @pytest.mark.variation
-def test_a_volume_that_is_staged_while_it_is_read_stays_as_it_is(disk: Disk, here: Node) -> None:
+def test_a_volume_staged_while_it_is_read_stays_active(disk: Disk, here: Node) -> None:
     taken, staging = disk.snapshot(), here.directory / "staging"
     here.host.deactivate(disk.group, disk.name)
-    with changed_blocks.of(disk.service).delta.changed(taken, disk.id):
+    with delta_of(disk).changed(taken, disk.id):
         disk.client.stage(disk.volume, staging, block())
     require_left_alone(disk)
     assert disk.host.devices.find(disk.group, disk.name) is not None
@@ -141,7 +139,7 @@ def test_a_volume_that_is_staged_while_it_is_read_stays_as_it_is(disk: Disk, her
 
 @pytest.mark.variation
 @pytest.mark.parametrize("step", ["tagged", "activated", "deactivated"])
-def test_what_a_kill_left_is_deactivated_by_the_next_start(disk: Disk, step: str) -> None:
+def test_the_next_start_deactivates_what_a_kill_left(disk: Disk, step: str) -> None:
     taken, own = disk.snapshot(), disk.snapshot()
     disk.logical(own)
     name = name_of(taken)
@@ -171,25 +169,22 @@ def test_a_stream_leaves_no_snapshot_active(
             nodes.stream(here, "s-0")
     assert tagged(disk) == [name_of(older)]
     # It may not have opened it yet, as far as anyone knows.
-    with changed_blocks.of(disk.service).delta.allocated(newer):
-        pass
+    allocated_extents(disk, newer)
     assert active(disk) == [name_of(older)]
     # Its time is over.
     leases = changed_blocks.of(here.service).delta.activations._leases
     leases.update({word: (key, 0.0) for word, (key, _) in leases.items()})
-    with changed_blocks.of(disk.service).delta.allocated(newer):
-        pass
+    allocated_extents(disk, newer)
     require_left_alone(disk)
 
 
 @pytest.mark.variation
-def test_what_a_command_reads_is_not_deactivated_by_another(disk: Disk, here: Node) -> None:
+def test_a_snapshot_that_a_command_reads_stays_active(disk: Disk, here: Node) -> None:
     taken = disk.snapshot()
     with streams_command.outgoing(here.at, taken) as first:
         with streams_command.outgoing(here.at, taken):
             pass
-        with changed_blocks.of(disk.service).delta.allocated(taken):
-            pass
+        allocated_extents(disk, taken)
         assert active(disk) == [name_of(taken)]
         # Of a service that knows nothing of it.
         here.restart()
@@ -200,7 +195,7 @@ def test_what_a_command_reads_is_not_deactivated_by_another(disk: Disk, here: No
 
 
 @pytest.mark.variation
-def test_what_is_copied_is_not_deactivated_meanwhile(
+def test_a_snapshot_that_is_copied_stays_active(
     disk: Disk, here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy has its source open for a moment at a time."""
@@ -222,7 +217,7 @@ def test_what_is_copied_is_not_deactivated_meanwhile(
     monkeypatch.setattr(jobs, "check", between_two_pieces)
     monkeypatch.setattr(here.service.copier, "grace_seconds", 60)
     restoring = threading.Thread(target=restore)
-    with changed_blocks.of(disk.service).delta.allocated(taken):
+    with delta_of(disk).allocated(taken):
         restoring.start()
         assert begun.wait(60)
     assert active(disk) == [name_of(taken)]
@@ -230,6 +225,5 @@ def test_what_is_copied_is_not_deactivated_meanwhile(
     restoring.join()
     assert codes == []
     assert here.content("vol-copy", len(disk.held)) == disk.held
-    with changed_blocks.of(disk.service).delta.allocated(taken):
-        pass
+    allocated_extents(disk, taken)
     require_left_alone(disk)

@@ -1,4 +1,4 @@
-"""What is allocated in a snapshot and what changed since another: exactly that, and told by CSI.
+"""What is allocated in a snapshot and what changed since another: exactly that, by CSI.
 
 CARVER_DELTAS=seed=7,histories=50 asks for other random histories, and more of them, of each kind;
 on real LVM with --every there are 17.
@@ -14,7 +14,7 @@ import configured
 import expect
 import histories
 import pytest
-from changed_blocks import blocks
+from changed_blocks import allocated_extents, blocks, changed_extents, delta_of
 from clocks import Clock
 from fakes.cryptsetup import copies
 from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live, unlike
@@ -28,7 +28,6 @@ from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
-from agent.extras.changed_blocks.delta import Delta
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
@@ -70,20 +69,6 @@ layouts = pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear
 @pytest.fixture
 def disk(client: Client, service: Service, host: AnyHost, layout: str) -> Disk:
     return Disk(client, service, host, layout)
-
-
-def delta_of(disk: Disk) -> Delta:
-    return changed_blocks.of(disk.service).delta
-
-
-def changed_extents(disk: Disk, base: str, target: str) -> list[Extent]:
-    with delta_of(disk).changed(base, target) as reading:
-        return list(reading.extents())
-
-
-def allocated_extents(disk: Disk, target: str) -> list[Extent]:
-    with delta_of(disk).allocated(target) as reading:
-        return list(reading.extents())
 
 
 def blocks_of(extents: Iterable[Extent | UserExtent], size_bytes: int) -> set[int]:
@@ -421,7 +406,7 @@ def put(disk: Disk, host: AnyHost, *both: bytes) -> None:
 
 NOTHING, HALF = bytes(16 * KIB), b"LUKS\xba\xbe".ljust(16 * KIB, b"\0")
 Spoil = Callable[[Disk, AnyHost, int], None]
-# What is done to a volume, why it cannot be told, and whether it can be read by itself.
+# What is done to a volume, why there is no delta, and whether it can be read by itself.
 SPOILT: dict[str, tuple[Spoil, str, bool]] = {
     "another master key": (made_anew, "another master key", True),
     "data elsewhere": (lambda disk, host, at: made_anew(disk, host, 2 * at), "elsewhere", True),

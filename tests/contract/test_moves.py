@@ -14,7 +14,7 @@ import histories
 import nodes
 import pytest
 from clocks import Clock
-from nodes import LAYOUTS, MIB, SIZE, Node, Stand, volume_of, write
+from nodes import LAYOUTS, MIB, SIZE, Node, Stand, usable, volume_of, write
 from real.any import AnyHost
 
 from agent.core import errors, ids, tag
@@ -111,16 +111,6 @@ def cut_before_the_last(here: Node, there: Node, volume: csi.Volume) -> None:
     stand.before = cut
     with pytest.raises(Cut):
         move(here, stand, volume).run()
-
-
-def usable(node: Node) -> list[csi.Volume]:
-    """The volumes that whoever asks is given, and can use."""
-    found = list(node.client.volumes())
-    for one in found:
-        place = node.directory / "trial"
-        node.client.stage(one, place, block())
-        node.client.unstage(one.volume_id, place)
-    return found
 
 
 def publish(here: Node, volume: csi.Volume) -> Callable[[], None]:

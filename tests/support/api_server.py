@@ -44,7 +44,7 @@ class ApiServer:
         self.lies: list[tuple[str, Lie]] = []
         self.asked: list[tuple[str, Mapping[str, list[str]]]] = []
         self.methods: set[str] = set()
-        self._port = 0
+        self.port = 0
         self._tls: ssl.SSLContext | None = None
         self._expired: set[str] = set()
         self._running: ThreadingHTTPServer | None = None
@@ -68,7 +68,7 @@ class ApiServer:
     @property
     def url(self) -> str:
         scheme = "https" if self._tls else "http"
-        return f"{scheme}://127.0.0.1:{self._port}"
+        return f"{scheme}://127.0.0.1:{self.port}"
 
     def start(self, *, tls: bool = False, client_certificates: bool = False) -> None:
         """Listen; after a stop at the same port."""
@@ -79,8 +79,8 @@ class ApiServer:
                 self._tls.verify_mode = ssl.CERT_REQUIRED
                 self._tls.load_verify_locations(TLS / "ca.pem")
         handler = type("Bound", (Handler,), {"api": self})
-        self._running = _Quiet(("127.0.0.1", self._port), handler)
-        self._port = self._running.server_address[1]
+        self._running = _Quiet(("127.0.0.1", self.port), handler)
+        self.port = self._running.server_address[1]
         if self._tls:
             self._running.socket = self._tls.wrap_socket(
                 self._running.socket, server_side=True, do_handshake_on_connect=False

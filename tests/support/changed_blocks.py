@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 
+from histories import Disk
+
 from agent.csi.client import Client
-from agent.extras.changed_blocks.extents import USER_START, UserExtent, UserOffset
+from agent.extras.changed_blocks import service
+from agent.extras.changed_blocks.delta import Delta
+from agent.extras.changed_blocks.extents import USER_START, Extent, UserExtent, UserOffset
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
 
@@ -34,3 +38,17 @@ def blocks(
         for answer in answers
         for one in answer.block_metadata
     )
+
+
+def delta_of(disk: Disk) -> Delta:
+    return service.of(disk.service).delta
+
+
+def changed_extents(disk: Disk, base: str, target: str) -> list[Extent]:
+    with delta_of(disk).changed(base, target) as reading:
+        return list(reading.extents())
+
+
+def allocated_extents(disk: Disk, target: str) -> list[Extent]:
+    with delta_of(disk).allocated(target) as reading:
+        return list(reading.extents())

@@ -153,6 +153,16 @@ def volume_of(node: Node, layout: str = PLAIN, name: str = "db", size: int = SIZ
     return volume
 
 
+def usable(node: Node) -> list[csi.Volume]:
+    """The volumes that a caller is given, and can use."""
+    found = list(node.client.volumes())
+    for one in found:
+        place = node.directory / "trial"
+        node.client.stage(one, place, block())
+        node.client.unstage(one.volume_id, place)
+    return found
+
+
 def write(
     node: Node,
     name: str,

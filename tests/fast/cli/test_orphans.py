@@ -68,7 +68,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return go_on
 
 
-def test_orphans_are_shown_and_one_is_deleted_by_its_name(
+def test_orphans_are_shown_and_one_is_deleted_by_name(
     shell: Shell, volume: str, later: Callable[[float], None]
 ) -> None:
     shown = shell()
@@ -81,24 +81,24 @@ def test_orphans_are_shown_and_one_is_deleted_by_its_name(
     assert "2 h 5 min" in shown
     assert f"carver orphans --delete {volume} --yes" in shown
     assert "--yes" in shell("--delete", volume, exit_code=1)
-    [told] = json.loads(shell("--json"))
-    assert told["kind"] == "volume"
-    assert told["sure"]
-    assert told["seen_seconds"] >= 7500
+    [found] = json.loads(shell("--json"))
+    assert found["kind"] == "volume"
+    assert found["sure"]
+    assert found["seen_seconds"] >= 7500
     assert shell("--delete", volume, "--yes") == f"{volume} is deleted\n"
     assert shell() == "There are no orphans.\n"
 
 
-def test_a_cluster_that_does_not_tell_is_a_failure(
-    shell: Shell, volume: str, api: ApiServer
-) -> None:
+def test_a_cluster_that_refuses_is_a_failure(shell: Shell, volume: str, api: ApiServer) -> None:
     api.lie(VOLUMES, status(403))
     assert "nothing counts as an orphan" in shell(exit_code=1)
     api.objects[NODES].clear()
     assert "this node, here, is not among them" in shell("--json", exit_code=1)
 
 
-def test_a_grace_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_grace_period_below_a_minute_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert cli.main(["orphans", "--orphan-grace-seconds", "59"]) == 1
     assert "60 seconds or more" in capsys.readouterr().err
     assert cli.main(["orphans", "--kubeconfig", "relative"]) == 1

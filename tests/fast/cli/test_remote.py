@@ -1,4 +1,4 @@
-"""Another node's command by ssh: a program in its place, which runs what it is told in a shell."""
+"""Another node's command by ssh: a program in its place, which runs the command in a shell."""
 
 import sys
 from pathlib import Path
@@ -31,12 +31,12 @@ def remote(tmp_path: Path) -> Remote:
     return Remote("node-b", [str(ssh), "-q"], [sys.executable, str(carver)])
 
 
-def test_words_arrive_as_they_are_whatever_a_shell_makes_of_them(remote: Remote) -> None:
+def test_words_arrive_unchanged_through_a_shell(remote: Remote) -> None:
     odd = ["volume", "it's; rm -rf $HOME", "a  b", '"', "--json"]
     assert remote.ask(*odd)["words"] == odd
 
 
-def test_what_the_other_side_says_is_told(remote: Remote) -> None:
+def test_the_other_node_s_error_is_quoted(remote: Remote) -> None:
     with pytest.raises(errors.NodeRefused, match="no such volume"):
         remote.ask("volume", "--fail")
     with pytest.raises(errors.NodeRefused, match="JSON"):
@@ -45,21 +45,21 @@ def test_what_the_other_side_says_is_told(remote: Remote) -> None:
         remote.feed("volume", "--fail", write=lambda put: put(b"x" * (1 << 20)))
 
 
-def test_a_stream_goes_there_to_its_end(remote: Remote, tmp_path: Path) -> None:
-    told = tmp_path / "told"
+def test_a_stream_arrives_whole(remote: Remote, tmp_path: Path) -> None:
+    answer = tmp_path / "count"
     (tmp_path / "carver.py").write_text(
-        f"import sys\nopen({str(told)!r}, 'w').write(str(len(sys.stdin.buffer.read())))\n"
+        f"import sys\nopen({str(answer)!r}, 'w').write(str(len(sys.stdin.buffer.read())))\n"
     )
     assert remote.feed("volume", "receive", "db", write=lambda put: put(b"x" * (3 << 20))) == {}
-    assert int(told.read_text()) == 3 << 20
+    assert int(answer.read_text()) == 3 << 20
 
 
-def test_what_is_said_of_a_stream_is_read_where_it_is_json(remote: Remote) -> None:
-    told = remote.feed("volume", "receive", "db", "--verify", write=lambda put: put(b"x" * 4096))
-    assert told["read"] == 4096
+def test_the_answer_to_a_stream_is_decoded(remote: Remote) -> None:
+    answer = remote.feed("volume", "receive", "db", "--verify", write=lambda put: put(b"x" * 4096))
+    assert answer["read"] == 4096
 
 
-def test_what_fails_here_ends_what_runs_there(remote: Remote) -> None:
+def test_a_failure_here_ends_the_command_there(remote: Remote) -> None:
     def broken(_put: object) -> None:
         raise errors.SourceLost("snapshot", "it was lost")
 
@@ -67,6 +67,6 @@ def test_what_fails_here_ends_what_runs_there(remote: Remote) -> None:
         remote.feed("volume", "receive", "db", write=broken)
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
+def test_a_missing_program_is_named() -> None:
     with pytest.raises(errors.NodeRefused, match="no-such-ssh"):
         Remote("node-b", ["/no-such-ssh"], ["carver"]).ask("status", "--json")

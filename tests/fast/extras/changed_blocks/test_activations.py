@@ -28,7 +28,7 @@ def disk_of(node: Node, snapshots: int) -> Disk:
 
 
 @pytest.mark.parametrize("others", [1, 18])
-def test_a_reading_costs_as_many_commands_however_many_snapshots_there_are(
+def test_the_commands_of_a_reading_do_not_grow_with_the_snapshots(
     host: FakeHost, tmp_path: Path, others: int
 ) -> None:
     with nodes.made(host, configured.carver(tmp_path), tmp_path, "here") as node:
@@ -44,7 +44,7 @@ def test_a_reading_costs_as_many_commands_however_many_snapshots_there_are(
         assert len(said) == 11, said
 
 
-def test_what_was_left_in_a_group_takes_three_commands(host: FakeHost, tmp_path: Path) -> None:
+def test_three_commands_deactivate_all_that_was_left(host: FakeHost, tmp_path: Path) -> None:
     with nodes.made(host, configured.carver(tmp_path), tmp_path, "here") as node:
         disk = disk_of(node, 20)
         for one in disk.snapshots:

@@ -1,4 +1,4 @@
-"""What differs is told block by block, and before all of it was compared."""
+"""Differences are reported block by block, before all is compared."""
 
 from typing import cast
 
@@ -22,7 +22,7 @@ class Filled:
         return self._byte * length_bytes
 
 
-def test_what_differs_is_told_while_the_rest_is_still_to_be_compared() -> None:
+def test_a_difference_is_reported_before_the_rest_is_compared() -> None:
     size = 100 * MIB
     old, new = Filled(b"a"), Filled(b"b")
     found = comparing.differing(
@@ -35,7 +35,7 @@ def test_what_differs_is_told_while_the_rest_is_still_to_be_compared() -> None:
     assert sum(one.length_bytes for one in rest) == size - MAX_RANGE_BYTES
 
 
-def test_an_answer_does_not_wait_for_more_once_it_tells_of_much() -> None:
+def test_a_long_answer_does_not_wait_for_more_ranges() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
     first = service._piece(many, 0)
     assert sum(one.length_bytes for one in first) == MAX_RANGE_BYTES

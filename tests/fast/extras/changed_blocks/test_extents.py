@@ -25,7 +25,7 @@ def test_ranges_that_touch_or_overlap_are_one() -> None:
     assert list(merged([])) == []
 
 
-def test_a_range_that_is_long_enough_is_not_waited_for() -> None:
+def test_long_ranges_are_split() -> None:
     those = [Extent(0, 10), Extent(10, 5), Extent(20, 30)]
     assert list(merged(those, 12)) == [
         Extent(0, 12),
@@ -37,13 +37,13 @@ def test_a_range_that_is_long_enough_is_not_waited_for() -> None:
     assert list(merged([Extent(0, 8), Extent(8, 8)], 8)) == [Extent(0, 8), Extent(8, 8)]
 
 
-def test_what_lies_outside_is_cut_off() -> None:
+def test_ranges_are_clipped() -> None:
     those = [Extent(0, 10), Extent(20, 10), Extent(40, 10)]
     assert list(clipped(those, 5, 25)) == [Extent(5, 5), Extent(20, 5)]
     assert list(clipped(those, 10, 20)) == []
 
 
-def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: Path) -> None:
+def test_a_spool_is_read_again_in_bounded_memory(tmp_path: Path) -> None:
     count = 300_000
     with spools.opened(tmp_path) as spool:
         tracemalloc.start()
@@ -58,7 +58,7 @@ def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: 
         assert [next(both) for _ in range(3)] == [(Extent(2 * n, 1),) * 2 for n in range(3)]
 
 
-def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
+def test_a_large_spool_is_in_a_file_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spools, "_ON_DISK", tmp_path / "none")
@@ -79,7 +79,7 @@ class Logical:
         )
 
 
-def test_offsets_of_the_logical_volume_and_of_its_user_are_not_taken_for_each_other() -> None:
+def test_logical_and_user_offsets_are_distinct_types() -> None:
     """An ignored error that mypy does not find is one: so it goes on refusing each of these."""
     logical = cast(Reading, Logical())
     user = UserReading(logical, LogicalOffset(4 << 20))

@@ -39,7 +39,7 @@ def ranges(tables: list[Table], start: int, end: int, part_chunks: int = 64) -> 
 
 @pytest.mark.parametrize("part_chunks", [8, 16, 64, 1 << 20])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_tables_are_told_in_order(seed: int, part_chunks: int) -> None:
+def test_random_tables_are_read_in_order(seed: int, part_chunks: int) -> None:
     chance = random.Random(seed)
     numbers = chance.sample(range(500), chance.randint(0, 300))
     start = chance.randrange(0, 400 * CHUNK, 512)
@@ -59,7 +59,7 @@ def test_random_tables_are_told_in_order(seed: int, part_chunks: int) -> None:
     assert found == wanted
 
 
-def test_parts_in_which_nothing_was_overwritten_cost_nothing() -> None:
+def test_parts_without_chunks_are_skipped() -> None:
     table = Table([3, 100_000, 5_000_000])
     assert ranges([table], 0, 16 * TIB) == [
         Extent(3 * CHUNK, CHUNK),
@@ -89,7 +89,7 @@ def test_sixteen_terabytes_take_as_much_memory_as_one_part() -> None:
     assert len(table.readings) == 16
 
 
-def test_whoever_does_not_want_it_any_more_ends_it() -> None:
+def test_a_check_that_raises_ends_the_reading() -> None:
     class Gone(Exception):
         pass
 
@@ -101,7 +101,7 @@ def test_whoever_does_not_want_it_any_more_ends_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
+def test_runs_of_writes_are_merged(seed: int) -> None:
     """Also where the kernel ended its copies in another order, and where stretches touch."""
     chance = random.Random(seed)
     numbers: list[int] = []
@@ -119,16 +119,16 @@ def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
     # The order of stretches is that of the writes.
     cut = chance.randrange(len(numbers))
     found = ranges([Table(numbers[cut:] + numbers[:cut])], 0, 30_000 * CHUNK, 1 << 12)
-    told = [
+    numbered = [
         number
         for one in found
         for number in range(one.offset_bytes // CHUNK, one.end_bytes // CHUNK)
     ]
-    assert told == sorted(numbers)
+    assert numbered == sorted(numbers)
     assert all(one.end_bytes < other.offset_bytes for one, other in pairwise(found))
 
 
-def test_what_any_of_two_tables_has_is_told_once() -> None:
+def test_two_tables_are_united() -> None:
     found = ranges([Table([9, 2, 3]), Table([3, 4, 200])], 0, 1000 * CHUNK)
     assert found == [
         Extent(2 * CHUNK, 3 * CHUNK),

@@ -47,8 +47,12 @@ def pool(host: FakeHost, tmp_path: Path) -> Iterator[tuple[FakePool, Reservation
     service.stop()
 
 
+def fail(_self: object, _group: str, _pool: str) -> None:
+    raise OSError(5, "Input/output error")
+
+
 class Reader:
-    """Who reads by a metadata snapshot until it is told to end."""
+    """A reader of a metadata snapshot, until its `end`."""
 
     def __init__(self, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
         self.has, self.ends = threading.Event(), threading.Event()
@@ -64,7 +68,7 @@ class Reader:
         self.ended.result(60)
 
 
-def test_who_comes_while_others_read_waits_and_those_who_wait_share_one(
+def test_waiting_readers_share_a_new_metadata_snapshot(
     host: FakeHost, pool: tuple[FakePool, Reservations]
 ) -> None:
     found, reservations = pool
@@ -89,7 +93,7 @@ def test_who_comes_while_others_read_waits_and_those_who_wait_share_one(
     assert marks == ["--deltag", "--addtag", "--deltag"]
 
 
-def test_who_has_no_time_to_wait_is_put_off(pool: tuple[FakePool, Reservations]) -> None:
+def test_a_reader_gives_up_at_its_deadline(pool: tuple[FakePool, Reservations]) -> None:
     _, reservations = pool
     with ThreadPoolExecutor(1) as threads:
         first = Reader(reservations, threads)
@@ -105,14 +109,10 @@ def test_who_has_no_time_to_wait_is_put_off(pool: tuple[FakePool, Reservations])
         first.end()
 
 
-def test_what_cannot_be_reserved_leaves_no_mark_and_keeps_nobody_waiting(
+def test_a_failed_reservation_leaves_no_tag(
     host: FakeHost, pool: tuple[FakePool, Reservations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, reservations = pool
-
-    def fail(_self: object, _group: str, _pool: str) -> None:
-        raise OSError(5, "Input/output error")
-
     with monkeypatch.context() as broken:
         broken.setattr(type(host.lvm2), "reserve_metadata", fail)
         for _ in range(2):
@@ -124,17 +124,13 @@ def test_what_cannot_be_reserved_leaves_no_mark_and_keeps_nobody_waiting(
     assert OWN not in found.tags
 
 
-def test_what_cannot_be_let_go_of_is_told_and_let_go_of_by_the_next(
+def test_a_failed_release_is_logged_and_repeated_by_the_next_reader(
     host: FakeHost,
     pool: tuple[FakePool, Reservations],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found, reservations = pool
-
-    def fail(_self: object, _group: str, _pool: str) -> None:
-        raise OSError(5, "Input/output error")
-
     with monkeypatch.context() as broken:
         broken.setattr(type(host.lvm2), "release_metadata", fail)
         with reservations.held("group0", "pool-thin"):

@@ -38,13 +38,13 @@ BY_DATA: dict[str, Any] = {
 }
 
 
-def test_certificates_may_stand_in_the_kubeconfig(secure: ApiServer, tmp_path: Path) -> None:
+def test_certificates_may_be_in_the_kubeconfig(secure: ApiServer, tmp_path: Path) -> None:
     cluster = {"certificate-authority-data": data("ca.pem")}
     file = kubeconfig(tmp_path / "config", secure.url, cluster, BY_DATA)
     assert nodes(access.of_file(file)) == ["here"]
 
 
-def test_certificates_may_lie_beside_the_kubeconfig(secure: ApiServer, tmp_path: Path) -> None:
+def test_certificates_may_be_beside_the_kubeconfig(secure: ApiServer, tmp_path: Path) -> None:
     for name in ("ca.pem", "client.pem", "client.key"):
         (tmp_path / name).write_bytes((TLS / name).read_bytes())
     user = {"client-certificate": "client.pem", "client-key": "client.key"}
@@ -53,15 +53,13 @@ def test_certificates_may_lie_beside_the_kubeconfig(secure: ApiServer, tmp_path:
     assert nodes(access.of_file(file)) == ["here"]
 
 
-def test_a_server_of_an_unknown_authority_is_not_believed(
-    secure: ApiServer, tmp_path: Path
-) -> None:
+def test_a_server_of_an_unknown_authority_is_refused(secure: ApiServer, tmp_path: Path) -> None:
     file = kubeconfig(tmp_path / "config", secure.url, user=BY_DATA)
     with pytest.raises(errors.ClusterSilent, match="certificate"):
         nodes(access.of_file(file))
 
 
-def test_a_server_of_another_name_is_not_believed(secure: ApiServer, tmp_path: Path) -> None:
+def test_a_server_of_another_name_is_refused(secure: ApiServer, tmp_path: Path) -> None:
     cluster = {"certificate-authority-data": data("ca.pem")}
     url = secure.url.replace("127.0.0.1", "localhost")
     file = kubeconfig(tmp_path / "config", url, cluster, BY_DATA)
@@ -70,7 +68,7 @@ def test_a_server_of_another_name_is_not_believed(secure: ApiServer, tmp_path: P
 
 
 @pytest.mark.parametrize("key", ["token", "tokenFile"])
-def test_a_token_is_shown_to_the_server(key: str, tmp_path: Path) -> None:
+def test_a_token_is_sent_to_the_server(key: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     with api_server.running(ApiServer()) as api:
         api.add(NODES, "here")
@@ -111,7 +109,7 @@ def test_a_kubeconfig_goes_before_the_service_account(tmp_path: Path) -> None:
     assert (found.host, found.port, found.path) == ("127.0.0.1", 1, "/prefix")
 
 
-def test_without_either_it_is_told_what_to_name(tmp_path: Path) -> None:
+def test_without_either_the_error_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(errors.BadConfig, match="kubeconfig: is not set"):
         access.find(None, {}, tmp_path)
 
@@ -141,7 +139,7 @@ def test_without_either_it_is_told_what_to_name(tmp_path: Path) -> None:
         ({}, {"token": "s3cret\r\nHost: other"}, "token"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_its_name_and_shows_no_secret(
+def test_an_unknown_key_is_refused_without_its_value(
     cluster: dict[str, Any], user: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
     file = kubeconfig(tmp_path / "config", "https://127.0.0.1:6443", cluster, user)
@@ -163,7 +161,7 @@ def test_what_is_not_understood_is_refused_by_its_name_and_shows_no_secret(
         json.dumps({"current-context": "a", "contexts": [{"name": "a", "context": {}}]}),
     ],
 )
-def test_what_is_no_kubeconfig_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_malformed_kubeconfig_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "config"
     file.write_text(text)
     with pytest.raises(errors.BadConfig, match=str(file)):
@@ -172,7 +170,7 @@ def test_what_is_no_kubeconfig_is_refused(text: str, tmp_path: Path) -> None:
         access.of_file(tmp_path / "other")
 
 
-def test_what_means_nothing_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_empty_keys_are_ignored(tmp_path: Path) -> None:
     cluster = {"insecure-skip-tls-verify": False, "proxy-url": "", "extensions": [{"name": "x"}]}
     file = kubeconfig(tmp_path / "config", "https://127.0.0.1", cluster)
     found = access.of_file(file)

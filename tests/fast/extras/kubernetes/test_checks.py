@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import api_server
 import pytest
@@ -55,51 +54,46 @@ def cluster() -> Iterator[Cluster]:
     made.stop()
 
 
-def found(
-    cluster: Cluster, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and the checks."""
-    file = kubeconfig(directory / "kubeconfig", cluster.url)
-    (directory / "config.toml").write_text("")
-    words = ["--cluster", "--json", "--config", str(directory / "config.toml")]
-    code = cli.main(["doctor", *words, "--kubeconfig", str(file)])
-    return code, json.loads(capsys.readouterr().out)["checks"]
+DISTRIBUTED = "--enable-distributed-snapshotting"
+VERBS = ("get", "list", "watch")
 
 
-def test_without_a_snapshot_controller_there_are_no_snapshots(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "allowed", "code", "verdict", "message", "remedy"),
+    [
+        (None, VERBS, 0, "warn", "there is none", "docs/install.md"),
+        ([f"{DISTRIBUTED}=false"], VERBS, 0, "warn", f"without {DISTRIBUTED}", DISTRIBUTED),
+        ([DISTRIBUTED], ("get",), 1, "fail", "may not list, watch nodes", ACCOUNT),
+        ([f"{DISTRIBUTED}=true"], ("get",), 1, "fail", "may not list, watch nodes", ACCOUNT),
+        ([DISTRIBUTED], VERBS, 0, "pass", "is distributed", ""),
+        ([f"{DISTRIBUTED}=true"], VERBS, 0, "pass", "is distributed", ""),
+    ],
+)
+def test_the_snapshot_controller_is_checked(
+    cluster: Cluster,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str] | None,
+    allowed: tuple[str, ...],
+    code: int,
+    verdict: str,
+    message: str,
+    remedy: str,
 ) -> None:
-    code, [one] = found(cluster, tmp_path, capsys)
-    assert (code, one["verdict"]) == (0, "warn")
-    assert "there is none" in one["message"]
+    if arguments is not None:
+        cluster.run_controller("--v=5", *arguments)
+    cluster.allowed = {(ACCOUNT, verb) for verb in allowed}
+    file = kubeconfig(tmp_path / "kubeconfig", cluster.url)
+    (tmp_path / "config.toml").write_text("")
+    words = ["--cluster", "--json", "--config", str(tmp_path / "config.toml")]
+    assert cli.main(["doctor", *words, "--kubeconfig", str(file)]) == code
+    [one] = json.loads(capsys.readouterr().out)["checks"]
+    assert one["verdict"] == verdict
+    assert message in one["message"]
+    assert remedy in one["remedy"]
 
 
-def test_a_snapshot_controller_that_is_not_distributed_is_told(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.run_controller("--v=5", "--enable-distributed-snapshotting=false")
-    code, [one] = found(cluster, tmp_path, capsys)
-    assert (code, one["verdict"]) == (0, "warn")
-    assert "without --enable-distributed-snapshotting" in one["message"]
-
-
-@pytest.mark.parametrize("flag", ["", "=true"])
-def test_a_distributed_snapshot_controller_needs_the_right_to_watch_nodes(
-    flag: str, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.run_controller("--v=5", f"--enable-distributed-snapshotting{flag}")
-    cluster.allowed = {(ACCOUNT, "get")}
-    code, [one] = found(cluster, tmp_path, capsys)
-    assert (code, one["verdict"]) == (1, "fail")
-    assert "may not list, watch nodes" in one["message"]
-    assert ACCOUNT in one["remedy"]
-
-    cluster.allowed |= {(ACCOUNT, "list"), (ACCOUNT, "watch")}
-    code, [one] = found(cluster, tmp_path, capsys)
-    assert (code, one["verdict"]) == (0, "pass")
-
-
-def test_a_cluster_that_does_not_answer_is_told(
+def test_a_silent_cluster_is_reported(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.lie(DEPLOYMENTS, api_server.status(403))

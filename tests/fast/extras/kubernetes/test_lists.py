@@ -22,7 +22,7 @@ def api() -> Iterator[ApiServer]:
 
 
 def read(api: ApiServer) -> list[str]:
-    server = Server("tests", "127.0.0.1", int(api.url.rpartition(":")[2]))
+    server = Server("tests", "127.0.0.1", api.port)
     found = Lists(server).whole(VOLUMES, "PersistentVolumeList")
     return [one["metadata"]["name"] for one in found.items]
 
@@ -85,7 +85,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_lie_is_not_believed_and_asked_again(api: ApiServer, lie: Lie, page: int) -> None:
+def test_a_wrong_answer_is_retried(api: ApiServer, lie: Lie, page: int) -> None:
     api.lie(VOLUMES, *[honest] * page, lie)
     assert read(api) == ALL
     assert len(api.asked) >= 4
@@ -96,7 +96,7 @@ def honest(handler: api_server.Handler, document: api_server.Object) -> None:
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_server_that_goes_on_lying_gives_no_list(api: ApiServer, lie: Lie) -> None:
+def test_a_server_that_always_answers_wrong_gives_no_list(api: ApiServer, lie: Lie) -> None:
     for _ in range(3):
         api.lie(VOLUMES, honest, lie)
     with pytest.raises(errors.ClusterSilent, match="nothing counts as an orphan"):
@@ -104,7 +104,7 @@ def test_a_server_that_goes_on_lying_gives_no_list(api: ApiServer, lie: Lie) -> 
 
 
 @pytest.mark.parametrize(("code", "word"), [(401, "allow this"), (403, "allow this"), (404, "404")])
-def test_who_may_not_ask_is_told_at_once(api: ApiServer, code: int, word: str) -> None:
+def test_a_forbidden_list_is_not_retried(api: ApiServer, code: int, word: str) -> None:
     api.lie(VOLUMES, status(code))
     with pytest.raises(errors.ClusterSilent, match=word):
         read(api)

@@ -9,11 +9,11 @@ from pathlib import Path
 import api_server
 import binding
 import pytest
-from api_server import CLAIMS, NODES, VOLUMES, Object, kubeconfig
+from api_server import CLAIMS, NODES, VOLUMES, Object
 from binding import DRIVER, KEY, Cluster
 
 from agent.core import errors, ids
-from agent.extras.kubernetes import access
+from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import claims
 from proto import carver_pb2 as carver
@@ -28,13 +28,32 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def rebinding(cluster: Cluster, directory: Path, place: Place = PLACE) -> Rebinding:
-    server = access.of_file(kubeconfig(directory / "kubeconfig", cluster.url))
-    return Rebinding(server, WAS, place)
+def rebinding(cluster: Cluster, place: Place = PLACE, was: str = WAS) -> Rebinding:
+    return Rebinding(Server("tests", "127.0.0.1", cluster.port), was, place)
 
 
-def run(cluster: Cluster, directory: Path, yes: Callable[[str], bool] = lambda _text: True) -> None:
-    rebinding(cluster, directory).run(yes, lambda _text: None)
+def yes(_text: str) -> bool:
+    return True
+
+
+def ignore(_text: str) -> None:
+    pass
+
+
+def run(cluster: Cluster, confirmed: Callable[[str], bool] = yes) -> None:
+    rebinding(cluster).run(confirmed, ignore)
+
+
+def times(count: int) -> Callable[[str], bool]:
+    """Confirm so many times, and then decline."""
+    answers = iter([True] * count)
+    return lambda _text: next(answers, False)
+
+
+def run_until(cluster: Cluster, step: int) -> None:
+    """Rebind up to a step, which is declined."""
+    with pytest.raises(errors.NotConfirmed):
+        run(cluster, times(step))
 
 
 def require_moved(cluster: Cluster, policy: str = "Delete") -> None:
@@ -61,14 +80,14 @@ def require_safe(cluster: Cluster) -> None:
     assert (cluster.deleted, cluster.dangers, cluster.blank) == ([], [], [])
 
 
-def test_a_claim_gets_the_volume_where_it_is_now(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_claim_is_rebound_in_six_confirmed_steps(cluster: Cluster) -> None:
     asked: list[str] = []
 
-    def yes(text: str) -> bool:
+    def confirmed(text: str) -> bool:
         asked.append(text)
         return True
 
-    run(cluster, tmp_path, yes)
+    run(cluster, confirmed)
     require_moved(cluster)
     # Six times, and no two at once.
     assert len(asked) == len(cluster.writes) == 6
@@ -76,25 +95,21 @@ def test_a_claim_gets_the_volume_where_it_is_now(cluster: Cluster, tmp_path: Pat
     assert cluster.claim["metadata"].get("annotations", {}) == {}
     assert cluster.claim["spec"]["resources"] == {"requests": {"storage": "1Gi"}}
     # The same again: nothing is asked, and nothing written.
-    run(cluster, tmp_path, yes)
+    run(cluster, confirmed)
     assert len(asked) == len(cluster.writes) == 6
 
 
-def test_what_was_retain_stays_so(tmp_path: Path) -> None:
+def test_a_retained_volume_stays_retained() -> None:
     with api_server.running(Cluster(policy="Retain")) as cluster:
-        run(cluster, tmp_path)
+        run(cluster)
         require_moved(cluster, "Retain")
 
 
-def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_second_move_gives_a_name_of_the_same_length(cluster: Cluster) -> None:
     cluster.add(NODES, "machine-c", metadata={"labels": {KEY: "c"}})
-    run(cluster, tmp_path)
+    run(cluster)
     [first] = cluster.volumes
-    server = access.of_file(kubeconfig(tmp_path / "kubeconfig", cluster.url))
-    there = Place("data@z/vol-pvc-1", "c", DRIVER)
-    Rebinding(server, IS, there).run(lambda _text: True, lambda _text: None)
+    rebinding(cluster, Place("data@z/vol-pvc-1", "c", DRIVER), IS).run(yes, ignore)
     [second] = cluster.volumes
     assert first != second
     assert len(first) == len(second)
@@ -102,55 +117,39 @@ def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
     require_safe(cluster)
 
 
-def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold(tmp_path: Path) -> None:
+def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold() -> None:
     a, b = (f"{one}.{'n' * 63}.{'o' * 63}" for one in "ab")
     there = ids.node_segment(b)
     with api_server.running(Cluster(nodes=(ids.node_segment(a), there))) as cluster:
-        rebinding(cluster, tmp_path, Place(IS, b, DRIVER)).run(
-            lambda _text: True, lambda _text: None
-        )
+        rebinding(cluster, Place(IS, b, DRIVER)).run(yes, ignore)
         cluster.settle()
         [volume] = cluster.objects[VOLUMES]
         [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
         assert term == {"matchExpressions": [{"key": KEY, "operator": "In", "values": [there]}]}
         assert cluster.claim["status"]["phase"] == "Bound"
         require_safe(cluster)
-    told = claims.steps(
-        carver.MoveState(pv="pvc-1", pvc="data", namespace="shop", volume_id=WAS),
-        Place(IS, b, DRIVER),
-    )
-    assert f'"values": ["{there}"]' in told
+    moved = carver.MoveState(pv="pvc-1", pvc="data", namespace="shop", volume_id=WAS)
+    assert f'"values": ["{there}"]' in claims.steps(moved, Place(IS, b, DRIVER))
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_each_step_waits_for_a_yes_and_goes_on_later(
-    cluster: Cluster, tmp_path: Path, at: int
-) -> None:
-    numbers = itertools.count()
-    with pytest.raises(errors.NotConfirmed):
-        run(cluster, tmp_path, lambda _text: next(numbers) < at)
+def test_each_step_waits_for_confirmation_and_continues_later(cluster: Cluster, at: int) -> None:
+    run_until(cluster, at)
     cluster.settle()
     assert len(cluster.writes) == at
     require_safe(cluster)
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
 
 
 @pytest.mark.parametrize("at", range(3))
-def test_what_no_claim_has_yet_is_taken_back(cluster: Cluster, tmp_path: Path, at: int) -> None:
+def test_steps_before_the_claim_changes_are_undone(cluster: Cluster, at: int) -> None:
     before = json.loads(json.dumps(cluster.volume("pvc-1")["spec"]))
-    numbers = itertools.count()
-    with pytest.raises(errors.NotConfirmed):
-        run(cluster, tmp_path, lambda _text: next(numbers) < at)
+    run_until(cluster, at)
     # Also where whoever does it fails at each step.
     for left in (0, 1, 2, 3):
-        answers = iter([True] * left)
-
-        def yes(_text: str, answers: Iterator[bool] = answers) -> bool:
-            return next(answers, False)
-
         with suppress(errors.NotConfirmed):
-            rebinding(cluster, tmp_path).undo(yes, lambda _text: None)
+            rebinding(cluster).undo(times(left), ignore)
         require_safe(cluster)
     assert list(cluster.volumes) == ["pvc-1"]
     assert cluster.volume("pvc-1")["spec"] == before
@@ -159,15 +158,14 @@ def test_what_no_claim_has_yet_is_taken_back(cluster: Cluster, tmp_path: Path, a
 
 
 @pytest.mark.parametrize("at", range(3, 7))
-def test_what_a_claim_has_is_not_taken_from_it(cluster: Cluster, tmp_path: Path, at: int) -> None:
-    numbers = itertools.count()
+def test_steps_after_the_claim_changes_are_not_undone(cluster: Cluster, at: int) -> None:
     with suppress(errors.NotConfirmed):
-        run(cluster, tmp_path, lambda _text: next(numbers) < at)
+        run(cluster, times(at))
     writes = list(cluster.writes)
     with pytest.raises(errors.NotRebound, match="back from b"):
-        rebinding(cluster, tmp_path).undo(lambda _text: True, lambda _text: None)
+        rebinding(cluster).undo(yes, ignore)
     assert cluster.writes == writes
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
 
 
@@ -187,29 +185,27 @@ def done_and_silent(act: Callable[[], tuple[int, Object]]) -> tuple[int, Object]
 @pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("failure", [nothing_done, refused, done_and_silent])
 @pytest.mark.parametrize("at", range(6))
-def test_a_server_that_fails_at_a_step_leaves_all_safe_and_the_same_words_go_on(
-    cluster: Cluster, tmp_path: Path, at: int, failure: binding.Failure, lag: int
+def test_a_failed_step_leaves_all_safe_and_is_repeated(
+    cluster: Cluster, at: int, failure: binding.Failure, lag: int
 ) -> None:
     cluster.lag = lag
     cluster.failures[at] = failure
     with pytest.raises(errors.ClusterRefused):
-        run(cluster, tmp_path)
+        run(cluster)
     require_safe(cluster)
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_whoever_is_killed_at_any_request_is_followed_by_one_that_goes_on(
-    tmp_path: Path, done: bool
-) -> None:
+def test_a_rebinding_killed_at_any_request_is_continued(tmp_path: Path, done: bool) -> None:
     class Killed(BaseException):
         """The process ended."""
 
     for step in itertools.count():
         with api_server.running(Cluster()) as cluster:
             left = iter(range(step, -1, -1))
-            going = rebinding(cluster, tmp_path)
+            going = rebinding(cluster)
             ask = going._objects._ask
 
             def dying(*words: object, left: Iterator[int] = left, ask=ask) -> object:  # type: ignore[no-untyped-def]
@@ -222,29 +218,27 @@ def test_whoever_is_killed_at_any_request_is_followed_by_one_that_goes_on(
             going._objects._ask = dying  # type: ignore[method-assign, assignment]
             ended = False
             with suppress(Killed):
-                going.run(lambda _text: True, lambda _text: None)
+                going.run(yes, ignore)
                 ended = True
             require_safe(cluster)
-            run(cluster, tmp_path)
+            run(cluster)
             require_moved(cluster)
         if ended:
             assert step > 6
             return
 
 
-def test_a_lie_in_a_list_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_incomplete_list_changes_nothing(cluster: Cluster) -> None:
     cluster.lie(VOLUMES, *[api_server.changed(lambda one: one.update(items=None))] * 3)
     with pytest.raises(errors.ClusterSilent, match="nothing was changed"):
-        run(cluster, tmp_path)
+        run(cluster)
     assert cluster.writes == []
 
 
-def test_a_claim_that_a_statefulset_makes_again_gets_the_volume_too(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_claim_recreated_by_a_statefulset_gets_the_volume(cluster: Cluster) -> None:
     spec = {key: value for key, value in cluster.claim["spec"].items() if key != "volumeName"}
     cluster.template = {"metadata": {"name": "data", "namespace": "shop"}, "spec": spec}
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
     assert not any(one.startswith("POST /api/v1/namespaces") for one in cluster.writes)
 
@@ -308,20 +302,18 @@ def claim_gone(cluster: Cluster) -> None:
         (claim_gone, "gone"),
     ],
 )
-def test_where_facts_are_not_as_expected_nothing_is_changed(
-    cluster: Cluster, tmp_path: Path, fact: Callable[[Cluster], None], word: str
+def test_unexpected_objects_change_nothing(
+    cluster: Cluster, fact: Callable[[Cluster], None], word: str
 ) -> None:
     fact(cluster)
     with pytest.raises(errors.NotRebound, match=word):
-        run(cluster, tmp_path)
+        run(cluster)
     assert cluster.writes == []
 
 
-def test_pods_that_wait_for_a_node_or_have_ended_do_not_matter(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_an_unscheduled_pod_does_not_matter(cluster: Cluster) -> None:
     cluster.pod("db-0")
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
 
 
@@ -339,106 +331,93 @@ def deleted(cluster: Cluster) -> None:
     cluster.claim["metadata"]["deletionTimestamp"] = "now"
 
 
-def test_a_claim_that_somebody_else_deletes_is_left_to_them(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_claim_deleted_by_another_is_left(cluster: Cluster) -> None:
     # Something keeps it, or it were gone.
     cluster.pod("db-0", "machine-a", "Running")
     deleted(cluster)
     with pytest.raises(errors.NotRebound, match="being deleted"):
-        run(cluster, tmp_path)
+        run(cluster)
     assert cluster.writes == []
 
 
-def test_a_server_that_is_gone_is_told(cluster: Cluster, tmp_path: Path) -> None:
-    def yes(_text: str) -> bool:
-        return True
-
-    going = rebinding(cluster, tmp_path)
+def test_a_server_that_is_gone_is_reported(cluster: Cluster) -> None:
+    going = rebinding(cluster)
     cluster.lie("/api/v1/namespaces/shop/persistentvolumeclaims/data", *[api_server.hang_up] * 3)
     with pytest.raises(errors.ClusterRefused, match="GET"):
-        going.run(yes, lambda _text: None)
+        going.run(yes, ignore)
     cluster.lie("/api/v1/persistentvolumes/pvc-1", api_server.hang_up)
     with pytest.raises(errors.ClusterRefused, match="may have been done"):
-        going.run(yes, lambda _text: None)
+        going.run(yes, ignore)
     # It was done all the same.
     assert cluster.volume("pvc-1")["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
-    going.run(yes, lambda _text: None)
+    going.run(yes, ignore)
     require_moved(cluster)
 
 
 @pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize("fact", [grown, started])
-def test_what_changes_while_one_thinks_is_noticed(
-    cluster: Cluster, tmp_path: Path, fact: Callable[[Cluster], None], at: int
+def test_a_change_during_confirmation_is_noticed(
+    cluster: Cluster, fact: Callable[[Cluster], None], at: int
 ) -> None:
     numbers = itertools.count()
 
-    def yes(_text: str) -> bool:
+    def confirmed(_text: str) -> bool:
         if next(numbers) == at:
             fact(cluster)
         return True
 
     with pytest.raises(errors.NotRebound):
-        run(cluster, tmp_path, yes)
+        run(cluster, confirmed)
     assert len(cluster.writes) == at
     require_safe(cluster)
 
 
-def test_a_volume_that_grew_since_is_not_given_up_for_an_old_picture(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    numbers = itertools.count()
-    with pytest.raises(errors.NotConfirmed):
-        run(cluster, tmp_path, lambda _text: next(numbers) < 2)
+def test_a_volume_that_grew_since_is_not_rebound(cluster: Cluster) -> None:
+    run_until(cluster, 2)
     grown(cluster)
     with pytest.raises(errors.NotRebound, match="delete that"):
-        run(cluster, tmp_path)
+        run(cluster)
     assert len(cluster.writes) == 2
 
 
-def test_a_claim_that_changed_since_is_made_anew_as_it_is(cluster: Cluster, tmp_path: Path) -> None:
-    numbers = itertools.count()
-    with pytest.raises(errors.NotConfirmed):
-        run(cluster, tmp_path, lambda _text: next(numbers) < 2)
+def test_a_claim_that_changed_since_is_recreated_as_it_is(cluster: Cluster) -> None:
+    run_until(cluster, 2)
     cluster.claim["metadata"]["labels"]["tier"] = "gold"
     cluster.changed(cluster.claim)
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
     assert cluster.claim["metadata"]["labels"] == {"app": "db", "tier": "gold"}
 
 
-def test_a_claim_that_is_kept_is_waited_for_but_not_for_ever(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_claim_kept_by_a_finalizer_is_awaited_for_a_limited_time(cluster: Cluster) -> None:
     numbers = itertools.count()
 
-    def yes(_text: str) -> bool:
+    def confirmed(_text: str) -> bool:
         if next(numbers) == 2:
             cluster.lag = 10_000
         return True
 
     with pytest.raises(errors.NotRebound, match="pvc-protection"):
-        run(cluster, tmp_path, yes)
+        run(cluster, confirmed)
     cluster.lag = cluster._asleep = 0
-    run(cluster, tmp_path)
+    run(cluster)
     require_moved(cluster)
 
 
-def test_one_made_by_hand_is_gone_on_with_or_named(cluster: Cluster, tmp_path: Path) -> None:
-    run(cluster, tmp_path)
+def test_a_claim_changed_by_hand_is_named(cluster: Cluster) -> None:
+    run(cluster)
     [volume] = cluster.objects[VOLUMES]
     volume["spec"]["claimRef"]["name"] = "other"
     with pytest.raises(errors.NotRebound):
-        run(cluster, tmp_path)
+        run(cluster)
     volume["spec"]["claimRef"]["name"] = "data"
     cluster.objects[CLAIMS].clear()
     with pytest.raises(errors.NotRebound, match="volumeName"):
-        run(cluster, tmp_path)
+        run(cluster)
 
 
-def test_a_name_that_is_taken_is_told(cluster: Cluster, tmp_path: Path) -> None:
-    run(cluster, tmp_path)
+def test_a_taken_name_is_reported(cluster: Cluster) -> None:
+    run(cluster)
     [taken] = cluster.volumes
     with api_server.running(Cluster()) as other:
         foreign = json.loads(json.dumps(other.volume("pvc-1")))
@@ -447,5 +426,5 @@ def test_a_name_that_is_taken_is_told(cluster: Cluster, tmp_path: Path) -> None:
         foreign["spec"]["persistentVolumeReclaimPolicy"] = "Retain"
         other.objects[VOLUMES].append(foreign)
         with pytest.raises(errors.ClusterRefused, match="already exists"):
-            run(other, tmp_path)
+            run(other)
         require_safe(other)

@@ -30,11 +30,11 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_what_is_seen_for_the_first_time_is_new(machine: Machine) -> None:
+def test_a_first_sighting_is_new(machine: Machine) -> None:
     assert machine.note("a", "b") == {"a": 0, "b": 0}
 
 
-def test_what_is_seen_again_is_as_old_as_its_first_sight(machine: Machine) -> None:
+def test_a_repeated_sighting_is_as_old_as_the_first(machine: Machine) -> None:
     machine.note("a")
     machine.seconds += 100
     assert machine.note("a", "b") == {"a": 100, "b": 0}
@@ -42,7 +42,7 @@ def test_what_is_seen_again_is_as_old_as_its_first_sight(machine: Machine) -> No
     assert machine.note("a", "b") == {"a": 150, "b": 50}
 
 
-def test_what_was_not_there_in_between_is_new(machine: Machine) -> None:
+def test_a_sighting_after_an_absence_is_new(machine: Machine) -> None:
     machine.note("a")
     machine.seconds += 100
     machine.note()
@@ -56,13 +56,13 @@ def test_after_a_boot_all_is_new(machine: Machine) -> None:
     assert machine.note("a") == {"a": 0}
 
 
-def test_a_clock_that_went_back_makes_nothing_older(machine: Machine) -> None:
+def test_a_clock_set_back_makes_nothing_older(machine: Machine) -> None:
     machine.note("a")
     machine.seconds -= 500
     assert machine.note("a") == {"a": 0}
 
 
-def test_a_server_that_was_put_back_makes_all_new(machine: Machine) -> None:
+def test_a_restored_server_makes_all_new(machine: Machine) -> None:
     machine.note("a")
     machine.seconds += 100
     assert machine.note("a", volumes="99") == {"a": 0}
@@ -77,14 +77,14 @@ def test_a_version_that_grew_in_length_is_no_older_one(machine: Machine) -> None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"boot": 1}', '{"since": []}', "\0"])
-def test_a_file_that_is_broken_says_nothing(machine: Machine, content: str) -> None:
+def test_a_malformed_file_is_ignored(machine: Machine, content: str) -> None:
     machine.note("a")
     machine.file.write_text(content)
     machine.seconds += 100
     assert machine.note("a") == {"a": 0}
 
 
-def test_every_part_of_the_file_that_a_kill_leaves_says_nothing(machine: Machine) -> None:
+def test_a_truncated_file_is_ignored(machine: Machine) -> None:
     machine.note("a")
     whole = machine.file.read_bytes()
     for length in range(len(whole)):

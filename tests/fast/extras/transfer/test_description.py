@@ -17,21 +17,21 @@ UUID = "5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e"
 SEALED = {"encryption": "luks2", "header": str(4 * MIB), "sealed": UUID}
 
 
-def taken(directory: Path, told: dict[str, str], encryption: str = "") -> dict[str, str]:
+def taken(directory: Path, facts: dict[str, str], encryption: str = "") -> dict[str, str]:
     host = FakeHost(directory)
     group = host.new_group(100)
     one = DeviceClass("plain", group, encryption=encryption)
-    header = Header("volume", "snapshot", SIZE, 17, "chain", facts=told)
+    header = Header("volume", "snapshot", SIZE, 17, "chain", facts=facts)
     return sending.tags_of("copy", one, header, SIZE, report.read(host.lvm).group(group))
 
 
-def test_how_a_volume_is_encrypted_comes_with_it(tmp_path: Path) -> None:
+def test_the_facts_of_encryption_are_kept(tmp_path: Path) -> None:
     for encryption in ("", "luks2"):
         assert SEALED.items() <= taken(tmp_path, SEALED, encryption).items()
 
 
 @pytest.mark.parametrize(
-    ("told", "field"),
+    ("facts", "field"),
     [
         ({**SEALED, "header": ""}, "header"),
         ({**SEALED, "header": "1e9"}, "header"),
@@ -43,14 +43,14 @@ def test_how_a_volume_is_encrypted_comes_with_it(tmp_path: Path) -> None:
         ({"sealed": UUID}, "header"),
     ],
 )
-def test_what_does_not_tell_how_it_is_encrypted_is_refused(
-    tmp_path: Path, told: dict[str, str], field: str
+def test_wrong_facts_of_encryption_are_refused(
+    tmp_path: Path, facts: dict[str, str], field: str
 ) -> None:
     with pytest.raises((errors.BadField, errors.NotAllowed), match=field):
-        taken(tmp_path, told)
+        taken(tmp_path, facts)
 
 
-def test_a_class_that_encrypts_takes_nothing_plain(tmp_path: Path) -> None:
+def test_a_class_that_encrypts_refuses_plain_streams(tmp_path: Path) -> None:
     with pytest.raises(errors.BadField, match="class plain encrypts"):
         taken(tmp_path, {"fsType": "ext4", "access": "mount"}, "luks2")
     assert taken(tmp_path, {"fsType": "ext4", "access": "mount"})["fsType"] == "ext4"

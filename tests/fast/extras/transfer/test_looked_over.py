@@ -16,7 +16,7 @@ from proto import carver_pb2 as carver
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
+def test_a_queued_check_leaves_the_next_volume_of_its_name_alone(
     there: Node, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
     monkeypatch.setattr(background, "_AT_ONCE", 1)

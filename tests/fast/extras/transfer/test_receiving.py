@@ -50,20 +50,18 @@ def lose(fake: FakeHost, *words: str, made: bool = True) -> None:
     """The answer to the next command of these words does not come, which was done, or was not."""
     left = [True]
 
-    def intercept(told: Sequence[str]) -> Result | None:
-        if left and set(words) <= set(told):
+    def intercept(command: Sequence[str]) -> Result | None:
+        if left and set(words) <= set(command):
             left.clear()
             if made:
-                fake.lvm2_program(told)
-            raise lvm_errors.SessionLost(told, "it ended")
+                fake.lvm2_program(command)
+            raise lvm_errors.SessionLost(command, "it ended")
         return None
 
     fake.intercept = intercept
 
 
-def test_what_comes_is_nobody_s_also_where_nobody_knew_that_it_was_made(
-    there: Node, fake: FakeHost, sent: bytes
-) -> None:
+def test_a_volume_made_without_an_answer_is_held(there: Node, fake: FakeHost, sent: bytes) -> None:
     lose(fake, "lvcreate", "vol-copy")
     with pytest.raises(grpc.RpcError):
         nodes.receive(there, "copy", sent)
@@ -83,9 +81,7 @@ def test_what_comes_is_nobody_s_also_where_nobody_knew_that_it_was_made(
     assert there.content("vol-copy").startswith(DATA)
 
 
-def test_a_volume_that_is_found_to_come_is_nobody_s_though_nothing_said_so_before(
-    there: Node, sent: bytes
-) -> None:
+def test_a_volume_found_receiving_is_held(there: Node, sent: bytes) -> None:
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
     there.service.context.holds.allow(pretended(there).volume_id)
@@ -96,7 +92,7 @@ def test_a_volume_that_is_found_to_come_is_nobody_s_though_nothing_said_so_befor
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_what_did_not_come_to_be_received_keeps_no_other_of_its_name_from_use(
+def test_a_volume_that_was_not_made_holds_no_other_of_its_name(
     there: Node, fake: FakeHost, sent: bytes, is_removed: bool
 ) -> None:
     lose(fake, "lvcreate", "vol-copy", made=False)
@@ -111,7 +107,7 @@ def test_what_did_not_come_to_be_received_keeps_no_other_of_its_name_from_use(
     there.client.stage(made, place, block())
 
 
-def test_one_that_was_finished_without_anyone_knowing_may_be_used_once_that_is_asked_again(
+def test_a_volume_finished_without_an_answer_is_usable_after_a_retry(
     there: Node, fake: FakeHost, sent: bytes
 ) -> None:
     nodes.receive(there, "copy", sent)
@@ -122,7 +118,7 @@ def test_one_that_was_finished_without_anyone_knowing_may_be_used_once_that_is_a
     there.client.stage(pretended(there), there.directory / "staging", block())
 
 
-def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
+def test_a_partly_erased_volume_takes_no_stream_and_is_not_finished(
     there: Node, fake: FakeHost, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its removal failed, or was killed, before it was on record as deleted."""
@@ -133,12 +129,10 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
     with expect.code("INTERNAL", "Input/output error"):
         there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
     there.restart()
-    for deed in (
-        lambda: nodes.receive(there, "copy", sent),
-        lambda: streams_command.finish(there.at, "copy"),
-    ):
-        with expect.code("FAILED_PRECONDITION", "only to be removed"):
-            deed()
+    with expect.code("FAILED_PRECONDITION", "only to be removed"):
+        nodes.receive(there, "copy", sent)
+    with expect.code("FAILED_PRECONDITION", "only to be removed"):
+        streams_command.finish(there.at, "copy")
     disk.error = None
     there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
     assert there.names() == set()
