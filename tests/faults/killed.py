@@ -27,7 +27,7 @@ def at_a_step_of_every_call(bench: Bench) -> tuple[int, str]:
 def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
     """Whether the call got as far as the step; a fake machine tells how many there are."""
     with tempfile.TemporaryDirectory() as directory:
-        step = bench.random.randrange(steps(case, Path(directory)))
+        step = bench.random.randrange(len(steps(case, Path(directory))))
     # Given
     for one in case.before:
         # What takes its time, such as a re-encryption, is asked for again.

@@ -1,26 +1,59 @@
-"""Killed before and after every single step of every call: the next process makes it good."""
+"""Killed before and after each step of each call: the next process completes or undoes it."""
 
+import io
 import itertools
+import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import configured
+import grpc
 import laying
+import nodes
 import pytest
+from changed_blocks import blocks
+from fakes.devices import Media
 from fakes.host import FakeHost
+from fakes.lvm import FakePool
+from google.protobuf.message import Message
 from model import operations as do
-from model.cases import CASES, EXTENTS, INLINE, Case, reboot
+from model.cases import AHEAD, CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine, behind, try_soon
-from model.operations import MIB
-from model.stopping import CHANGING, Cut, Killed, Switch
+from model.operations import MIB, Use
+from model.stopping import CHANGING, Cut, Killed, Switch, stops
+from nodes import Node, Stand, volume_of, write
 
+from agent.core import errors, tag
 from agent.core.classes import DeviceClass
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import BackingFile, Config, GroupDefinition
+from agent.extras.changed_blocks.extents import Extent, UserExtent
+from agent.extras.streams import reading
+from agent.extras.transfer import streams_command
+from agent.extras.transfer.move_command import Move, Options
+from lvm import report, tags
+from lvm.caches import Cache
+from lvm.layout import Layout, Reserve
+from lvm.thin import Policy
+from lvm.tuning import AUTO, Tuning
+from mount.blocks import Bytes, Opened
 from mount.command import Result
 from mount.kernel import Kernel
+from proto import carver_pb2
+from proto import csi_pb2 as csi
+
+# A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object Interceptor"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
 
 # Looking costs one command, and changes nothing that could be left half done.
 UNSTOPPED = (do.Stats, do.Health)
@@ -30,6 +63,7 @@ class Trial:
     """A machine, its model, and a case's call that is about to be made on both."""
 
     def __init__(self, case: Case, directory: Path) -> None:
+        self.where = directory.name
         (directory / "mounts").mkdir(parents=True)
         host = FakeHost(directory / "mounts")
         self.case = case
@@ -88,6 +122,18 @@ class Trial:
             time.sleep(0.005)
         self.machine.service.pool_remover.jobs.shutdown()
 
+    def repeat(self) -> None:
+        """Make the call again, in the process that follows."""
+        call, expected = self.case.call, self.model.apply(self.case.call)
+        assert self.machine.by_kubelet(call) == expected, self.where
+        assert expected.code == self.case.code
+        if isinstance(call, do.Stage) and not call.use.is_block:
+            # Its file system is as large as it should be.
+            self.do(do.Stats(call.volume, call.path))
+        # A copy's bridge is erased after the answer, and so is what a killed delete had begun.
+        self.settle()
+        assert self.machine.state() == self.model.state(), self.where
+
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
         self.machine.give_up(self.case.call)
@@ -95,8 +141,8 @@ class Trial:
         assert self.machine.state() == Model(self.model.total_bytes).state()
 
 
-def steps(case: Case, directory: Path) -> int:
-    """How many steps the call takes when nothing ends it."""
+def steps(case: Case, directory: Path) -> list[str]:
+    """The steps that the call takes when nothing ends it."""
     trial = Trial(case, directory)
     trial.machine.stop()
     switch = Switch()
@@ -104,68 +150,36 @@ def steps(case: Case, directory: Path) -> int:
     trial.machine.call(case.call)
     trial.settle()
     trial.machine.stop()
-    return len(switch.taken)
+    return switch.taken
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
-    name: str, tmp_path: Path
-) -> None:
-    case = CASES[name]
-    count = steps(case, tmp_path / "count")
-    assert count
-    for stop_at in range(count):
-        for before in (True, False):
-            trial = Trial(case, tmp_path / f"{stop_at}{before}")
-            trial.kill(stop_at, before)
-            expected = trial.model.apply(case.call)
-            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
-            assert expected.code == case.code
-            if isinstance(case.call, do.Stage) and not case.call.use.is_block:
-                # Its file system is as large as it should be.
-                trial.do(do.Stats(case.call.volume, case.call.path))
-            # A copy's bridge is wiped behind the answer, and so is what a killed delete had begun.
-            trial.settle()
-            assert trial.machine.state() == trial.model.state(), (stop_at, before)
-            trial.undo()
-            trial.machine.stop()
+def killed(case: Case, directory: Path) -> Iterator[Trial]:
+    """The case after its call was killed at each step."""
+    for stop_at, before in stops(steps(case, directory / "count")):
+        trial = Trial(case, directory / f"{stop_at}{before}")
+        trial.kill(stop_at, before)
+        yield trial
+        trial.machine.stop()
 
 
-REBOOTED = [name for name in CASES if name.startswith("stage") and "encrypted" in name]
+REPEATED, GIVEN_UP, REBOOTED = "repeated", "given up", "repeated after a reboot"
+HOW = [
+    *((name, how) for name in CASES for how in (REPEATED, GIVEN_UP)),
+    *((name, REBOOTED) for name in CASES if name.startswith("stage") and "encrypted" in name),
+]
 
 
-@pytest.mark.parametrize("name", REBOOTED)
-def test_an_encrypted_volume_whose_stage_was_killed_is_staged_after_a_reboot(
-    name: str, tmp_path: Path
-) -> None:
-    case = CASES[name]
-    for stop_at in range(steps(case, tmp_path / "count")):
-        for before in (True, False):
-            trial = Trial(case, tmp_path / f"{stop_at}{before}")
-            trial.kill(stop_at, before)
+@pytest.mark.parametrize(("name", "how"), HOW)
+def test_a_killed_call_is_completed_or_undone(name: str, how: str, tmp_path: Path) -> None:
+    for trial in killed(CASES[name], tmp_path):
+        if how == REBOOTED:
             reboot(trial.machine, trial.model)
-            expected = trial.model.apply(case.call)
-            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
-            trial.settle()
-            assert trial.machine.state() == trial.model.state(), (stop_at, before)
-            trial.undo()
-            trial.machine.stop()
+        if how != GIVEN_UP:
+            trial.repeat()
+        trial.undo()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_killed_call_left_can_be_undone_without_a_trace(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    for stop_at in range(steps(case, tmp_path / "count")):
-        for before in (True, False):
-            trial = Trial(case, tmp_path / f"{stop_at}{before}")
-            trial.kill(stop_at, before)
-            trial.undo()
-            trial.machine.stop()
-
-
-def test_an_inline_volume_whose_publish_fails_for_good_is_gone_wherever_it_was_killed(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_and_failing_inline_publish_leaves_nothing(tmp_path: Path) -> None:
     """Kubelet repeats the call, and else forgets it: nothing comes to undo it."""
     case = Case(INLINE)
 
@@ -183,14 +197,13 @@ def test_an_inline_volume_whose_publish_fails_for_good_is_gone_wherever_it_was_k
     assert counted.machine.call(INLINE).code == "INTERNAL"
     counted.machine.stop()
     assert "lvm lvremove" in switch.taken
-    for stop_at in range(len(switch.taken)):
-        for before in (True, False):
-            one = trial(f"{stop_at}{before}")
-            one.kill(stop_at, before)
-            assert one.machine.call(INLINE).code == "INTERNAL", (stop_at, before)
-            one.settle()
-            assert one.machine.state() == one.model.state(), (stop_at, before)
-            one.machine.stop()
+    for stop_at, before in stops(switch.taken):
+        one = trial(f"{stop_at}{before}")
+        one.kill(stop_at, before)
+        assert one.machine.call(INLINE).code == "INTERNAL", one.where
+        one.settle()
+        assert one.machine.state() == one.model.state(), one.where
+        one.machine.stop()
 
 
 LISTS = ("list", "list snapshots")
@@ -198,7 +211,7 @@ CUT = [name for name, case in CASES.items() if not case.long_wipe]
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_call_whose_time_was_over_at_any_command_succeeds_when_it_is_made_again(
+def test_a_call_cut_off_by_its_deadline_at_any_command_succeeds_when_repeated(
     name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
@@ -208,30 +221,28 @@ def test_a_call_whose_time_was_over_at_any_command_succeeds_when_it_is_made_agai
             trial.machine.stop()
             cut = Cut(stop_at, before=before)
             trial.start(cut)
-            told = trial.machine.by_kubelet(case.call)
+            answer = trial.machine.by_kubelet(case.call)
             if not cut.is_over:
                 trial.machine.stop()
                 break
-            # A list tells what was seen last.
-            assert told.code == ("OK" if name in LISTS else "DEADLINE_EXCEEDED"), (stop_at, before)
+            # A list answers from the cache.
+            assert answer.code == ("OK" if name in LISTS else "DEADLINE_EXCEEDED"), trial.where
             cut.is_over = False
             expected = trial.model.apply(case.call)
             again = trial.machine.by_kubelet(case.call)
             if again.code == "ABORTED":
-                # It met what is taken away behind the first one's answer, and is put off for that.
+                # It met work in the background of the first call.
                 trial.settle()
                 again = trial.machine.by_kubelet(case.call)
-            assert again == expected, (stop_at, before)
+            assert again == expected, trial.where
             assert expected.code == case.code
             trial.settle()
-            assert trial.machine.state() == trial.model.state(), (stop_at, before)
+            assert trial.machine.state() == trial.model.state(), trial.where
             trial.undo()
             trial.machine.stop()
 
 
-def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
-    tmp_path: Path,
-) -> None:
+def test_a_start_killed_while_making_groups_is_completed_by_the_next(tmp_path: Path) -> None:
     def machine(name: str) -> tuple[FakeHost, Config]:
         host = FakeHost(tmp_path)
         disks = [host.new_device(40 * MIB) for _ in range(3)]
@@ -251,18 +262,17 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
     whole = Switch()
     start(*machine("whole"), whole)
     assert whole.taken.count("lvm vgcreate") == 3
-    for stop_at in range(len(whole.taken)):
-        for before in (True, False):
-            host, config = machine(f"{stop_at}{before}")
-            with pytest.raises(Killed):
-                start(host, config, Switch(stop_at, before=before))
-            laid = start(host, config, Switch())
-            assert laid.failures == {}
-            sizes = {name: len(group.disks) for name, group in host.lvm2.groups.items()}
-            assert sizes == {"disks": 2, "other": 1, "file": 1}
-            tags = [bool(disk.tags) for disk in host.lvm2.groups["disks"].disks]
-            assert tags == [False, True]
-            assert len(host.kernel.loop_devices()) == 1
+    for stop_at, before in stops(whole.taken):
+        host, config = machine(f"{stop_at}{before}")
+        with pytest.raises(Killed):
+            start(host, config, Switch(stop_at, before=before))
+        laid = start(host, config, Switch())
+        assert laid.failures == {}
+        sizes = {name: len(group.disks) for name, group in host.lvm2.groups.items()}
+        assert sizes == {"disks": 2, "other": 1, "file": 1}
+        tags = [bool(disk.tags) for disk in host.lvm2.groups["disks"].disks]
+        assert tags == [False, True]
+        assert len(host.kernel.loop_devices()) == 1
 
 
 def test_every_call_of_the_model_is_killed() -> None:
@@ -276,7 +286,7 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
         *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
         *("logical_block_bytes", "reader"),
-        # Opened by a command, whose steps test_killed_streams.py has.
+        # Opened by a command, whose steps the trials of streams below kill.
         "opened",
         *(
             "has_new_mount_calls",
@@ -315,3 +325,746 @@ def test_a_dead_process_does_nothing_more_from_any_thread() -> None:
     thread.join()
     assert done == [("lvm", "lvcreate")]
     assert len(failures) == 1
+
+
+BLOCK = Use("block", do.MULTI_WRITER)
+CREATE = do.Create("a", 32 * MIB, 0, BLOCK)
+OTHER = do.Create("b", 32 * MIB, 0, BLOCK)
+COPY = do.Create("a", 36 * MIB, 0, BLOCK, source=(do.OF_VOLUME, "b"))
+AHEAD_CREATE = replace(CREATE, mutable=AHEAD)
+EXPAND, DELETE = do.Expand("a", 64 * MIB), do.Delete("a")
+SNAPSHOT = do.Snapshot("a", "snap")
+LINEAR = (("class", "linear"),)
+WRITES = replace(CREATE, parameters=(("class", "writes"),))
+RATE = (("carver/minimumRecoveryRate", "1MiB"), ("carver/readAhead", "auto"))
+DATA = b"what is to be copied".ljust(4096)
+MARK = b"data of an earlier owner"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The extents of a group's disks, the second of them fast or not, and its classes."""
+
+    disks: tuple[int, ...]
+    classes: Callable[[str], tuple[DeviceClass, ...]]
+    has_fast_disk: bool = False
+
+
+def classes_with_cache(group: str) -> tuple[DeviceClass, ...]:
+    return (
+        DeviceClass("plain", group, default=True, cache=Cache()),
+        DeviceClass("writes", group, cache=Cache("writecache", "writeback")),
+        DeviceClass("linear", group),
+    )
+
+
+def one_class(group: str, **settings: Any) -> tuple[DeviceClass, ...]:
+    return (DeviceClass("plain", group, default=True, **settings),)
+
+
+THIN_CLASS = partial(one_class, layout=Layout("thin"))
+POOL = Policy(size=Reserve(size_bytes=96 * MIB))
+CACHED = Arrangement((40, 20), classes_with_cache, has_fast_disk=True)
+OVERWRITTEN = Arrangement((40,), partial(one_class, zero="fully"))
+RAID = Arrangement((40, 40), partial(one_class, layout=Layout("raid1", mirrors=1)))
+THIN = {
+    name: Arrangement((40, 8), partial(THIN_CLASS, pool=POOL, cache=cache), has_fast_disk=True)
+    for name, cache in {
+        "without a cache": None,
+        "cache": Cache(),
+        "writecache": Cache("writecache", "writeback"),
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call, those before it, and what else comes before it and after its repetition."""
+
+    arrangement: Arrangement
+    call: "do.Call | Callable[[Arranged], object]"
+    before: tuple[do.Call, ...] = ()
+    prepare: "Callable[[Arranged], object]" = field(default=lambda _trial: None)
+    check: "Callable[[Arranged], object]" = field(default=lambda _trial: None)
+
+
+class Arranged:
+    """A machine whose group has been arranged for a call."""
+
+    def __init__(self, row: Row, directory: Path) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        self.row, self.where = row, directory.name
+        self.host = FakeHost(directory / "mounts")
+        name = self.host.new_group(*row.arrangement.disks)
+        self.group = self.host.lvm2.groups[name]
+        if row.arrangement.has_fast_disk:
+            self.group.disks[1].tags = {report.FAST}
+        if row.arrangement is OVERWRITTEN:
+            self.host.mark_free(name, MARK)
+        settings = {"classes": row.arrangement.classes(name)}
+        self.machine = Machine(self.host, name, directory, settings=settings)
+        for one in row.before:
+            assert self.machine.call(one).code == "OK"
+        self.names_before = self.names()
+        self.made: Any = row.prepare(self)
+        self.media = self.media_of_a()
+        # The steps of the call when it is not killed; whether it failed.
+        self.whole: list[str] = []
+        self.failed = False
+
+    def run(self, switch: Switch) -> list[str]:
+        """Make the call in a new process; return its steps, those in the background too."""
+        self.machine.restart(switch)
+        self.machine.service.growth_zeroer.grace_seconds = self.machine.grace_seconds
+        if callable(self.row.call):
+            try:
+                self.row.call(self)
+            except grpc.RpcError:
+                self.failed = True
+        else:
+            self.machine.call(self.row.call)
+        if switch.stop_at < 0:
+            self.machine.service.pool_remover.jobs.shutdown()
+        return switch.taken
+
+    def names(self) -> set[str]:
+        return set(self.group.volumes)
+
+    def media_of_a(self) -> list[Media]:
+        """What holds the data of volume a: itself, and its cache."""
+        found = self.group.volumes.get("vol-a")
+        cache = found.cache if found else None
+        return [one.media for one in (found, cache) if one]
+
+    def require_no_mark(self) -> None:
+        """Fail if a volume that callers can see has what was on the disk before."""
+        ready = [one for one in self.group.volumes.values() if "carver.state=ready" in one.tags]
+        assert not any(MARK in data for one in ready for data in one.media.blocks.values())
+
+    def undo(self) -> None:
+        """Do what a CO does that gives up; then nothing may be left."""
+        media = [*self.media, *self.media_of_a()]
+        for one in (do.DeleteSnapshot("snap"), DELETE, do.Delete("b")):
+            assert self.machine.call(one).code == "OK", self.where
+        self.machine.service.pool_remover.jobs.shutdown()
+        self.machine.stop()
+        assert self.names() == set(), self.where
+        left, disks = self.machine._report(), self.row.arrangement.disks
+        assert left.free_extents + left.fast_free_extents == sum(disks), self.where
+        if self.row.arrangement is CACHED:
+            assert all(one.zeroed for one in media), "data and cache are overwritten"
+
+
+def kills(row: Row, directory: Path) -> Iterator[Arranged]:
+    """The row after its call was killed at each step, and another process started."""
+    whole = Arranged(row, directory / "count").run(Switch())
+    for stop_at, before in stops(whole):
+        trial = Arranged(row, directory / f"{stop_at}{before}")
+        trial.whole = whole
+        switch = Switch(stop_at, before=before)
+        trial.run(switch)
+        assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
+        trial.require_no_mark()
+        trial.machine.revive()
+        yield trial
+
+
+def has_cache(trial: Arranged) -> None:
+    assert trial.group.volumes["vol-a"].cache
+
+
+def has_data(trial: Arranged) -> None:
+    has_cache(trial)
+    assert trial.group.volumes["vol-a"].media.read(0, len(DATA)) == DATA
+
+
+def write_data(trial: Arranged) -> None:
+    trial.group.volumes["vol-b"].media.write(0, DATA)
+
+
+def reads_ahead(trial: Arranged) -> None:
+    assert trial.group.volumes["vol-a"].tuning.read_ahead_bytes == MIB
+
+
+def reads_ahead_by_cache(trial: Arranged) -> None:
+    has_cache(trial)
+    reads_ahead(trial)
+
+
+def has_rate(trial: Arranged) -> None:
+    # A RAID volume with a minimum rate alone is made in two commands.
+    assert [one for one in trial.whole if one != "lvm fullreport"] == [
+        "lvm lvcreate",
+        "lvm lvchange",
+    ]
+    assert trial.machine._report().volume("vol-a").tuning == Tuning(AUTO, 1024, 0)
+
+
+def is_left(*names: str) -> Callable[[Arranged], None]:
+    """Check that the group of a thin class has these volumes, and the pool the class's cache."""
+
+    def check(trial: Arranged) -> None:
+        if not names:
+            # Wait for what was taken up at the start by asking for it again.
+            trial.machine.service.pool_remover.give_back(trial.group.name, "pool-plain").result(20)
+        assert trial.names() == set(names), trial.where
+        pool = trial.group.volumes.get("pool-plain")
+        [thin] = trial.machine.settings["classes"]
+        assert pool is None or bool(pool.cache) == bool(thin.cache), trial.where
+        if trial.row.call is AHEAD_CREATE:
+            reads_ahead(trial)
+
+    return check
+
+
+def leak_chunk(trial: Arranged) -> None:
+    trial.host.leak_chunk(trial.group.name, "pool-plain", "vol-a")
+
+
+def exists(trial: Arranged) -> None:
+    assert "vol-a" in trial.names()
+    trial.require_no_mark()
+
+
+LINEAR_OTHER = replace(OTHER, parameters=LINEAR)
+THIN_CALLS: dict[str, tuple[do.Call, tuple[do.Call, ...], tuple[str, ...]]] = {
+    "create, with the pool": (CREATE, (), ("vol-a", "pool-plain")),
+    "create, in a pool": (CREATE, (OTHER,), ("vol-a", "vol-b", "pool-plain")),
+    "create, with its read-ahead": (AHEAD_CREATE, (), ("vol-a", "pool-plain")),
+    "expand": (EXPAND, (CREATE,), ("vol-a", "pool-plain")),
+    "delete, with the pool": (DELETE, (CREATE,), ()),
+    "delete, from a pool": (DELETE, (CREATE, OTHER), ("vol-b", "pool-plain")),
+}
+ROWS = {
+    "cache: create": Row(CACHED, CREATE, check=has_cache),
+    "cache: create, with its read-ahead": Row(CACHED, AHEAD_CREATE, check=reads_ahead_by_cache),
+    "cache: expand": Row(CACHED, EXPAND, (CREATE,), check=has_cache),
+    "cache: delete": Row(CACHED, DELETE, (CREATE,)),
+    "cache: create of a volume": Row(CACHED, COPY, (LINEAR_OTHER,), write_data, has_data),
+    "cache: snapshot": Row(CACHED, SNAPSHOT, (WRITES,), check=has_cache),
+    "cache: delete a snapshot": Row(
+        CACHED, do.DeleteSnapshot("snap"), (WRITES, SNAPSHOT), check=has_cache
+    ),
+    "overwritten: create": Row(OVERWRITTEN, CREATE, check=exists),
+    "overwritten: create of a volume": Row(OVERWRITTEN, COPY, (OTHER,), check=exists),
+    "overwritten: expand": Row(OVERWRITTEN, EXPAND, (CREATE,), check=exists),
+    "overwritten: expand further": Row(
+        OVERWRITTEN, do.Expand("a", 96 * MIB), (CREATE, EXPAND), check=exists
+    ),
+    "raid: create, with a minimum rate": Row(RAID, replace(CREATE, mutable=RATE), check=has_rate),
+}
+for _name, _arrangement in THIN.items():
+    for _what, (_call, _before, _left) in THIN_CALLS.items():
+        ROWS[f"thin, {_name}: {_what}"] = Row(_arrangement, _call, _before, check=is_left(*_left))
+    ROWS[f"thin, {_name}: delete, with a pool that leaked a chunk"] = Row(
+        _arrangement, DELETE, (CREATE,), leak_chunk, is_left()
+    )
+
+
+@pytest.mark.parametrize("is_repeated", [True, False], ids=[REPEATED, GIVEN_UP])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_killed_call_on_an_arranged_group_is_completed_or_undone(
+    name: str, is_repeated: bool, tmp_path: Path
+) -> None:
+    for trial in kills(ROWS[name], tmp_path):
+        if is_repeated:
+            assert not callable(trial.row.call)
+            assert trial.machine.call(trial.row.call).code == "OK", trial.where
+            trial.row.check(trial)
+        trial.undo()
+
+
+def test_a_volume_deleted_while_it_waits_to_grow_leaves_nothing(tmp_path: Path) -> None:
+    trial = Arranged(ROWS["overwritten: expand"], tmp_path)
+    trial.machine.service.growth_zeroer.jobs.stop()
+    trial.machine.service.growth_zeroer.grace_seconds = 0
+    assert trial.machine.call(EXPAND).code == "ABORTED"
+    assert trial.names() == {"grow-vol-a", "vol-a"}
+    trial.undo()
+
+
+def test_an_expansion_to_another_size_starts_again(tmp_path: Path) -> None:
+    trial = Arranged(ROWS["overwritten: expand"], tmp_path)
+    growth_zeroer = trial.machine.service.growth_zeroer
+    grace, growth_zeroer.grace_seconds = growth_zeroer.grace_seconds, 0
+    for size in (64, 96):
+        trial.machine.call(do.Expand("a", size * MIB))
+    growth_zeroer.grace_seconds = grace
+    assert trial.machine.call(do.Expand("a", 96 * MIB)).code == "OK"
+    assert trial.group.volumes["vol-a"].length == 24
+    trial.require_no_mark()
+    trial.machine.stop()
+
+
+MEMBERS = ("a", "b", "c")
+THICK_GROUP = Arrangement((200,), one_class)
+THIN_GROUP = Arrangement((200,), partial(THIN_CLASS, pool=Policy()))
+
+
+def take_group(trial: Arranged) -> csi.VolumeGroupSnapshot:
+    sources = [trial.machine.id_of(one) for one in MEMBERS]
+    return trial.machine.client.group_snapshot("nightly", sources)
+
+
+def delete_group(trial: Arranged) -> None:
+    members = [one.snapshot_id for one in trial.made.snapshots]
+    trial.machine.client.delete_group_snapshot(trial.made.group_snapshot_id, members)
+
+
+@pytest.mark.parametrize("arrangement", [THICK_GROUP, THIN_GROUP], ids=["thick", "thin"])
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["create", "delete"])
+def test_a_killed_group_snapshot_is_whole_or_gone(
+    is_deleted: bool, arrangement: Arrangement, tmp_path: Path
+) -> None:
+    before = tuple(do.Create(one, 32 * MIB, 0, BLOCK) for one in MEMBERS)
+    row = Row(arrangement, take_group, before)
+    if is_deleted:
+        row = Row(arrangement, delete_group, before, take_group)
+    for trial in kills(row, tmp_path):
+        client, lvm2 = trial.machine.client, trial.host.lvm2
+        assert trial.whole.count("suspend") == (0 if is_deleted else 3)
+        assert not [one for one in trial.names() if lvm2.is_suspended(trial.group.name, one)]
+        listed = client.snapshots()
+        assert len(listed) in (0, 3), "whole, or none for any caller"
+        trial.machine.service.eraser.jobs.shutdown()
+        if not listed:
+            assert trial.names() == trial.names_before, trial.where
+        trial.machine.revive()
+        if not is_deleted:
+            trial.made = take_group(trial)
+            assert trial.made.ready_to_use
+            assert len({one.creation_time.nanos for one in trial.made.snapshots}) == 1
+            assert take_group(trial) == trial.made
+        delete_group(trial)
+        assert trial.machine.client.snapshots() == []
+        trial.machine.service.eraser.jobs.shutdown()
+        assert trial.names() == trial.names_before, trial.where
+        trial.machine.stop()
+
+
+def take_two(trial: Arranged) -> list[str]:
+    """Take two snapshots of a volume, which is written to after each."""
+    device = trial.host.devices.find(trial.group.name, "vol-a")
+    assert device is not None
+    taken = []
+    for number in range(2):
+        made = trial.machine.client.snapshot(f"s-{number}", trial.machine.id_of("a"))
+        taken.append(made.snapshot_id)
+        trial.host.write_bytes(device.path, number * MIB, b"a" * 4096)
+    return taken
+
+
+def read_blocks(what: str, trial: Arranged) -> list[UserExtent] | list[Extent]:
+    base, target = trial.made
+    if what == "written":
+        return list(streams_command.extents(trial.machine.client, target, base))
+    return list(blocks(trial.machine.client, target, "" if what == "allocated" else base))
+
+
+def require_no_metadata_snapshot(trial: Arranged) -> None:
+    pool = trial.group.volumes["pool-plain"]
+    assert isinstance(pool, FakePool)
+    assert pool.held is None, trial.where
+    assert "metadataSnapshot" not in tags.decode(frozenset(pool.tags)), trial.where
+
+
+@pytest.mark.parametrize("what", ["allocated", "changed", "written"])
+def test_a_killed_reading_of_blocks_leaves_nothing_and_succeeds_when_repeated(
+    what: str, tmp_path: Path
+) -> None:
+    row = Row(THIN_GROUP, partial(read_blocks, what), (CREATE,), take_two)
+    for trial in kills(row, tmp_path):
+        assert len(trial.whole) >= 6
+        assert trial.failed, trial.where
+        require_no_metadata_snapshot(trial)
+        [one] = read_blocks(what, trial)
+        assert (one.offset_bytes, one.length_bytes) == (0, 4096 if what == "changed" else 64 << 10)
+        require_no_metadata_snapshot(trial)
+        trial.machine.stop()
+
+
+LAYOUTS = [nodes.PLAIN, pytest.param(nodes.THIN, marks=pytest.mark.long)]
+
+# What a command ends with when the service that it asks dies.
+DIED = (grpc.RpcError, errors.AgentError)
+
+
+def yes(_question: str) -> bool:
+    return True
+
+
+class TwoNodes:
+    """Two nodes, and a volume with two snapshots on the first."""
+
+    def __init__(self, directory: Path, stack: ExitStack, layout: str) -> None:
+        self.where = directory.name
+        self.is_before = self.where.endswith("True")
+        # The streams, where a trial needs them.
+        self.given: list[bytes] = []
+        # What the volume held before it moved.
+        self.content = b""
+        directory.mkdir(parents=True)
+        host = FakeHost(directory)
+        config = configured.carver(directory)
+        self.here = stack.enter_context(nodes.made(host, config, directory, "here"))
+        self.there = stack.enter_context(nodes.made(host, config, directory, "there"))
+        self.layout = layout
+        self.volume = volume_of(self.here, layout)
+        chance = random.Random(1)
+        write(self.here, "vol-db", chance, 2, (1,))
+        self.here.client.unstage(self.volume.volume_id, self.here.directory / "staging")
+        self.chance = chance
+
+    def streams(self) -> list[bytes]:
+        """A whole one, and what came after."""
+        self.here.client.snapshot("1", self.volume.volume_id)
+        write(self.here, "vol-db", self.chance, 1, (1,))
+        self.here.client.snapshot("2", self.volume.volume_id)
+        return [nodes.stream(self.here, "1"), nodes.stream(self.here, "2", since="1")]
+
+    def keep(self) -> None:
+        """Note what the volume holds, which every trial of a move must keep."""
+        self.content = self.here.content("vol-db")
+
+    def move(self) -> Move:
+        options = Options("db", self.layout)
+        stand = Stand(self.there)
+        return Move(self.here.at, stand, self.volume.volume_id, options, lambda _text: None)
+
+
+@pytest.fixture(autouse=True)
+def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each frame is put on record."""
+    monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
+    # Who is dead holds nothing, or a test says so: nobody is to wait.
+    monkeypatch.setattr("agent.extras.transfer.move_command._HELD_LOOKS", 0)
+    # The order of steps is to be the same each time.
+    monkeypatch.setattr("agent.extras.streams.form.WORKERS", 1)
+
+
+@contextmanager
+def two_nodes(directory: Path, layout: str = nodes.PLAIN) -> Iterator[TwoNodes]:
+    with ExitStack() as stack:
+        yield TwoNodes(directory, stack, layout)
+
+
+def is_over(switch: Switch) -> bool:
+    """Whether it was killed; from now on it is not."""
+    with switch._lock:
+        switch.counting = False
+        return switch.dead.is_set()
+
+
+def usable(node: Node) -> int:
+    return len(nodes.usable(node))
+
+
+def receive_all(node: Node, given: list[bytes], layout: str = nodes.PLAIN) -> None:
+    """As a person does who sees how far it is."""
+    last = next(reading.streams(io.BytesIO(given[-1]))).header
+    for one in given:
+        if streams_command.status(node.at, "copy")["chain"] != last.chain:
+            nodes.receive(node, "copy", one, layout)
+
+
+def kills_of_service(
+    directory: Path,
+    prepare: Callable[[TwoNodes], object],
+    act: Callable[[TwoNodes], object],
+    who: str = "there",
+    layout: str = nodes.PLAIN,
+    least_steps: int = -1,
+) -> Iterator[TwoNodes]:
+    """Two nodes after one's service was killed at each step of `act`, and started again."""
+    for step in itertools.count():
+        ended = False
+        for is_before in (True, False):
+            with two_nodes(directory / f"{step}{is_before}", layout) as made:
+                prepare(made)
+                node = getattr(made, who)
+                switch = Switch(step, before=is_before)
+                node.restart(switch)
+                with suppress(*DIED, StopIteration):
+                    act(made)
+                    ended = not is_over(switch)
+                if is_over(switch):
+                    node.kill()
+                yield made
+        if ended:
+            assert step > least_steps
+            return
+
+
+def send_both(made: TwoNodes) -> None:
+    made.given = made.streams()
+
+
+def receive(made: TwoNodes) -> None:
+    receive_all(made.there, made.given, made.layout)
+
+
+def send_and_receive(made: TwoNodes) -> None:
+    send_both(made)
+    receive(made)
+
+
+def finish(made: TwoNodes) -> None:
+    streams_command.finish(made.there.at, "copy")
+
+
+def abort(made: TwoNodes) -> None:
+    streams_command.abort(made.there.at, "copy", confirmed=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("act", [receive, finish, abort])
+def test_a_killed_receiver_continues_or_leaves_nothing(
+    act: Callable[[TwoNodes], None], layout: str, tmp_path: Path
+) -> None:
+    prepare = send_both if act is receive else send_and_receive
+    for made in kills_of_service(tmp_path, prepare, act, layout=layout, least_steps=2):
+        assert usable(made.there) <= (act is finish)
+        if made.is_before or act is abort:
+            act(made)
+        elif streams_command.status(made.there.at, "copy")["state"] != tag.READY:
+            abort(made)
+        if act is abort or (act is receive and not made.is_before):
+            assert made.there.names() == set()
+        elif made.is_before:
+            assert made.there.content("vol-copy") == made.here.content("snap-2")
+
+
+def send(made: TwoNodes) -> object:
+    return nodes.stream(made.here, "2", since="1")
+
+
+def compare(made: TwoNodes) -> object:
+    first, second = (one.snapshot_id for one in made.here.client.snapshots())
+    return list(blocks(made.here.client, second, first))
+
+
+@pytest.mark.parametrize("act", [send, compare])
+def test_a_killed_reading_leaves_no_snapshot_active(
+    act: Callable[[TwoNodes], object], tmp_path: Path
+) -> None:
+    found: list[object] = []
+
+    def prepare(made: TwoNodes) -> None:
+        made.streams()
+        found.append(act(made))
+
+    for made in kills_of_service(tmp_path, prepare, act, "here", nodes.THIN, 7):
+        require_inactive(made.here)
+        if act is compare:
+            assert act(made) == found[-1]
+        require_inactive(made.here)
+
+
+def require_inactive(node: Node) -> None:
+    """No snapshot is active, nor tagged as active."""
+    found = node.service.inventory.state(node.group).group(node.group).volumes.values()
+    assert not [one.name for one in found if "carver.activated=reading" in one.tags]
+    assert not [one for one in node.host.devices.active(node.group) if one.startswith("snap-")]
+
+
+def require_moved(made: TwoNodes) -> None:
+    assert (usable(made.here), usable(made.there)) == (0, 1), made.where
+    assert made.there.content("vol-db") == made.content
+
+
+def require_here(made: TwoNodes) -> None:
+    assert (usable(made.here), usable(made.there)) == (1, 0), made.where
+    assert made.here.content("vol-db") == made.content
+    assert (made.here.names(), made.there.names()) == ({"vol-db"}, set())
+
+
+def run_move(made: TwoNodes) -> None:
+    made.move().run()
+
+
+def finish_move(made: TwoNodes) -> None:
+    made.move().finish()
+
+
+def undo_move(made: TwoNodes) -> None:
+    made.move().undo(confirmed=yes, is_nowhere=yes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("who", [pytest.param("here", marks=pytest.mark.long), "there"])
+def test_a_move_with_a_killed_service_leaves_one_usable(
+    who: str, layout: str, tmp_path: Path
+) -> None:
+    trials = kills_of_service(tmp_path, TwoNodes.keep, run_move, who, layout, 4)
+    for number, made in enumerate(trials):
+        assert usable(made.here) + usable(made.there) <= 1, made.where
+        # Completed, or undone: each after every other step, and both ways of dying.
+        if (number // 2 + made.is_before) % 2:
+            run_move(made)
+            require_moved(made)
+            finish_move(made)
+            assert made.here.names() == set()
+        else:
+            with suppress(errors.NotMoved):
+                undo_move(made)
+            require_here(made)
+
+
+@pytest.mark.parametrize("act", [undo_move, finish_move])
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_a_killed_end_of_a_move_is_completed_by_the_same_command(
+    who: str, act: Callable[[TwoNodes], None], tmp_path: Path
+) -> None:
+    def prepare(made: TwoNodes) -> None:
+        made.keep()
+        run_move(made)
+
+    for made in kills_of_service(tmp_path, prepare, act, who):
+        assert usable(made.here) + usable(made.there) <= 1, made.where
+        with suppress(errors.NotMoved, grpc.RpcError):
+            act(made)
+        if act is undo_move:
+            require_here(made)
+        else:
+            require_moved(made)
+            assert (made.there.names(), made.here.names()) == ({"vol-db"}, set())
+
+
+def calls_of(node: Node) -> list[tuple[object, str]]:
+    """The calls by which a command changes something, with the object that has each."""
+    calls = carver_pb2.DESCRIPTOR.services_by_name["Transfer"].methods
+    once = [(node.transfer, one.name) for one in calls if not one.server_streaming]
+    return [*once, (node.client, "snapshot"), (node.client, "delete_snapshot")]
+
+
+@pytest.mark.parametrize(
+    ("is_before", "undone"),
+    [
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.long),
+        pytest.param(False, False, marks=pytest.mark.long),
+        (False, True),
+    ],
+)
+def test_a_killed_command_that_moves_is_continued_or_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, undone: bool
+) -> None:
+    for step in itertools.count():
+        with two_nodes(tmp_path / str(step)) as made:
+            made.keep()
+            left = iter(range(step, -1000, -1))
+
+            def die(act: Callable[[], Any], left: Iterator[int] = left) -> Any:
+                """Take a step, or die before or after it; a dead command takes no more."""
+                now = next(left)
+                if now < 0 or (is_before and now == 0):
+                    raise Killed
+                answer = act()
+                if now == 0:
+                    raise Killed
+                return answer
+
+            def calling(call: Callable[..., Any], die: Any = die) -> Callable[..., Any]:
+                return lambda *words: die(partial(call, *words))
+
+            moving = made.move()
+            remote = moving._remote
+            ask, feed = remote.ask, remote.feed
+            monkeypatch.setattr(remote, "ask", lambda *words, d=die, a=ask: d(partial(a, *words)))
+            monkeypatch.setattr(
+                remote,
+                "feed",
+                lambda *words, write, d=die, f=feed: d(partial(f, *words, write=write)),
+            )
+            ended = False
+            with monkeypatch.context() as patched, suppress(Killed):
+                for owner, name in calls_of(made.here):
+                    patched.setattr(owner, name, calling(getattr(owner, name)))
+                moving.run()
+                ended = True
+            # If it held the volume, the hold has expired.
+            made.here.service.context.holds._held.clear()
+            assert usable(made.here) + usable(made.there) <= 1, step
+            if undone:
+                with suppress(errors.NotMoved):
+                    undo_move(made)
+                require_here(made)
+            else:
+                run_move(made)
+                require_moved(made)
+                finish_move(made)
+                assert made.here.names() == set()
+        if ended:
+            assert step > 15
+            return
+
+
+class Dying(nodes.Wrapped):
+    """A device that is open in a process that dies at one of its steps."""
+
+    def __init__(self, device: Opened, steps: Iterator[int]) -> None:
+        super().__init__(device)
+        self._steps = steps
+
+    def write(self, offset_bytes: int, data: Bytes) -> None:
+        self._step()
+        super().write(offset_bytes, data)
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        self._step()
+        super().zero_out(offset_bytes, length_bytes)
+
+    def flush(self) -> None:
+        self._step()
+        super().flush()
+
+    def _step(self) -> None:
+        if next(self._steps) < 0:
+            raise Killed
+
+
+def test_a_killed_command_that_receives_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in itertools.count():
+        with two_nodes(tmp_path / str(step)) as made:
+            given = made.streams()
+            left = iter(range(step, -1000, -1))
+
+            def calling(call: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
+                def dying_call(request: Message) -> Any:
+                    if next(left) < 0:
+                        raise Killed
+                    return call(request)
+
+                return dying_call
+
+            kernel = made.there.at.host.kernel
+            opened = kernel.opened
+
+            @contextmanager
+            def dying(
+                device: str, *, to_write: bool = False, left: Any = left, opened: Any = opened
+            ) -> Iterator[Opened]:
+                with opened(device, to_write=to_write) as found:
+                    yield Dying(found, left)
+
+            ended = False
+            with monkeypatch.context() as patched, suppress(Killed):
+                for owner, name in calls_of(made.there):
+                    if owner is made.there.transfer:
+                        patched.setattr(owner, name, calling(getattr(owner, name)))
+                patched.setattr(kernel, "opened", dying)
+                receive_all(made.there, given)
+                ended = True
+            found = streams_command.status(made.there.at, "copy")
+            first = next(reading.streams(io.BytesIO(given[0]))).header
+            if found["into"] == first.chain:
+                # From there on only.
+                rest = nodes.stream(made.here, "1", offset_bytes=found["offset_bytes"])
+                nodes.receive(made.there, "copy", rest)
+            receive_all(made.there, given)
+            assert made.there.content("vol-copy") == made.here.content("snap-2")
+        if ended:
+            assert step > 10
+            return

@@ -4,6 +4,7 @@ The two seams, programs and the kernel, are wrapped from outside: nothing in Car
 A process that was killed does nothing more, whichever of its threads asks.
 """
 
+import itertools
 import random
 import threading
 import time
@@ -49,6 +50,12 @@ CHANGING = frozenset(
 CHANGING_DEVICES = frozenset(
     {"suspend", "resume", "reserve_metadata", "release_metadata", "close_leftovers"}
 )
+
+
+def stops(taken: Sequence[str]) -> Iterator[tuple[int, bool]]:
+    """Each of a call's steps, and whether the kill comes before it or after it."""
+    assert taken, "the call takes no step"
+    return itertools.product(range(len(taken)), (True, False))
 
 
 def _named(words: Sequence[str]) -> str:
