@@ -82,6 +82,11 @@ def _refuse(code: str) -> NoReturn:
     raise _Refused(code)
 
 
+def _refuse_if(condition: object, code: str) -> None:
+    if condition:
+        _refuse(code)
+
+
 @dataclass
 class Model:
     """A node. Paths are names within one directory."""
@@ -110,12 +115,12 @@ class Model:
         """What there is to be seen."""
         over = {one.volume for one in self.places.values() if one.kind == "block" and one.read_only}
         snapshots = (
+            # It is active whenever its source is.
             (
                 name,
                 one.area_bytes,
                 one.was.formatted,
                 "ready",
-                # It is active whenever its source is.
                 self.volumes[one.source].active,
                 "auto",
             )
@@ -125,21 +130,15 @@ class Model:
             (name, one.size_bytes, one.formatted, "ready", one.active, one.read_ahead)
             for name, one in self.volumes.items()
         )
+        places = ((path, one.volume, one.kind, one.read_only) for path, one in self.places.items())
+        mappings = ((name, one.open_bytes) for name, one in self.volumes.items() if one.open_bytes)
         return State(
-            volumes=tuple(sorted((*volumes, *snapshots))),
-            places=tuple(
-                sorted(
-                    (path, one.volume, one.kind, one.read_only) for path, one in self.places.items()
-                )
-            ),
-            loops=tuple(sorted((name, 1) for name in over)),
-            entries=tuple(sorted(self.entries.items())),
+            volumes=do.ordered((*volumes, *snapshots)),
+            places=do.ordered(places),
+            loops=do.ordered((name, 1) for name in over),
+            entries=do.ordered(self.entries.items()),
             free_bytes=self.free_bytes,
-            mappings=tuple(
-                sorted(
-                    (name, one.open_bytes) for name, one in self.volumes.items() if one.open_bytes
-                )
-            ),
+            mappings=do.ordered(mappings),
         )
 
     def apply(self, call: do.Call) -> Outcome:
@@ -194,8 +193,7 @@ class Model:
                 self._unmount(call.volume, call.path)
                 self.entries.pop(call.path, None)
                 if do.is_inline(call.volume):
-                    if self.of(call.volume):
-                        _refuse("FAILED_PRECONDITION")
+                    _refuse_if(self.of(call.volume), "FAILED_PRECONDITION")
                     self.volumes.pop(call.volume, None)
             case do.Stats():
                 place = self._at(call.volume, call.path)
@@ -215,20 +213,16 @@ class Model:
     # The Controller
 
     def _create(self, call: do.Create) -> object:
-        if 0 < call.limit_bytes < call.required_bytes:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(0 < call.limit_bytes < call.required_bytes, "INVALID_ARGUMENT")
         parameters = dict(call.parameters)
         if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION, REENCRYPT}:
             _refuse("INVALID_ARGUMENT")
-        if REENCRYPT in parameters and ENCRYPTION not in parameters:
-            _refuse("INVALID_ARGUMENT")
-        if parameters.get("carver/class", CLASS) != CLASS:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(REENCRYPT in parameters and ENCRYPTION not in parameters, "INVALID_ARGUMENT")
+        _refuse_if(parameters.get("carver/class", CLASS) != CLASS, "INVALID_ARGUMENT")
         read_ahead = _read_ahead(call.mutable)
         _refuse_rates(call.mutable)
         there = self.volumes.get(call.volume)
-        if there is not None and there.source != call.source:
-            _refuse("ALREADY_EXISTS")
+        _refuse_if(there is not None and there.source != call.source, "ALREADY_EXISTS")
         if there is not None and not _is_within(call, there.capacity_bytes):
             _refuse("ALREADY_EXISTS")
         was = self._source(call) if there is None else None
@@ -249,8 +243,7 @@ class Model:
         planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)) + header)
         if there is None and call.limit_bytes and planned - header > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
-        if was is not None and encrypted != bool(header):
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(was is not None and encrypted != bool(header), "INVALID_ARGUMENT")
         made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
         made.reencrypts = REENCRYPT in parameters
         if there is None:
@@ -260,14 +253,12 @@ class Model:
             bridge = 0
             if call.source[0] == do.OF_VOLUME and was is not None:
                 bridge = _area(was.size_bytes, 20)
-            if planned + bridge > self.free_bytes:
-                _refuse("RESOURCE_EXHAUSTED")
+            _refuse_if(planned + bridge > self.free_bytes, "RESOURCE_EXHAUSTED")
             there = self.volumes[call.volume] = made
             made.read_ahead = read_ahead or "auto"
             if was is not None:
                 self.volumes[self._volume_of(call.source)].active = True
-        if (there.use, there.fs_type) != (made.use, made.fs_type):
-            _refuse("ALREADY_EXISTS")
+        _refuse_if((there.use, there.fs_type) != (made.use, made.fs_type), "ALREADY_EXISTS")
         if (encrypted, made.reencrypts) != (bool(there.header_bytes), there.reencrypts):
             _refuse("ALREADY_EXISTS")
         self._tune(call.volume, read_ahead)
@@ -282,8 +273,7 @@ class Model:
 
     def _modify(self, call: do.Modify) -> None:
         read_ahead = _read_ahead(call.mutable)
-        if not call.mutable:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(not call.mutable, "INVALID_ARGUMENT")
         self._require(call.volume)
         _refuse_rates(call.mutable)
         self._tune(call.volume, read_ahead)
@@ -293,8 +283,7 @@ class Model:
         volume = self.volumes[name]
         if read_ahead in ("", volume.read_ahead):
             return
-        if self.has_snapshots(name):
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(self.has_snapshots(name), "FAILED_PRECONDITION")
         volume.read_ahead = read_ahead
 
     def _source(self, call: do.Create) -> Volume | None:
@@ -304,14 +293,12 @@ class Model:
             return None
         if kind == do.OF_VOLUME:
             return self._require_own_key(name)
-        if name not in self.snapshots:
-            _refuse("NOT_FOUND")
+        _refuse_if(name not in self.snapshots, "NOT_FOUND")
         return self.snapshots[name].was
 
     def _require_own_key(self, name: str) -> Volume:
         volume = self._require(name)
-        if volume.awaits_own:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(volume.awaits_own, "FAILED_PRECONDITION")
         return volume
 
     def _volume_of(self, source: tuple[str, str]) -> str:
@@ -327,17 +314,14 @@ class Model:
         made.contents, made.fs_bytes, made.key = was.contents, was.fs_bytes, was.key
 
     def _snapshot(self, call: do.Snapshot) -> object:
-        if call.volume == do.MALFORMED or do.is_inline(call.volume):
-            _refuse("NOT_FOUND")
+        _refuse_if(call.volume == do.MALFORMED or do.is_inline(call.volume), "NOT_FOUND")
         there = self.snapshots.get(call.snapshot)
         if there is None:
             was = self._require_own_key(call.volume)
-            if was.size_bytes > self.free_bytes:
-                _refuse("RESOURCE_EXHAUSTED")
+            _refuse_if(was.size_bytes > self.free_bytes, "RESOURCE_EXHAUSTED")
             there = Snapshot(call.volume, copy.deepcopy(was), was.size_bytes)
             self.snapshots[call.snapshot] = there
-        if there.source != call.volume:
-            _refuse("ALREADY_EXISTS")
+        _refuse_if(there.source != call.volume, "ALREADY_EXISTS")
         return there.was.capacity_bytes
 
     def has_snapshots(self, volume: str) -> bool:
@@ -345,12 +329,10 @@ class Model:
         return any(one.source == volume for one in self.snapshots.values())
 
     def _delete(self, call: do.Delete) -> None:
-        if call.volume == do.ELSEWHERE:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(call.volume == do.ELSEWHERE, "FAILED_PRECONDITION")
         if do.is_inline(call.volume):
             return
-        if self.of(call.volume) or self.has_snapshots(call.volume):
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(self.of(call.volume) or self.has_snapshots(call.volume), "FAILED_PRECONDITION")
         self.volumes.pop(call.volume, None)
 
     def _validate(self, call: do.Validate) -> bool:
@@ -365,8 +347,7 @@ class Model:
         return volume.capacity_bytes >= LEAST_BYTES[fs_type]
 
     def _expand(self, call: do.Expand) -> object:
-        if 0 < call.limit_bytes < call.required_bytes:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(0 < call.limit_bytes < call.required_bytes, "INVALID_ARGUMENT")
         self._grow(call)
         volume = self.volumes[call.volume]
         return volume.capacity_bytes, not volume.use.is_block
@@ -375,8 +356,7 @@ class Model:
         volume = self._require(call.volume)
         header = volume.header_bytes
         wanted = max(_extents(call.required_bytes + header), volume.size_bytes)
-        if call.limit_bytes and wanted - header > call.limit_bytes:
-            _refuse("OUT_OF_RANGE")
+        _refuse_if(call.limit_bytes and wanted - header > call.limit_bytes, "OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
             held = self.has_snapshots(call.volume)
             volume.wanted_bytes, volume.refused_bytes = (wanted, 0) if held else (0, wanted)
@@ -440,15 +420,13 @@ class Model:
         there = self.places.get(call.path)
         fs_type = call.use.fs_type or volume.fs_type
         if there is not None and (there.volume, there.kind) == (call.volume, "fs"):
-            if (volume.contents, there.read_only) != (fs_type, read_only):
-                _refuse("ALREADY_EXISTS")
+            _refuse_if((volume.contents, there.read_only) != (fs_type, read_only), "ALREADY_EXISTS")
             self._fill_device(volume, read_only, call.key)
             return
         self._check_key(volume, call.key)
         volume.active = True
         self._catch_up(call.volume)
-        if volume.use.is_block:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(volume.use.is_block, "INVALID_ARGUMENT")
         self._open(call.volume, call.key)
         try:
             self._mount(call, volume, fs_type, there, read_only)
@@ -462,20 +440,17 @@ class Model:
     ) -> None:
         self._format(volume, fs_type)
         self._make(call.path, "dir")
-        if there is not None:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(there is not None, "FAILED_PRECONDITION")
         # A superblock has one access for all of its mounts, and lives as long as any of them.
         lives = any(one.kind == "fs" for one in self.of(call.volume).values())
-        if lives and volume.superblock_read_only != read_only:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(lives and volume.superblock_read_only != read_only, "FAILED_PRECONDITION")
         volume.superblock_read_only = read_only
         self.places[call.path] = Place(call.volume, "fs", read_only)
 
     @staticmethod
     def _check_key(volume: Volume, key: str) -> None:
         """A key for what is encrypted, and for nothing else."""
-        if bool(key) != bool(volume.header_bytes):
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(bool(key) != bool(volume.header_bytes), "INVALID_ARGUMENT")
 
     def _open(self, name: str, key: str) -> None:
         """An encrypted volume, by its key; in use elsewhere it stays as it is."""
@@ -483,8 +458,7 @@ class Model:
         if not volume.header_bytes or (volume.open_bytes and self.of(name)):
             return
         volume.open_bytes = 0
-        if volume.key not in ("", key):
-            _refuse("UNAUTHENTICATED")
+        _refuse_if(volume.key not in ("", key), "UNAUTHENTICATED")
         volume.key, volume.open_bytes = key, volume.capacity_bytes
         volume.awaits_own = False
 
@@ -497,10 +471,8 @@ class Model:
     def _grow_open(volume: Volume, key: str) -> None:
         """An open volume grows by its key only."""
         if 0 < volume.open_bytes < volume.capacity_bytes:
-            if not key:
-                _refuse("FAILED_PRECONDITION")
-            if key != volume.key:
-                _refuse("UNAUTHENTICATED")
+            _refuse_if(not key, "FAILED_PRECONDITION")
+            _refuse_if(key != volume.key, "UNAUTHENTICATED")
             volume.open_bytes = volume.capacity_bytes
 
     def _fill_device(self, volume: Volume, read_only: bool, key: str) -> None:
@@ -513,22 +485,18 @@ class Model:
             self._settle_whole(volume)
 
     def _format(self, volume: Volume, fs_type: str) -> None:
-        if volume.contents not in ("", fs_type):
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(volume.contents not in ("", fs_type), "FAILED_PRECONDITION")
         if volume.is_foreign and not volume.formatted and volume.source == do.NO_SOURCE:
             _refuse("FAILED_PRECONDITION")
         if not volume.contents:
-            if volume.formatted:
-                _refuse("FAILED_PRECONDITION")
-            if volume.capacity_bytes < LEAST_BYTES[fs_type]:
-                _refuse("OUT_OF_RANGE")
+            _refuse_if(volume.formatted, "FAILED_PRECONDITION")
+            _refuse_if(volume.capacity_bytes < LEAST_BYTES[fs_type], "OUT_OF_RANGE")
             volume.contents, volume.fs_bytes = fs_type, volume.open_bytes or volume.size_bytes
         volume.formatted = volume.formatted or fs_type
 
     def _publish(self, call: do.Publish) -> None:
         volume = self._require(call.volume)
-        if not volume.active:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(not volume.active, "FAILED_PRECONDITION")
         read_only = call.read_only or call.use.mode == do.READER_ONLY
         kind = "block" if call.use.is_block else "fs"
         if kind == "block" and volume.header_bytes and not volume.open_bytes:
@@ -537,30 +505,24 @@ class Model:
             staged = self.places.get(call.staging)
             if staged is None or (staged.volume, staged.kind) != (call.volume, "fs"):
                 _refuse("FAILED_PRECONDITION")
-            if staged.read_only and not read_only:
-                _refuse("FAILED_PRECONDITION")
+            _refuse_if(staged.read_only and not read_only, "FAILED_PRECONDITION")
         there = self.places.get(call.path)
         repeated = there is not None and (there.volume, there.kind) == (call.volume, kind)
         if repeated:
-            if there != Place(call.volume, kind, read_only):
-                _refuse("ALREADY_EXISTS")
+            _refuse_if(there != Place(call.volume, kind, read_only), "ALREADY_EXISTS")
             return
         elsewhere = self.of(call.volume).keys() - {call.staging, call.path}
-        if elsewhere and call.use.mode != do.MULTI_WRITER:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(elsewhere and call.use.mode != do.MULTI_WRITER, "FAILED_PRECONDITION")
         self._make(call.path, "dir" if kind == "fs" else "file")
-        if there is not None:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(there is not None, "FAILED_PRECONDITION")
         self.places[call.path] = Place(call.volume, kind, read_only)
 
     def _publish_inline(self, call: do.PublishInline) -> None:
-        if call.use.is_block:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(call.use.is_block, "INVALID_ARGUMENT")
         use = replace(call.use, mode=do.READER_ONLY) if call.read_only else call.use
         read_only = use.mode == do.READER_ONLY
         there = self.places.get(call.path)
-        if there is not None and there.volume != call.volume:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(there is not None and there.volume != call.volume, "FAILED_PRECONDITION")
         if self.of(call.volume).keys() - {call.path} or self.entries.get(call.path) == "file":
             _refuse("FAILED_PRECONDITION")
         fs_type = use.fs_type or DEFAULT_FS_TYPE
@@ -578,25 +540,23 @@ class Model:
 
     def _unmount(self, name: str, path: str) -> None:
         there = self.places.get(path)
-        if there is not None and there.volume != name:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(there is not None and there.volume != name, "FAILED_PRECONDITION")
         self.places.pop(path, None)
 
     def _node_expand(self, call: do.NodeExpand) -> int:
-        if 0 < call.limit_bytes < call.required_bytes:
-            _refuse("INVALID_ARGUMENT")
+        _refuse_if(0 < call.limit_bytes < call.required_bytes, "INVALID_ARGUMENT")
         # At any place of it: kubelet's path may be a pod's that ended.
         every = self.of(call.volume)
         place = every.get(call.path) or next(iter(every.values()), None)
         if place is None:
             _refuse("NOT_FOUND")
         volume = self.volumes[call.volume]
-        told = volume.open_bytes or volume.size_bytes
-        enough = call.required_bytes <= told
+        size_bytes = volume.open_bytes or volume.size_bytes
+        enough = call.required_bytes <= size_bytes
         is_due = volume.wanted_bytes > volume.size_bytes or volume.refused_bytes > 0
-        if is_due or not enough or (call.limit_bytes and told > call.limit_bytes):
+        if is_due or not enough or (call.limit_bytes and size_bytes > call.limit_bytes):
             self._grow(call)
-            told = volume.capacity_bytes
+            size_bytes = volume.capacity_bytes
         if 0 < volume.open_bytes < volume.capacity_bytes and call.key != volume.key:
             self._stays(volume)  # of UNAUTHENTICATED kubelet would keep a pod from starting
         self._grow_open(volume, call.key)
@@ -607,7 +567,7 @@ class Model:
                 self._stays(volume)  # the kernel grows no file system through a read-only mount
             volume.fs_bytes = volume.capacity_bytes
         self._settle(volume)
-        return told
+        return size_bytes
 
     # Behind the back
 
@@ -627,10 +587,8 @@ class Model:
             one.active, one.open_bytes = False, 0
 
     def _require(self, name: str) -> Volume:
-        if name == do.ELSEWHERE:
-            _refuse("FAILED_PRECONDITION")
-        if name not in self.volumes or do.is_inline(name):
-            _refuse("NOT_FOUND")
+        _refuse_if(name == do.ELSEWHERE, "FAILED_PRECONDITION")
+        _refuse_if(name not in self.volumes or do.is_inline(name), "NOT_FOUND")
         return self.volumes[name]
 
     def _at(self, name: str, path: str) -> Place:
@@ -641,8 +599,7 @@ class Model:
 
     def _make(self, path: str, kind: str) -> None:
         """Have a directory or a file at a path; a bound device lies where a file does."""
-        if self.entries.setdefault(path, kind) != kind:
-            _refuse("FAILED_PRECONDITION")
+        _refuse_if(self.entries.setdefault(path, kind) != kind, "FAILED_PRECONDITION")
 
 
 def _read_ahead(mutable: tuple[tuple[str, str], ...]) -> str:
@@ -661,8 +618,7 @@ def _is_within(call: do.Create, size_bytes: int) -> bool:
 
 def _refuse_rates(mutable: tuple[tuple[str, str], ...]) -> None:
     """The volumes here are no RAID's."""
-    if RATE in dict(mutable):
-        _refuse("INVALID_ARGUMENT")
+    _refuse_if(RATE in dict(mutable), "INVALID_ARGUMENT")
 
 
 def _area(size_bytes: int, percent: int) -> int:

@@ -354,12 +354,12 @@ class Machine:
             volume = names.get(number, "?") if number is not None else "?"
             places.append((Path(mount.path).name, volume, kind, mount.read_only))
         return State(
-            volumes=tuple(sorted(_described(volumes))),
-            places=tuple(sorted(places)),
-            loops=tuple(sorted(loops)),
-            entries=tuple(sorted((one.name, _kind(one)) for one in self.host.directory.iterdir())),
+            volumes=do.ordered(_described(volumes)),
+            places=do.ordered(places),
+            loops=do.ordered(loops),
+            entries=do.ordered((one.name, _kind(one)) for one in self.host.directory.iterdir()),
             free_bytes=self._free_extents(group) * group.extent_size_bytes,
-            mappings=tuple(sorted(mappings)),
+            mappings=do.ordered(mappings),
         )
 
     def _free_extents(self, group: report.Group) -> int:

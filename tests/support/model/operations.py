@@ -1,8 +1,11 @@
 """What callers and operators do, as values: what the model answers and the driver calls."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 MIB = 1 << 20
+T = TypeVar("T", bound=tuple[Any, ...])
 
 WRITER = "SINGLE_NODE_WRITER"
 MULTI_WRITER = "SINGLE_NODE_MULTI_WRITER"
@@ -197,6 +200,11 @@ class Outcome:
 
     code: str
     value: object = None
+
+
+def ordered(rows: Iterable[T]) -> tuple[T, ...]:
+    """The rows of a state in their order."""
+    return tuple(sorted(rows))
 
 
 @dataclass(frozen=True)
