@@ -38,9 +38,9 @@ def code_of(call: Callable[[], None]) -> str:
     return "OK"
 
 
-def test_the_document_tells_of_every_mode_with_and_without_readonly() -> None:
-    told = sorted((mode, read_only) for mode, read_only, _ in rows())
-    assert told == sorted(
+def test_the_document_has_every_mode_with_and_without_readonly() -> None:
+    documented = sorted((mode, read_only) for mode, read_only, _ in rows())
+    assert documented == sorted(
         (mode, one) for mode in Mode.DESCRIPTOR.values_by_name for one in (False, True)
     )
 

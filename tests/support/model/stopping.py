@@ -21,32 +21,16 @@ from mount.kernel import Kernel
 
 T = TypeVar("T")
 
-# What of the kernel changes something. All else only looks.
+# The kernel's calls that change something. All others only read.
 CHANGING = frozenset(
     {
-        "make_directory",
-        "make_file",
-        "remove_directory",
-        "remove_file",
-        "mount",
-        "bind",
-        "unmount",
-        "grow_ext4",
-        "grow_xfs",
-        "grow_btrfs",
-        "zero_out",
-        "flush",
-        "copy",
-        "write",
-        "sync_btrfs",
-        "sync",
-        "discard",
-        "loop_configure",
-        "loop_clear",
-        "loop_set_capacity",
+        *("make_directory", "make_file", "remove_directory", "remove_file"),
+        *("mount", "bind", "unmount", "grow_ext4", "grow_xfs", "grow_btrfs"),
+        *("zero_out", "flush", "copy", "write", "sync_btrfs", "sync", "discard"),
+        *("loop_configure", "loop_clear", "loop_set_capacity"),
     }
 )
-# The same of the devices of volumes.
+# Those of the devices of volumes.
 CHANGING_DEVICES = frozenset(
     {"suspend", "resume", "reserve_metadata", "release_metadata", "close_leftovers"}
 )
@@ -111,7 +95,7 @@ class Switch:
         return through
 
     def converse(self, converse: Converse) -> Converse:
-        """The seam `mount.command.Converse`, through the switch: a step is what a shell is told."""
+        """The seam `mount.command.Converse`, through the switch: each line is a step."""
 
         def start(
             *words: str, prompt: str, environment: Mapping[str, str], report: str
@@ -135,15 +119,14 @@ class Switch:
         return cast(Devices, _Through(devices, self))
 
     def _step(self, name: str, take: Callable[[], T], *, changes: bool = True) -> T:
-        if changes:
-            self.gate(name)
-            if self.waits is not None:
-                time.sleep(self.waits.choice((0, 0, 0.0005, 0.002)))
         if not changes:
             # It may hang, on a disk that is dead: the others go on.
             if self.dead.is_set():
                 raise Killed
             return take()
+        self.gate(name)
+        if self.waits is not None:
+            time.sleep(self.waits.choice((0, 0, 0.0005, 0.002)))
         with self._lock:
             if self.dead.is_set():
                 raise Killed
