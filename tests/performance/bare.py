@@ -15,9 +15,8 @@ class Bare:
 
     def __init__(self, group: str, name: str, folder: Path) -> None:
         device = self._device = f"/dev/{group}/{name}"
-        staging, target = self._staging, self._target = (
-            str(folder / f"bare-{one}") for one in ("staging", "target")
-        )
+        staging = self._staging = str(folder / "bare-staging")
+        target = self._target = str(folder / "bare-target")
         # As Carver has both made: what is compared is the way there.
         made = ("--yes", "--wipesignatures", "y", "--zero", "y", "--setautoactivation", "n")
         options = [word for pair in FILE_SYSTEMS["ext4"].options.items() for word in pair]
