@@ -1,20 +1,23 @@
-"""What is read of a snapshot that is not active: by the kernel's header, past the page cache."""
+"""COW stores of snapshots: the kernel's header, read past the page cache, and the tables."""
 
 import struct
 from pathlib import Path
 
 import pytest
-from fakes.devices import FakeDevices
-from fakes.known import inventory
-from fakes.lvm import FakeLvm
+from fakes.known import inventory, machine
 
 from lvm import devices, report, volumes
 from lvm.devices import Devices
-from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 
 EXTENT = 4 << 20
 SNAPSHOT = 0x70416E53
+
+
+@pytest.fixture(autouse=True)
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks have direct I/O, not each file system."""
+    monkeypatch.setattr("os.O_DIRECT", 0)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +35,7 @@ def test_a_header_tells_whether_its_snapshot_can_be_read(header: bytes, lost: bo
     assert devices.is_lost(header) == lost
 
 
-def test_a_header_is_read_where_the_area_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Disks have it, not each file system.
-    monkeypatch.setattr("os.O_DIRECT", 0)
+def test_a_header_is_read_where_the_area_begins(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(EXTENT) + struct.pack("<4I", SNAPSHOT, 0, 1, 8) + bytes(8192))
     assert Devices().overflowed(str(disk), EXTENT) is True
@@ -53,17 +52,16 @@ def store(chunk_bytes: int, *copied: int) -> bytes:
     for first in range(0, len(copied) + 1, each):
         own = copied[first : first + each]
         begins = 2 + first + first // each
-        told = b"".join(struct.pack("<2Q", old, begins + n) for n, old in enumerate(own))
-        image += told.ljust(chunk_bytes, b"\0") + bytes(each * chunk_bytes)
+        table = b"".join(struct.pack("<2Q", old, begins + n) for n, old in enumerate(own))
+        image += table.ljust(chunk_bytes, b"\0") + bytes(each * chunk_bytes)
     return bytes(image)
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 8192])
 @pytest.mark.parametrize("tables", [0, 1, 2.5])
-def test_a_store_tells_which_chunks_it_has_copies_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, tables: float
+def test_a_store_lists_the_chunks_that_it_has_copies_of(
+    tmp_path: Path, chunk_bytes: int, tables: float
 ) -> None:
-    monkeypatch.setattr("os.O_DIRECT", 0)
     count = int(tables * chunk_bytes // 16)
     copied = [(number * 7919) % 100_003 for number in range(count)]
     disk = tmp_path / "store"
@@ -78,10 +76,7 @@ def test_a_store_tells_which_chunks_it_has_copies_of(
     "header",
     [(SNAPSHOT, 0, 1, 8), (SNAPSHOT, 1, 2, 8), (SNAPSHOT, 1, 1, 0), (0, 0, 0, 0), (1, 1, 1, 8)],
 )
-def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: tuple[int, ...]
-) -> None:
-    monkeypatch.setattr("os.O_DIRECT", 0)
+def test_a_store_that_cannot_be_read_is_refused(tmp_path: Path, header: tuple[int, ...]) -> None:
     disk = tmp_path / "store"
     disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
     with pytest.raises(mount_errors.BadReport):
@@ -89,9 +84,7 @@ def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
 
 
 def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
-    fake = FakeLvm(FakeDevices())
-    fake.add_group("data", [10, 10])
-    lvm = Lvm(lambda *words: fake(words), settings=())
+    lvm, fake = machine(10, 10)
     own_tags = {"name": "a", "source": "vol-a", "size": str(EXTENT), "time": "0"}
     first, second = (disk.name for disk in report.read(lvm).group("data").disks)
     volumes.create(lvm, "data", volumes.New("vol-a", EXTENT, {"name": "a"}), disks=[first])

@@ -18,9 +18,7 @@ def sysfs(tmp_path: Path) -> Sysfs:
     return made
 
 
-def test_disks_partitions_and_loop_devices_over_files_may_be_physical_volumes(
-    sysfs: Sysfs,
-) -> None:
+def test_disks_partitions_and_loop_devices_may_be_physical_volumes(sysfs: Sysfs) -> None:
     sysfs.add("nvme0n1", "259:0")
     sysfs.add("nvme0n1p1", "259:1", disk="nvme0n1")
     sysfs.add("loop0", "7:0", loop__backing_file="/var/lib/disk.img")
@@ -33,7 +31,7 @@ def test_disks_partitions_and_loop_devices_over_files_may_be_physical_volumes(
     }
 
 
-def test_who_may_have_written_a_disk_is_told_by_all_that_it_stands_on(sysfs: Sysfs) -> None:
+def test_the_kind_of_a_disk_depends_on_all_that_is_below_it(sysfs: Sysfs) -> None:
     foreign = ("rbd0", "nbd3", "drbd1000", "zd16")
     for number, name in enumerate(foreign):
         sysfs.add(name, f"24{number}:0")
@@ -52,18 +50,10 @@ def test_who_may_have_written_a_disk_is_told_by_all_that_it_stands_on(sysfs: Sys
     }
 
 
-def test_the_groups_with_active_volumes_on_a_disk_are_told_by_the_kernel(sysfs: Sysfs) -> None:
-    sysfs.add("sdb", "8:16")
-    sysfs.volume("dm-0", "253:0", "sda")
-    sysfs.add("dm-1", "253:1", on=("sdb",), dm__uuid="CRYPT-LUKS2-x")
-    devices = BlockDevices(sysfs.root)
-    assert devices.active_groups("sda") == {GROUP_OF_VOLUMES}
-    assert devices.active_groups("sdb") == frozenset()
-
-
-def test_a_disk_that_volumes_are_on_stays_one_and_the_volumes_are_none(sysfs: Sysfs) -> None:
+def test_active_volumes_are_no_disks_and_name_the_group_of_theirs(sysfs: Sysfs) -> None:
     sysfs.volume("dm-0", "253:0", "sda")
     sysfs.volume("dm-1", "253:1", "dm-0")
+    assert BlockDevices(sysfs.root).active_groups("sda") == {GROUP_OF_VOLUMES}
     assert sysfs.excluded() == {
         "dm-0": Excluded(Why.VOLUME, "data-dm-0"),
         "dm-1": Excluded(Why.VOLUME, "data-dm-1"),
@@ -71,7 +61,7 @@ def test_a_disk_that_volumes_are_on_stays_one_and_the_volumes_are_none(sysfs: Sy
     assert str(sysfs.excluded()["dm-0"]) == "it is the logical volume data-dm-0"
 
 
-def test_nothing_that_stands_on_a_volume_is_looked_into_through_any_stack(sysfs: Sysfs) -> None:
+def test_no_device_above_a_volume_is_read_through_any_stack(sysfs: Sysfs) -> None:
     volume = os.makedev(253, 0)
     sysfs.volume("dm-0", "253:0", "sda")
     # kubelet's loop device over a bind mount of the node, with the guest's partitions.
@@ -88,7 +78,7 @@ def test_nothing_that_stands_on_a_volume_is_looked_into_through_any_stack(sysfs:
     assert "sda" not in found
 
 
-def test_of_what_is_under_a_loop_device_nothing_is_guessed(sysfs: Sysfs) -> None:
+def test_a_loop_device_over_something_unknown_is_excluded(sysfs: Sysfs) -> None:
     sysfs.add("loop0", "7:0")
     sysfs.add("loop0p1", "259:1", disk="loop0")
     unknown = Excluded(Why.UNKNOWN, "loop0")
@@ -97,10 +87,14 @@ def test_of_what_is_under_a_loop_device_nothing_is_guessed(sysfs: Sysfs) -> None
     assert sysfs.excluded(loop0=os.makedev(253, 9))["loop0"] == unknown
 
 
-def test_a_loop_device_over_a_disk_is_not_a_second_disk(sysfs: Sysfs) -> None:
+def test_a_loop_device_over_a_device_is_not_a_second_disk(sysfs: Sysfs) -> None:
     sysfs.add("loop0", "7:0")
-    found = sysfs.excluded(loop0=os.makedev(8, 0))
+    sysfs.add("loop1", "7:1")
+    found = sysfs.excluded(loop0=os.makedev(8, 0), loop1=0)
     assert found == {"loop0": Excluded(Why.SECOND_VIEW, "sda")}
+    # Over each other: no endless loop.
+    found = sysfs.excluded(loop0=os.makedev(7, 1), loop1=os.makedev(7, 0))
+    assert found["loop0"] == Excluded(Why.SECOND_VIEW, "loop1")
 
 
 @pytest.mark.parametrize(
@@ -112,40 +106,26 @@ def test_a_loop_device_over_a_disk_is_not_a_second_disk(sysfs: Sysfs) -> None:
         ("bcache0", {}),
     ],
 )
-def test_what_another_device_is_made_of_is_taken_and_that_device_is_a_disk(
+def test_the_disks_below_another_device_are_taken_and_that_device_is_a_disk(
     sysfs: Sysfs, name: str, more: dict[str, str]
 ) -> None:
     sysfs.add("sdb", "8:16")
     sysfs.add(name, "240:0", on=("sda", "sdb"), **more)
     sysfs.volume("dm-7", "253:7", name)
     taken = Excluded(Why.TAKEN, name)
-    assert sysfs.excluded() == {
-        "sda": taken,
-        "sdb": taken,
-        "dm-7": Excluded(Why.VOLUME, "data-dm-7"),
-    }
+    volume = Excluded(Why.VOLUME, "data-dm-7")
+    assert sysfs.excluded() == {"sda": taken, "sdb": taken, "dm-7": volume}
+    assert BlockDevices(sysfs.root).active_groups("sda") == frozenset()
 
 
-def test_what_is_no_disk_is_left_out(sysfs: Sysfs) -> None:
-    sysfs.add("sr0", "11:0")
-    sysfs.add("fd0", "2:0")
-    sysfs.add("zram0", "252:0")
+def test_other_devices_are_excluded(sysfs: Sysfs) -> None:
+    for name, number in (("sr0", "11:0"), ("fd0", "2:0"), ("zram0", "252:0")):
+        sysfs.add(name, number)
     sysfs.add("nvme0c0n1", "259:0", hidden="1")
-    assert {name: one.why for name, one in sysfs.excluded().items()} == {
-        "sr0": Why.NO_DISK,
-        "fd0": Why.NO_DISK,
-        "zram0": Why.NO_DISK,
-        "nvme0c0n1": Why.PATH,
-    }
-
-
-def test_a_device_that_goes_while_it_is_looked_at_is_empty(sysfs: Sysfs) -> None:
+    # A device that goes away meanwhile.
     (sysfs.root / "class/block/sdz").symlink_to("../../devices/gone")
-    assert sysfs.excluded() == {"sdz": Excluded(Why.EMPTY)}
-
-
-def test_devices_that_stand_on_each_other_are_no_endless_tale(sysfs: Sysfs) -> None:
-    sysfs.add("loop0", "7:0")
-    sysfs.add("loop1", "7:1")
-    found = sysfs.excluded(loop0=os.makedev(7, 1), loop1=os.makedev(7, 0))
-    assert found["loop0"] == Excluded(Why.SECOND_VIEW, "loop1")
+    assert {name: one.why for name, one in sysfs.excluded().items()} == {
+        **dict.fromkeys(("sr0", "fd0", "zram0"), Why.NO_DISK),
+        "nvme0c0n1": Why.PATH,
+        "sdz": Why.EMPTY,
+    }

@@ -3,13 +3,11 @@
 import random
 
 import pytest
-from fakes.devices import FakeDevices
-from fakes.known import inventory
-from fakes.lvm import FakeDisk, FakeLvm
+from fakes.known import inventory, machine
+from fakes.lvm import FakeLvm
 
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
-from agent.core.inventory import Inventory
 from agent.operations import health
 from agent.operations.health import Reason
 from lvm import caches, errors, report
@@ -20,20 +18,25 @@ from lvm.thin import Policy
 from lvm.volumes import New
 
 EXTENT = 4 << 20
+SIZES = ((0, 16), (0, 40), (5, 0), (33.3, 0), (100, 0))
+
+
+def state(chance: random.Random, most: int, *tags: tuple[str, ...]) -> tuple[Lvm, FakeLvm, Reserve]:
+    """A group in a random state, and the size of its caches."""
+    lvm, fake = machine(*(chance.randint(0, 60) for _ in range(chance.randint(1, most))))
+    for disk in fake.groups["data"].disks:
+        disk.tags = set(chance.choice(tags))
+        disk.allocatable = chance.random() < 0.9
+    percent, size = chance.choice(SIZES)
+    return lvm, fake, Reserve(size << 20, percent)
 
 
 def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_states() -> None:
     chance = random.Random(3)
     room = 0
     for _ in range(1000):
-        fake = FakeLvm(FakeDevices())
-        disks = [chance.randint(0, 60) for _ in range(chance.randint(1, 6))]
-        for disk in fake.add_group("data", disks).disks:
-            disk.tags = set(chance.choice(((), (report.FAST,))))
-            disk.allocatable = chance.random() < 0.9
-        percent, size = chance.choice(((0, 16), (0, 40), (5, 0), (33.3, 0), (100, 0)))
-        cache = Cache(size=Reserve(size << 20, percent))
-        lvm = Lvm(lambda *words, fake=fake: fake(words), settings=())
+        lvm, _, size = state(chance, 6, (), (report.FAST,))
+        cache = Cache(size=size)
         group = report.read(lvm).group("data")
         maximum = caches.maximum_bytes(group, cache)
         if group.fast_free_extents and any(not disk.fast for disk in group.disks):
@@ -50,21 +53,15 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states(
     chance = random.Random(5)
     rooms = {True: 0, False: 0}
     for _ in range(1_000):
-        fake = FakeLvm(FakeDevices())
-        disks = [chance.randint(0, 60) for _ in range(chance.randint(1, 5))]
-        for disk in fake.add_group("data", disks).disks:
-            disk.tags = set(chance.choice(((), (), (report.FAST,))))
-            disk.allocatable = chance.random() < 0.9
-        percent, size = chance.choice(((0, 16), (0, 40), (5, 0), (33.3, 0), (100, 0)))
+        lvm, fake, size = state(chance, 5, (), (), (report.FAST,))
         one = DeviceClass(
             "thin",
             "data",
             layout=Layout("thin"),
             reserve=Reserve(percent=chance.choice((0, 0, 10))),
             pool=Policy(chance.choice((1.0, 1.5)), Reserve(percent=chance.choice((10, 50, 100)))),
-            cache=Cache(chance.choice(caches.KINDS), "writeback", Reserve(size << 20, percent)),
+            cache=Cache(chance.choice(caches.KINDS), "writeback", size),
         )
-        lvm = Lvm(lambda *words, fake=fake: fake(words), settings=())
         known = inventory(fake, "data")
         allocator = Allocators([one], known).of(one)
         group = known.state().group("data")
@@ -97,58 +94,37 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states(
         (Cache("writecache", "writeback"), "from a backup"),
     ],
 )
-def test_the_loss_of_a_fast_disk_is_told_by_what_was_on_it_alone(cache: Cache, words: str) -> None:
-    fake = FakeLvm(FakeDevices())
-    slow, fast = fake.add_group("data", [40, 40]).disks
-    fast.tags = {report.FAST}
-    lvm = Lvm(lambda *words: fake(words), settings=())
-    own_tags = {"name": "pvc-1", "cache": cache.tag_value(40 << 20, EXTENT)}
-    group = report.read(lvm).group("data")
-    caches.create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags), cache)
-    fake.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    _check_each_loss(inventory(fake, "data"), slow, fast, words)
-
-
-@pytest.mark.parametrize(
-    ("cache", "words"),
-    [
-        (Cache(), "no data are lost"),
-        (Cache(mode="writeback"), "from a backup"),
-        (Cache("writecache", "writeback"), "from a backup"),
-    ],
-)
-def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
-    cache: Cache, words: str
+@pytest.mark.parametrize("is_pool", [False, True], ids=["a volume's", "a pool's"])
+def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
+    cache: Cache, words: str, is_pool: bool
 ) -> None:
-    fake = FakeLvm(FakeDevices())
-    slow, fast = fake.add_group("data", [40, 40]).disks
+    lvm, fake = machine(40, 40)
+    slow, fast = fake.groups["data"].disks
     fast.tags = {report.FAST}
-    lvm = Lvm(lambda *words: fake(words), settings=())
-    one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
     known = inventory(fake, "data")
     group = known.state().group("data")
-    own_tags = {"name": "pvc-1"}
-    Allocators([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags))
-    # What lvm2 says of the pool alone holds for what is in it.
-    fake.groups["data"].volumes["pool-thin"].health = "partial"
-    _check_each_loss(known, slow, fast, words)
-
-
-def _check_each_loss(known: Inventory, slow: FakeDisk, fast: FakeDisk, words: str) -> None:
-    for disk, told in ((fast, words), (slow, "from a backup")):
+    if is_pool:
+        one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
+        new = New("vol-pvc-1", 40 << 20, {"name": "pvc-1"})
+        Allocators([one], known).of(one).create(lvm, group, new)
+    else:
+        own_tags = {"name": "pvc-1", "cache": cache.tag_value(40 << 20, EXTENT)}
+        caches.create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags), cache)
+    # lvm2 reports it of the pool, not of the volumes in it.
+    fake.groups["data"].volumes["pool-thin" if is_pool else "vol-pvc-1"].health = "partial"
+    for disk, what in ((fast, words), (slow, "from a backup")):
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.all(known.state())
         [problem] = health.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
-        assert told in problem.message
+        assert what in problem.message
 
 
 def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
-    fake = FakeLvm(FakeDevices())
-    fake.add_group("data", [40, 40]).disks[1].tags = {report.FAST}
-    lvm = Lvm(lambda *words: fake(words), settings=())
+    lvm, fake = machine(40, 40)
+    fake.groups["data"].disks[1].tags = {report.FAST}
     known = inventory(fake, "data")
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)

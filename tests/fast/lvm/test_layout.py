@@ -8,8 +8,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from fakes.devices import FakeDevices
-from fakes.lvm import FakeLvm, FakeVolume
+from fakes.known import machine
+from fakes.lvm import FakeVolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,12 +30,6 @@ LAYOUTS = [
 EXTENT = 4 << 20
 
 
-def machine(free: list[int]) -> tuple[Lvm, FakeLvm]:
-    fake = FakeLvm(FakeDevices())
-    fake.add_group("data", free)
-    return Lvm(lambda *words: fake(words), settings=()), fake
-
-
 def make(lvm: Lvm, group: report.Group, name: str, size_bytes: int, shape: Layout) -> None:
     disks = layout.placement(group, shape)
     new = volumes.New(name, size_bytes, {})
@@ -44,7 +38,7 @@ def make(lvm: Lvm, group: report.Group, name: str, size_bytes: int, shape: Layou
 
 def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:
     """What is reported can be made, and one row more cannot; disks are free, used, allocatable."""
-    lvm, fake = machine([free + used for free, used, _ in disks])
+    lvm, fake = machine(*(free + used for free, used, _ in disks))
     there = fake.groups["data"]
     filler = FakeVolume("filler", "0", {})
     for disk, (_, used, allocatable) in zip(there.disks, disks, strict=True):
@@ -93,7 +87,7 @@ def test_the_same_holds_for_ten_thousand_states() -> None:
 def test_a_volume_grows_by_the_maximum_and_no_further(
     free: list[int], shape: Layout, rows: int
 ) -> None:
-    lvm, _ = machine([one + 5 for one in free])
+    lvm, _ = machine(*(one + 5 for one in free))
     size = rows * shape.stripes * EXTENT
     make(lvm, report.read(lvm).group("data"), "v", size, shape)
     group = report.read(lvm).group("data")
@@ -115,7 +109,7 @@ def test_a_volume_grows_by_the_maximum_and_no_further(
     reserve=st.integers(0, 80),
 )
 def test_the_reserve_stays_free(free: list[int], shape: Layout, reserve: int) -> None:
-    lvm, fake = machine(free)
+    lvm, fake = machine(*free)
     group = report.read(lvm).group("data")
     maximum = layout.maximum_bytes(group, shape, reserve)
     if maximum:
@@ -129,7 +123,7 @@ def test_the_reserve_stays_free(free: list[int], shape: Layout, reserve: int) ->
     [(Reserve(), 0), (Reserve(size_bytes=1), 1), (Reserve(percent=10), 10), (Reserve(0, 0.5), 1)],
 )
 def test_a_reserve_is_rounded_up_to_extents(reserve: Reserve, extents: int) -> None:
-    lvm, _ = machine([60, 40])
+    lvm, _ = machine(60, 40)
     assert reserve.extents(report.read(lvm).group("data")) == extents
 
 
@@ -162,7 +156,7 @@ def test_a_layout_that_cannot_be_says_why(
 
 
 def test_disks_are_chosen_by_their_room_and_equal_ones_by_their_order() -> None:
-    lvm, _ = machine([5, 9, 9, 7])
+    lvm, _ = machine(5, 9, 9, 7)
     group = report.read(lvm).group("data")
     chosen = layout.placement(group, Layout("striped", stripes=3))
     assert chosen == tuple(group.disks[index].name for index in (1, 2, 3))
@@ -171,6 +165,6 @@ def test_disks_are_chosen_by_their_room_and_equal_ones_by_their_order() -> None:
 
 def test_too_few_disks_have_room_for_nothing() -> None:
     for count, shape in itertools.product((1, 2, 3), LAYOUTS[1:]):
-        lvm, _ = machine([50] * count)
+        lvm, _ = machine(*[50] * count)
         maximum = layout.maximum_bytes(report.read(lvm).group("data"), shape)
         assert (maximum > 0) == (count >= shape.disks)

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.devices import FakeDevices
-from fakes.lvm import FakeLvm
+from fakes.known import machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +17,6 @@ from lvm.volumes import New
 
 EXTENT = 4 << 20
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-
-
-def machine(*extents: int) -> tuple[Lvm, FakeLvm]:
-    fake = FakeLvm(FakeDevices())
-    fake.add_group("data", extents)
-    return Lvm(lambda *words: fake(words), settings=()), fake
 
 
 def group_of(lvm: Lvm) -> report.Group:
