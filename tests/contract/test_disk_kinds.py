@@ -8,7 +8,7 @@ import configured
 import expect
 import pytest
 from laying import lay
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.core import errors
 from agent.core.settings import Config, GroupDefinition
@@ -66,6 +66,12 @@ def config(group: str, tmp_path: Path) -> Config:
     return configured.carver(tmp_path, group, classes=classes)
 
 
+def made_of(directory: Path, name: str, *disks: str) -> Config:
+    """A group that Carver makes of these disks."""
+    definitions = (GroupDefinition(name, disks),)
+    return configured.carver(directory, name, devices=disks, definitions=definitions)
+
+
 OF_EACH_KIND = pytest.mark.parametrize("kind", chosen.kinds(BELOW, usual=[]), indirect=True)
 
 
@@ -85,17 +91,14 @@ def test_volumes_on_it_live_as_on_any_other_disk(
     client.unstage(volume.volume_id, staging)
 
     raw = client.create("pvc-2", SIZE, block())
-    device = host.devices.find(group, "vol-pvc-2")
-    assert device is not None
+    path = device(host, group, "vol-pvc-2")
     data = [b"what was there before".ljust(4096, b"."), b"what came then".ljust(4096, b".")]
-    host.write_bytes(device.path, SIZE - 4096, data[0])
+    host.write_bytes(path, SIZE - 4096, data[0])
     snapshot = client.snapshot("nightly", raw.volume_id)
-    host.write_bytes(device.path, SIZE - 4096, data[1])
+    host.write_bytes(path, SIZE - 4096, data[1])
     copy = client.create("pvc-3", SIZE, block(), source=of_snapshot(snapshot.snapshot_id))
     for name, there in (("vol-pvc-3", data[0]), ("vol-pvc-2", data[1])):
-        found = host.devices.find(group, name)
-        assert found is not None
-        assert host.read_bytes(found.path, SIZE - 4096, 4096) == there
+        assert host.read_bytes(device(host, group, name), SIZE - 4096, 4096) == there
     # Through a loop device of its own.
     client.stage(copy, staging, block())
     client.publish(copy, staging, target, block(), read_only=True)
@@ -124,7 +127,7 @@ def test_thin_volumes_on_it_share_a_pool_with_their_snapshots(
 
 
 @OF_EACH_KIND
-def test_it_is_found_and_what_it_is_made_of_is_no_disk_itself(host: AnyHost, kind: str) -> None:
+def test_it_is_found_and_the_disks_below_it_are_excluded(host: AnyHost, kind: str) -> None:
     with host.disk(kind, DISK) as disk:
         path = host.kernel.real_path(disk)
         host.label(disk)
@@ -143,9 +146,7 @@ def test_it_is_found_and_what_it_is_made_of_is_no_disk_itself(host: AnyHost, kin
 @OF_EACH_KIND
 def test_carver_makes_a_group_of_it(host: AnyHost, tmp_path: Path, disk: str) -> None:
     name = f"kinds-made-{tmp_path.parent.name[-6:]}"
-    config = configured.carver(
-        tmp_path, name, devices=(disk,), definitions=(GroupDefinition(name, (disk,)),)
-    )
+    config = made_of(tmp_path, name, disk)
     lvm, laid = lay(host, config)
     assert laid.failures == {}
     assert laid.group(report.read(lvm), name).free_extents == 50
@@ -159,10 +160,7 @@ def test_a_group_is_not_made_of_disks_with_blocks_of_two_sizes(
     host: AnyHost, tmp_path: Path, disk: str, usual: str
 ) -> None:
     name = f"kinds-mixed-{tmp_path.parent.name[-6:]}"
-    config = configured.carver(
-        tmp_path, name, devices=(disk, usual), definitions=(GroupDefinition(name, (disk, usual)),)
-    )
-    lvm, laid = lay(host, config)
+    lvm, laid = lay(host, made_of(tmp_path, name, disk, usual))
     known = report.read(lvm)
     with pytest.raises(errors.GroupRefused) as refused:
         laid.group(known, name)

@@ -1,7 +1,6 @@
-"""Groups that Carver makes: of devices that are vacant, or on a file; otherwise nothing is done."""
+"""Groups that Carver makes of vacant devices or on a file; it refuses anything else."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def name(tmp_path: Path) -> str:
     return f"made-{tmp_path.parent.name[-6:]}-{tmp_path.name[-20:]}".replace("_", "-")[:40]
 
 
-def test_a_group_is_made_of_blank_devices_by_one_command_and_left_alone_afterwards(
+def test_a_group_is_made_of_blank_devices_by_one_command_once(
     host: AnyHost, tmp_path: Path, name: str
 ) -> None:
     devices = [host.new_device(DISK) for _ in range(3)]
@@ -65,25 +64,17 @@ def test_a_group_is_made_of_blank_devices_by_one_command_and_left_alone_afterwar
     assert laid.group(report.read(again), name).uuid == made.uuid
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda host, device: host.write(device, "ext4"), ["holds ext4", "wipefs --all"]),
-        (lambda host, device: host.partition(device), ["holds dos", "wipefs --all"]),
-    ],
-    ids=["file system", "partition table"],
-)
+@pytest.mark.parametrize("contents", ["ext4", "dos"])
 def test_a_device_that_holds_something_is_refused_and_no_other_is_touched(
-    host: AnyHost,
-    tmp_path: Path,
-    name: str,
-    spoil: Callable[[AnyHost, str], None],
-    words: list[str],
+    host: AnyHost, tmp_path: Path, name: str, contents: str
 ) -> None:
     blank, other, last = (host.new_device(DISK) for _ in range(3))
-    spoil(host, other)
+    if contents == "dos":
+        host.partition(other)
+    else:
+        host.write(other, contents)
     lvm, laid = lay(host, of_devices(tmp_path, name, blank, other, last))
-    for word in (name, other, "restart Carver", *words):
+    for word in (name, other, "restart Carver", f"holds {contents}", "wipefs --all"):
         assert word in refusal(lvm, laid, name)
     assert not [words for words in host.commands if "vgcreate" in words]
     assert name not in report.read(lvm).groups
@@ -136,26 +127,20 @@ def test_one_device_by_two_names_is_refused(host: AnyHost, tmp_path: Path, name:
     assert "same device" in refusal(lvm, laid, name)
 
 
-def test_a_making_that_was_killed_half_way_is_finished(
-    host: AnyHost, tmp_path: Path, name: str
+def test_a_vgcreate_that_was_killed_half_way_is_finished(
+    host: AnyHost, group: str, tmp_path: Path, name: str
 ) -> None:
     devices = [host.new_device(DISK) for _ in range(2)]
     host.label(devices[0])
+    known = report.read(host.lvm)
+    assert group in known.groups
+    assert known.orphans == (devices[0],)
     lvm, laid = lay(host, of_devices(tmp_path, name, *devices))
     assert laid.failures == {}
     assert disks(lvm, name) == sorted(devices)
 
 
-def test_a_disk_without_a_group_keeps_nothing_from_being_read(
-    host: AnyHost, group: str, tmp_path: Path
-) -> None:
-    host.label(device := host.new_device(DISK))
-    known = report.read(host.lvm)
-    assert group in known.groups
-    assert known.orphans == (device,)
-
-
-def test_a_device_that_is_listed_later_is_not_added_but_told(
+def test_a_device_that_is_listed_later_is_reported_and_not_added(
     host: AnyHost, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, blank, full = (host.new_device(DISK) for _ in range(3))
@@ -191,12 +176,11 @@ def test_groups_on_files_come_back_when_their_loop_devices_are_gone(
 ) -> None:
     names = [f"{name}-{number}" for number in range(2)]
     files = [BackingFile(tmp_path / "state" / one, 65 * MIB) for one in names]
+    pairs = zip(names, files, strict=True)
     config = configured.carver(
         tmp_path,
         classes=tuple(DeviceClass(name=one, group=one) for one in names),
-        definitions=tuple(
-            GroupDefinition(one, file=file) for one, file in zip(names, files, strict=True)
-        ),
+        definitions=tuple(GroupDefinition(one, file=file) for one, file in pairs),
     )
     lvm, laid = lay(host, config)
     assert laid.failures == {}
@@ -220,12 +204,8 @@ def test_a_file_has_blocks_of_its_own_where_lvm2_keeps_the_group(
     host: AnyHost, tmp_path: Path, name: str
 ) -> None:
     # A power loss takes blocks back that were given to a hole just before.
-    config = configured.carver(
-        tmp_path,
-        name,
-        definitions=(GroupDefinition(name, file=BackingFile(tmp_path / "f", 65 * MIB)),),
-    )
-    lvm, laid = lay(host, config)
+    definition = GroupDefinition(name, file=BackingFile(tmp_path / "f", 65 * MIB))
+    lvm, laid = lay(host, configured.carver(tmp_path, name, definitions=(definition,)))
     [device] = lvm.devices
     try:
         assert laid.failures == {}
@@ -239,14 +219,10 @@ def test_a_group_that_cannot_be_made_leaves_the_others_alone(
 ) -> None:
     good, bad = host.new_device(DISK), host.new_device(DISK)
     host.write(bad, "ext4")
+    classes = DeviceClass("good", name, default=True), DeviceClass("bad", f"{name}-bad")
+    definitions = GroupDefinition(f"{name}-bad", (bad,)), GroupDefinition(name, (good,))
     config = configured.carver(
-        tmp_path,
-        classes=(
-            DeviceClass(name="good", group=name, default=True),
-            DeviceClass(name="bad", group=f"{name}-bad"),
-        ),
-        devices=(good, bad),
-        definitions=(GroupDefinition(f"{name}-bad", (bad,)), GroupDefinition(name, (good,))),
+        tmp_path, classes=classes, devices=(good, bad), definitions=definitions
     )
     lvm, laid = lay(host, config)
     assert laid.group(report.read(lvm), name).name == name

@@ -6,7 +6,7 @@ from pathlib import Path
 import chosen
 import expect
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -30,16 +30,11 @@ def group(host: AnyHost) -> str:
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
     thin, size = Layout("thin"), Reserve(size_bytes=8 * MIB)
+    twice, reserve = Policy(2.0, size, chunk_size_bytes=256 << 10), Reserve(size_bytes=16 * MIB)
     classes = (
         DeviceClass("thick", group, default=True),
         DeviceClass("thin", group, layout=thin, pool=Policy(size=size)),
-        DeviceClass(
-            "twice",
-            group,
-            layout=thin,
-            reserve=Reserve(size_bytes=16 * MIB),
-            pool=Policy(over_provisioning=2.0, size=size, chunk_size_bytes=256 << 10),
-        ),
+        DeviceClass("twice", group, layout=thin, reserve=reserve, pool=twice),
     )
     return Config(**{**vars(config), "classes": classes})
 
@@ -87,7 +82,7 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
 
 
 @pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "given up"])
-def test_a_pool_over_whose_making_lvm2_died_is_made_anew_or_removed(
+def test_a_half_made_pool_is_made_anew_or_removed(
     client: Client, host: AnyHost, group: str, service: Service, is_wanted: bool
 ) -> None:
     client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
@@ -125,9 +120,7 @@ def test_a_pool_promises_what_it_can_become_and_not_one_extent_more(client: Clie
 
 
 @pytest.mark.variation
-def test_an_over_provisioned_pool_promises_so_many_times_what_it_can_become(
-    client: Client,
-) -> None:
+def test_an_over_provisioned_pool_promises_a_multiple(client: Client) -> None:
     # Less the metadata, their spare, and the reserve of four extents.
     assert maximum(client, TWICE) == 2 * 24 * EXTENT
     with expect.code("RESOURCE_EXHAUSTED", "2 times"):
@@ -182,16 +175,14 @@ def test_a_volume_in_use_is_not_deleted(client: Client, host: AnyHost) -> None:
     client.unstage(volume.volume_id, staging)
 
 
-def test_dmeventd_is_asked_to_watch_neither_a_pool_nor_the_area_of_a_snapshot(
+def test_dmeventd_watches_neither_a_pool_nor_a_cow_store(
     client: Client, service: Service, host: AnyHost, group: str
 ) -> None:
     volume = client.create("pvc-1", 5 * EXTENT, block(), parameters=THIN)
     thick = client.create("pvc-2", 8 * EXTENT, block())
     snapshots = [client.snapshot("snap-1", volume.volume_id)]
     snapshots.append(client.snapshot("snap-2", thick.volume_id, {"size": "4Mi"}))
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device is not None
-    host.write_bytes(device.path, 0, b"x" * (2 * EXTENT))
+    host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"x" * (2 * EXTENT))
     assert service.autoextender.step(0)
     assert host.watched(group) == set()
     for snapshot in snapshots:
@@ -201,9 +192,7 @@ def test_dmeventd_is_asked_to_watch_neither_a_pool_nor_the_area_of_a_snapshot(
 def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    first, second = (
-        client.create(name, 8 * MIB, block(), parameters=THIN) for name in ("pvc-1", "pvc-2")
-    )
+    first, second = (client.create(one, 8 * MIB, block(), parameters=THIN) for one in "ab")
     client.delete(first.volume_id)
     assert "pool-thin" in report.read(host.lvm).group(group).volumes
     host.commands.clear()
@@ -215,16 +204,14 @@ def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
     assert report.read(host.lvm).group(group).free_extents == 30
 
 
-def test_a_pool_that_leaked_a_chunk_when_its_disk_failed_is_overwritten_whole_and_given_back(
+def test_a_pool_that_leaked_a_chunk_is_overwritten_whole_and_given_back(
     client: Client, service: Service, host: AnyHost, group: str
 ) -> None:
     mark = b"a secret".ljust(4096, b"!")
     earlier, last = (
         client.create(name, 8 * MIB, block(), parameters=TWICE) for name in ("pvc-1", "pvc-2")
     )
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
-    host.write_bytes(device.path, 0, mark)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 0, mark)
     client.delete(earlier.volume_id)
     host.leak_chunk(group, "pool-twice", "vol-pvc-2")
     left = []
@@ -271,22 +258,20 @@ def test_a_thin_snapshot_is_made_in_two_commands_and_is_whole_without_its_origin
     client: Client, host: AnyHost, group: str
 ) -> None:
     volume = client.create("pvc-1", 16 * MIB, block(), parameters=THIN)
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
-    host.write_bytes(device.path, 4 * MIB, b"before  " * 512)
+    path = device(host, group, "vol-pvc-1")
+    host.write_bytes(path, 4 * MIB, b"before  " * 512)
     started(host)
     snapshot = client.snapshot("1", volume.volume_id)
     assert started(host) == ["lvm fullreport", "lvm lvcreate"]
     assert (snapshot.ready_to_use, snapshot.size_bytes) == (True, 16 * MIB)
     made = report.read(host.lvm).group(group).volume("snap-1")
     assert (made.origin, made.read_only) == ("vol-pvc-1", True)
-    host.write_bytes(device.path, 4 * MIB, b"after   " * 512)
+    host.write_bytes(path, 4 * MIB, b"after   " * 512)
     client.delete(volume.volume_id)
     assert client.snapshots() == [snapshot]
     copy = client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
-    copied = host.devices.find(group, "vol-pvc-2")
-    assert copied
-    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"before  " * 512
+    copied = device(host, group, "vol-pvc-2")
+    assert host.read_bytes(copied, 4 * MIB, 4096) == b"before  " * 512
     client.delete(copy.volume_id)
     started(host)
     client.delete_snapshot(snapshot.snapshot_id)
@@ -312,15 +297,12 @@ def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
     client: Client, host: AnyHost, group: str, to: str
 ) -> None:
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
-    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 4 * MIB, b"contents" * 512)
     source = of_volume(volume.volume_id)
     copy = client.create("pvc-2", 12 * MIB, block(), parameters={"class": to}, source=source)
     assert copy.capacity_bytes == 12 * MIB
-    copied = host.devices.find(group, "vol-pvc-2")
-    assert copied
-    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"contents" * 512
+    copied = device(host, group, "vol-pvc-2")
+    assert host.read_bytes(copied, 4 * MIB, 4096) == b"contents" * 512
     left = set(report.read(host.lvm).group(group).volumes)
     assert not {name for name in left if name.startswith(("copy", "snap"))}
 
@@ -337,9 +319,7 @@ def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger
     client: Client, host: AnyHost, group: str
 ) -> None:
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
-    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 4 * MIB, b"contents" * 512)
     snapshot = client.snapshot("1", volume.volume_id)
     started(host)
     of = of_snapshot(snapshot.snapshot_id)
@@ -354,6 +334,4 @@ def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger
     client.delete(volume.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
     for name in ("vol-pvc-2", "vol-pvc-3"):
-        found = host.devices.find(group, name)
-        assert found
-        assert host.read_bytes(found.path, 4 * MIB, 4096) == b"contents" * 512
+        assert host.read_bytes(device(host, group, name), 4 * MIB, 4096) == b"contents" * 512

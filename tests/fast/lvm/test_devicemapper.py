@@ -89,26 +89,27 @@ class Driver:
         assert request & ~0xFF == 0xC138FD00, "the size of struct dm_ioctl is in it"
         major, _, _, size, *_, flags, _, _, number = struct.unpack_from("=3I5I2IQ", buffer)
         assert (major, size) == (4, len(buffer))
-        if request & 0xFF == 6:
-            assert flags in (0, 1 << 1), "what is written is flushed, and a file system frozen"
-        elif request & 0xFF not in (4, 7, 14):
-            assert flags & 1 << 11, "a look must not have the target flush"
+        command = request & 0xFF
+        if command == 6:
+            assert flags in (0, 1 << 1), "writes are flushed, and a file system frozen"
+        elif command not in (4, 7, 14):
+            assert flags & 1 << 11, "the target must not flush for a status"
         name = buffer[48:176].partition(b"\0")[0].decode()
-        if request & 0xFF == 2:
+        if command == 2:
             self.lists += 1
             return self._fill(self._list(), 0, buffer)
         for known, one in list(self.devices.items()):
             if (name and known == name) or (not name and one.number == number):
-                if request & 0xFF == 4:
+                if command == 4:
                     del self.devices[known]
                     return 0
-                if request & 0xFF in (6, 7):
-                    return self._flow(request & 0xFF, one, flags, buffer)
-                if request & 0xFF == 14:
+                if command in (6, 7):
+                    return self._flow(command, one, flags, buffer)
+                if command == 14:
                     return self._hear(one, buffer)
                 if flags & 1 << 4:
                     return self._answer(12, Mapped(one.number, targets=one.table), buffer)
-                return self._answer(request & 0xFF, one, buffer)
+                return self._answer(command, one, buffer)
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
 
     def _hear(self, one: Mapped, buffer: bytearray) -> int:
@@ -183,14 +184,14 @@ def mapper(driver: Driver, tmp_path: Path) -> DeviceMapper:
 
 
 @pytest.mark.parametrize(("target", "expected"), LINES, ids=lambda one: str(one)[:40])
-def test_a_target_s_line_is_understood(
+def test_a_target_s_line_is_parsed(
     driver: Driver, mapper: DeviceMapper, target: tuple[str, str], expected: devicemapper.Status
 ) -> None:
     driver.devices["data-web"] = Mapped(1, targets=[target])
     assert mapper.status("data-web") == (expected,)
 
 
-def test_a_volume_tells_of_all_that_it_stands_on(driver: Driver, mapper: DeviceMapper) -> None:
+def test_the_status_has_all_devices_below(driver: Driver, mapper: DeviceMapper) -> None:
     disk = 0x801
     driver.devices |= {
         "data-web": Mapped(5, [4], [("thin", "2048 2047")]),
@@ -214,7 +215,7 @@ def test_every_target_of_a_device_is_read_however_many_there_are(
     assert max(driver.asked) > min(driver.asked)
 
 
-def test_a_device_is_taken_away(driver: Driver, mapper: DeviceMapper) -> None:
+def test_a_device_is_removed(driver: Driver, mapper: DeviceMapper) -> None:
     driver.devices |= {"data-web": Mapped(1), "data-other": Mapped(2)}
     mapper.remove("data-web")
     assert list(mapper.events()) == ["data-other"]
@@ -234,33 +235,31 @@ def test_a_device_is_suspended_and_resumed(driver: Driver, mapper: DeviceMapper)
     assert not mapper.is_suspended("data-web")
 
 
-def test_what_is_not_there_is_not_suspended(mapper: DeviceMapper) -> None:
+def test_a_missing_device_has_no_status_and_is_not_suspended(mapper: DeviceMapper) -> None:
+    assert mapper.status("data-web") == ()
     assert not mapper.is_suspended("data-web")
     with pytest.raises(OSError, match="No such device"):
         mapper.suspend("data-web")
 
 
-def test_what_is_not_there_has_no_status(mapper: DeviceMapper) -> None:
-    assert mapper.status("data-web") == ()
+def test_without_a_control_node_nothing_is_known(tmp_path: Path) -> None:
+    none = DeviceMapper(tmp_path / "none")
+    assert (none.status("data-web"), none.own_status("data-web"), none.events()) == ((), (), {})
+    with pytest.raises(FileNotFoundError):
+        none.number("data-web")
 
 
-def test_no_control_node_is_no_status_and_no_name(tmp_path: Path) -> None:
-    assert DeviceMapper(tmp_path / "none").status("data-web") == ()
-    assert DeviceMapper(tmp_path / "none").own_status("data-web") == ()
-    assert DeviceMapper(tmp_path / "none").events() == {}
-
-
-def test_all_devices_tell_of_their_events_at_once(driver: Driver, mapper: DeviceMapper) -> None:
+def test_the_events_of_all_devices_are_read_at_once(driver: Driver, mapper: DeviceMapper) -> None:
     assert mapper.events() == {}
     driver.devices |= {f"data-web{n}": Mapped(n + 1, events=n % 7) for n in range(1000)}
-    told = {name: (one.number, one.events) for name, one in driver.devices.items()}
-    assert mapper.events() == told
+    expected = {name: (one.number, one.events) for name, one in driver.devices.items()}
+    assert mapper.events() == expected
     lists = driver.lists
-    assert mapper.events() == told
+    assert mapper.events() == expected
     assert driver.lists == lists + 1, "the size of the answer is known by then"
 
 
-def test_a_device_alone_is_asked_by_one_ioctl(driver: Driver, mapper: DeviceMapper) -> None:
+def test_the_status_of_a_device_alone_is_one_ioctl(driver: Driver, mapper: DeviceMapper) -> None:
     driver.devices |= {
         "data-snap": Mapped(3, [1, 2], [("snapshot", "16/8192 16")]),
         "data-vol-real": Mapped(1, [0x801], [("linear", "")]),
@@ -270,7 +269,7 @@ def test_a_device_alone_is_asked_by_one_ioctl(driver: Driver, mapper: DeviceMapp
     assert len(driver.asked) == 1
 
 
-def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
+def test_the_writes_to_all_cow_stores_are_read_at_once(
     driver: Driver, mapper: DeviceMapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statistics = tmp_path / "diskstats"
@@ -286,8 +285,7 @@ def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
         "data-vol--1": Mapped(0xFD03),
         "other-snap--1-cow": Mapped(0xFD03),
     }
-    told = Devices(mapper).written("data")
-    assert told == {"snap-1": ((253, 2), 4096), "snap-2": None}
+    assert Devices(mapper).written("data") == {"snap-1": ((253, 2), 4096), "snap-2": None}
     statistics.unlink()
     assert Devices(mapper).written("data") == {"snap-1": None, "snap-2": None}
 
@@ -303,7 +301,7 @@ def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
         ("my--data-", ""),
     ],
 )
-def test_a_device_s_name_tells_its_volume(device: str, name: str) -> None:
+def test_a_device_s_name_has_its_volume_s(device: str, name: str) -> None:
     assert names.of_device("my-data", device) == name
 
 
@@ -317,7 +315,7 @@ def test_a_device_s_name_tells_its_volume(device: str, name: str) -> None:
         (Raid(SIZE, "raid1", "AA", 1, 4).synced_percent, 25.0),
     ],
 )
-def test_shares_are_told_in_percent(percent: float, expected: float) -> None:
+def test_shares_are_in_percent(percent: float, expected: float) -> None:
     assert percent == expected
 
 
@@ -329,7 +327,9 @@ def test_a_thin_volume_s_table_has_its_number(driver: Driver, mapper: DeviceMapp
     assert mapper.thin_id("data-none") is None
 
 
-def test_a_pool_is_told_to_keep_its_metadata(driver: Driver, mapper: DeviceMapper) -> None:
+def test_a_pool_gets_a_message_to_reserve_its_metadata(
+    driver: Driver, mapper: DeviceMapper
+) -> None:
     pool = driver.devices["data-pool-tpool"] = Mapped(1)
     mapper.tell("data-pool-tpool", "reserve_metadata_snap")
     assert pool.heard == ["reserve_metadata_snap"]
@@ -339,7 +339,7 @@ def test_a_pool_is_told_to_keep_its_metadata(driver: Driver, mapper: DeviceMappe
         mapper.tell("data-other-tpool", "reserve_metadata_snap")
 
 
-def test_a_kernel_that_takes_no_such_request_is_no_answer(tmp_path: Path) -> None:
+def test_an_unsupported_ioctl_is_no_answer(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.touch()
     # A plain file, by the real ioctl(2): ENOTTY.
@@ -355,11 +355,6 @@ def test_a_device_is_found_by_its_name(driver: Driver, mapper: DeviceMapper) -> 
     driver.devices["data-web"] = Mapped(0x10FD03)
     assert mapper.number("data-web") == (253, 259)
     assert mapper.number("data-other") is None
-
-
-def test_where_device_mapper_does_not_answer_nothing_is_said_of_a_device(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        DeviceMapper(tmp_path / "none").number("data-web")
 
 
 @pytest.fixture
@@ -389,38 +384,33 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
-def test_a_volume_is_looked_for_at_the_same_cost_however_many_devices_there_are(
+def test_the_cost_of_finding_a_volume_does_not_grow_with_the_devices(
     driver: Driver, mapper: DeviceMapper, reads: list[str]
 ) -> None:
     driver.devices |= {
         f"data-vol--{minor}": Mapped(0x10_0000 * (minor >> 8) | 0xFD00 | minor & 0xFF)
         for minor in range(300)
     }
-    looked = Devices(mapper)
     for minor in (0, 299):
-        found = looked.find("data", f"vol-{minor}")
+        found = Devices(mapper).find("data", f"vol-{minor}")
         assert found is not None
         assert (found.path, found.number) == (f"/dev/dm-{minor}", (253, minor))
         assert len(reads) <= 3
         reads.clear()
-    assert looked.find("data", "vol-inactive") is None
+    assert Devices(mapper).find("data", "vol-inactive") is None
     assert reads == []
 
 
 @pytest.mark.usefixtures("reads")
-def test_a_device_of_no_sectors_is_none(driver: Driver, mapper: DeviceMapper) -> None:
-    driver.devices["data-vol--7"] = Mapped(0xFD07)
-    looked = Devices(mapper)
-    assert looked.find("data", "vol-7") is not None
-    (devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
-    assert looked.find("data", "vol-7") is None
-
-
-def test_a_volume_is_found_where_device_mapper_does_not_answer(
-    reads: list[str], tmp_path: Path
+@pytest.mark.parametrize("answers", [True, False], ids=["device-mapper", "sysfs alone"])
+def test_a_device_of_no_sectors_is_not_found(
+    driver: Driver, mapper: DeviceMapper, tmp_path: Path, answers: bool
 ) -> None:
-    looked = Devices(DeviceMapper(tmp_path / "none"))
-    found = looked.find("data", "vol-7")
+    driver.devices["data-vol--7"] = Mapped(0xFD07)
+    devices_of = Devices(mapper if answers else DeviceMapper(tmp_path / "none"))
+    found = devices_of.find("data", "vol-7")
     assert found is not None
     assert found.number == (253, 7)
-    assert looked.find("data", "vol-inactive") is None
+    assert devices_of.find("data", "vol-inactive") is None
+    (devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
+    assert devices_of.find("data", "vol-7") is None
