@@ -1,13 +1,66 @@
-"""A logical volume's life by bare commands: what each call of Carver's is compared to."""
+"""A volume's life by Carver's calls, and by the bare commands that each is compared to."""
 
 import subprocess
 from pathlib import Path
 
 from performance import rows
 
+from agent.csi.client import Client
 from mount.filesystem import FILE_SYSTEMS
+from proto import csi_pb2 as csi
 
 SIZE_BYTES, GROWN_BYTES = 48 << 20, 64 << 20
+
+
+class Life:
+    """A volume's life by Carver's calls; what each returns is the next one's to know."""
+
+    def __init__(
+        self, client: Client, name: str, folder: Path, size_bytes: int = SIZE_BYTES
+    ) -> None:
+        self._client, self._name, self._size_bytes = client, name, size_bytes
+        self._staging, self._target = folder / f"{name}-staging", folder / f"{name}-target"
+        self._volume = csi.Volume()
+
+    @property
+    def id(self) -> str:
+        return self._volume.volume_id
+
+    def do(self, call: str) -> None:
+        """Make one of the calls of `rows`; all may be repeated."""
+        client, volume = self._client, self._volume
+        if call in (rows.CREATE, rows.REPEATED):
+            self._volume = client.create(self._name, self._size_bytes)
+        elif call == rows.STAGE:
+            client.stage(volume, self._staging)
+        elif call == rows.PUBLISH:
+            client.publish(volume, self._staging, self._target)
+        elif call == rows.GET_VOLUME:
+            client.volume(self.id)
+        elif call == rows.STATS:
+            client.stats(self.id, self._target)
+        elif call == rows.EXPAND:
+            client.expand(self.id, GROWN_BYTES)
+            client.node_expand(self.id, self._target, GROWN_BYTES)
+        elif call == rows.UNPUBLISH:
+            client.unpublish(self.id, self._target)
+        elif call == rows.UNSTAGE:
+            client.unstage(self.id, self._staging)
+        elif call == rows.DELETE:
+            client.delete(self.id)
+            self._volume = csi.Volume()
+        else:
+            raise KeyError(call)
+
+    def prepare(self) -> None:
+        self._staging.mkdir()
+
+    def undo(self) -> None:
+        """Leave nothing of it, wherever it got to."""
+        if self.id:
+            for call in (rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE):
+                self.do(call)
+        self._staging.rmdir()
 
 
 class Bare:

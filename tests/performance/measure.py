@@ -30,7 +30,7 @@ import agent  # noqa: F401  isort: skip
 
 import grpc
 from performance import bare, document, floor, group, rows, service, streamed, tables, throughput
-from performance.bare import Bare
+from performance.bare import Bare, Life
 from performance.group import Group
 from performance.rounds import Time
 from performance.rows import Row, Samples
@@ -63,53 +63,6 @@ _REST = (
     *(rows.STAGE, rows.PUBLISH, rows.STATS, rows.EXPAND),
     *(rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE),
 )
-
-
-class Life:
-    """A volume's life by Carver's calls; what each returns is the next one's to know."""
-
-    def __init__(self, client: Client, name: str, folder: Path) -> None:
-        self._client, self._name = client, name
-        self._staging, self._target = folder / f"{name}-staging", folder / f"{name}-target"
-        self._volume = csi.Volume()
-
-    @property
-    def id(self) -> str:
-        return self._volume.volume_id
-
-    def do(self, call: str) -> None:
-        """Make one of the calls of `rows`; all may be repeated."""
-        client, volume = self._client, self._volume
-        if call == rows.CREATE:
-            self._volume = client.create(self._name, bare.SIZE_BYTES)
-        elif call == rows.STAGE:
-            client.stage(volume, self._staging)
-        elif call == rows.PUBLISH:
-            client.publish(volume, self._staging, self._target)
-        elif call == rows.STATS:
-            client.stats(self.id, self._target)
-        elif call == rows.EXPAND:
-            client.expand(self.id, bare.GROWN_BYTES)
-            client.node_expand(self.id, self._target, bare.GROWN_BYTES)
-        elif call == rows.UNPUBLISH:
-            client.unpublish(self.id, self._target)
-        elif call == rows.UNSTAGE:
-            client.unstage(self.id, self._staging)
-        elif call == rows.DELETE:
-            client.delete(self.id)
-            self._volume = csi.Volume()
-        else:
-            raise KeyError(call)
-
-    def prepare(self) -> None:
-        self._staging.mkdir()
-
-    def undo(self) -> None:
-        """Leave nothing of it, wherever it got to."""
-        if self.id:
-            for call in (rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE):
-                self.do(call)
-        self._staging.rmdir()
 
 
 def allocated(client: Client, snapshot_id: str) -> None:
@@ -339,9 +292,9 @@ class Pass:
 
     def _questions(self, carver: Served, life: Life) -> list[Question]:
         return [
-            (rows.REPEATED, partial(life.do, rows.CREATE)),
+            (rows.REPEATED, partial(life.do, rows.REPEATED)),
             (rows.CAPACITY, carver.client.capacity),
-            (rows.GET_VOLUME, lambda: carver.client.volume(life.id)),
+            (rows.GET_VOLUME, partial(life.do, rows.GET_VOLUME)),
             (rows.PROBE, carver.client.probe),
             (rows.TRIVIAL, carver.client.info),
         ]

@@ -34,6 +34,7 @@ import grpc
 import serving
 from fakes.host import FakeHost
 from performance import document, rows, tables
+from performance.bare import Life
 from performance.rows import Commands, Row
 from rich.console import Console
 
@@ -230,19 +231,17 @@ class Bench:
         return answer
 
     def live(self, number: int) -> None:
-        client, name = self.client, f"own-{number}"
-        staging, target = self.directory / "staging", self.directory / "target"
-        staging.mkdir(exist_ok=True)
-        volume = self.time(rows.CREATE, lambda: client.create(name, _SIZE_BYTES))
-        self.time(rows.REPEATED, lambda: client.create(name, _SIZE_BYTES))
-        self.time(rows.CAPACITY, client.capacity)
-        self.time(rows.GET_VOLUME, lambda: client.volume(volume.volume_id))
-        self.time(rows.STAGE, lambda: client.stage(volume, staging))
-        self.time(rows.PUBLISH, lambda: client.publish(volume, staging, target))
-        self.time(rows.STATS, lambda: client.stats(volume.volume_id, target))
-        self.time(rows.UNPUBLISH, lambda: client.unpublish(volume.volume_id, target))
-        self.time(rows.UNSTAGE, lambda: client.unstage(volume.volume_id, staging))
-        self.time(rows.DELETE, lambda: client.delete(volume.volume_id))
+        life = Life(self.client, f"own-{number}", self.directory, _SIZE_BYTES)
+        life.prepare()
+        for call in (rows.CREATE, rows.REPEATED):
+            self.time(call, partial(life.do, call))
+        self.time(rows.CAPACITY, self.client.capacity)
+        for call in (
+            *(rows.GET_VOLUME, rows.STAGE, rows.PUBLISH, rows.STATS),
+            *(rows.UNPUBLISH, rows.UNSTAGE, rows.DELETE),
+        ):
+            self.time(call, partial(life.do, call))
+        life.undo()
 
     def list(self, volumes: int) -> None:
         """List so many volumes, once: they are made behind Carver's back, which is quick."""
