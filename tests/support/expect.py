@@ -1,10 +1,12 @@
 """What a test expects: of a call a code and words, of another thread that it comes about."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
+import pytest
 
 # Longer than anything takes on a machine that is busy with other work.
 _PATIENCE_SECONDS = 60
@@ -18,6 +20,18 @@ def soon(
     while not is_so():
         assert time.monotonic() < end, instead()
         time.sleep(0.001)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started inside."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
 
 
 @contextmanager

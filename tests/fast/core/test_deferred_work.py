@@ -1,11 +1,11 @@
-"""What is put off until a call has answered is known at once, and written soon."""
+"""Tags that are written after a call has returned are known at once, and written soon."""
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import expect
 import pytest
 from fakes.host import FakeHost
 
@@ -23,7 +23,7 @@ EXT4 = {tag.FORMATTED: "ext4"}
 
 @pytest.fixture(autouse=True)
 def nothing_behind() -> None:
-    """Here it is behind."""
+    """Here the work is deferred as in production."""
 
 
 @pytest.fixture
@@ -57,33 +57,23 @@ def known(volume_groups: VolumeGroups, name: str) -> dict[str, str]:
     return dict(tags.decode(group.volumes[name].tags))
 
 
-def comes(true: Callable[[], object]) -> bool:
-    """Whether something comes to be soon."""
-    for _ in range(2000):
-        if true():
-            return True
-        time.sleep(0.005)
-    return False
-
-
 def commands(fake: FakeHost, subcommand: str) -> list[tuple[str, ...]]:
     return [words for words in fake.commands if words[1] == subcommand]
 
 
-def test_what_is_promised_is_known_at_once_and_written_soon(
+def test_tags_are_known_at_once_and_written_soon(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
         volume_groups.add_tags_later("data", "a", EXT4)
-        # Whoever holds the group is not met by the command.
         assert known(volume_groups, "a") == EXT4
         assert written(fake, "a") == {}
-    assert comes(lambda: written(fake, "a") == EXT4)
+    expect.soon(lambda: written(fake, "a") == EXT4)
     assert known(volume_groups, "a") == EXT4
 
 
-def test_the_same_of_several_volumes_is_one_command(
+def test_equal_tags_of_several_volumes_are_one_command(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     names = ["a", "b", "c"]
@@ -92,11 +82,11 @@ def test_the_same_of_several_volumes_is_one_command(
     with volume_groups.hold("data"):
         for one in names:
             volume_groups.add_tags_later("data", one, EXT4)
-    assert comes(lambda: all(written(fake, one) == EXT4 for one in names))
+    expect.soon(lambda: all(written(fake, one) == EXT4 for one in names))
     assert len(commands(fake, "lvchange")) <= 2  # the first may have been alone already
 
 
-def test_another_volume_of_the_name_is_promised_nothing(
+def test_another_volume_of_the_name_gets_no_tags(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     create(fake, "a")
@@ -110,18 +100,18 @@ def test_another_volume_of_the_name_is_promised_nothing(
     assert commands(fake, "lvchange") == []
 
 
-def test_what_was_made_since_the_last_look_can_be_promised(
+def test_a_volume_created_since_the_last_read_gets_tags(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     volume_groups.run_deferred()
     create(fake, "new")
     volume_groups.add_tags_later("data", "new", EXT4)
-    assert comes(lambda: written(fake, "new") == EXT4)
+    expect.soon(lambda: written(fake, "new") == EXT4)
     with pytest.raises(lvm_errors.VolumeMissing):
         volume_groups.add_tags_later("data", "gone", EXT4)
 
 
-def test_what_fails_is_told_once_and_tried_until_it_is_done(
+def test_a_failure_is_logged_once_and_retried(
     volume_groups: VolumeGroups,
     fake: FakeHost,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,13 +128,11 @@ def test_what_fails_is_told_once_and_tried_until_it_is_done(
     create(fake, "a")
     fake.intercept = fail
     volume_groups.add_tags_later("data", "a", EXT4)
-    assert comes(lambda: written(fake, "a") == EXT4)
+    expect.soon(lambda: written(fake, "a") == EXT4)
     assert caplog.text.count("deferred work: ") == 1
 
 
-def test_a_service_that_ends_writes_what_it_promised(
-    volume_groups: VolumeGroups, fake: FakeHost
-) -> None:
+def test_a_service_that_ends_writes_the_tags(volume_groups: VolumeGroups, fake: FakeHost) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
         volume_groups.add_tags_later("data", "a", EXT4)
@@ -152,7 +140,7 @@ def test_a_service_that_ends_writes_what_it_promised(
     assert written(fake, "a") == EXT4
 
 
-def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
+def test_a_changed_group_is_refreshed_in_the_background_and_no_other(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     volume_group = volume_groups.of("data")
@@ -160,15 +148,15 @@ def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
     volume_group.state()
     with volume_groups.hold("data"):
         volumes.create(volume_group.lvm, "data", volumes.New("a", 4 * MIB, {}))
-    assert comes(lambda: len(commands(fake, "fullreport")) == 2)
-    assert comes(lambda: volume_group.cached is not None and "a" in volume_group.cached.volumes)
+    expect.soon(lambda: len(commands(fake, "fullreport")) == 2)
+    expect.soon(lambda: volume_group.cached is not None and "a" in volume_group.cached.volumes)
     with volume_groups.hold("data"):
         volume_group.state()
     volume_group.run_deferred()
     assert len(commands(fake, "fullreport")) == 2
 
 
-def test_nothing_that_is_raised_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
     done = threading.Event()
     raised: list[BaseException] = [SystemExit(), KeyError("no reason"), OSError(5, "I/O error")]
@@ -178,63 +166,40 @@ def test_nothing_that_is_raised_ends_the_thread(monkeypatch: pytest.MonkeyPatch)
             raise raised.pop()
         done.set()
 
-    behind = DeferredWork("data", work)
-    behind.wake()
+    deferred = DeferredWork("data", work)
+    deferred.wake()
     assert done.wait(20)
-    behind.stop()
-    # What comes up after the end is not begun.
+    deferred.stop()
+    # After the end nothing begins.
     done.clear()
-    DeferredWork.wake(behind)
+    DeferredWork.wake(deferred)
     assert not done.wait(0.05)
 
 
-@pytest.fixture
-def no_threads() -> Iterator[pytest.MonkeyPatch]:
-    """None can be started, until that is undone."""
-
-    def start(_self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        yield patch
-
-
-def test_where_no_thread_can_be_had_a_change_is_done_and_its_tags_are_written_later(
-    volume_groups: VolumeGroups,
-    fake: FakeHost,
-    no_threads: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_without_a_thread_a_change_is_done_and_its_tags_are_written_later(
+    volume_groups: VolumeGroups, fake: FakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     create(fake, "a")
-    for _ in range(2):
+    with expect.no_threads():
+        for _ in range(2):
+            with volume_groups.hold("data"):
+                volume_groups.add_tags_later("data", "a", EXT4)
+                volumes.create(volume_groups.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
+                volumes.remove(volume_groups.lvm("data"), "data", "b")
+        volume_groups.catch_up()
+    assert caplog.text.count("can't start new thread") == 1
+    volume_groups.catch_up()
+    expect.soon(lambda: written(fake, "a") == EXT4)
+
+
+def test_a_service_that_ends_writes_what_there_was_no_thread_for_if_it_can(
+    volume_groups: VolumeGroups, fake: FakeHost
+) -> None:
+    create(fake, "a")
+    with expect.no_threads():
         with volume_groups.hold("data"):
             volume_groups.add_tags_later("data", "a", EXT4)
-            volumes.create(volume_groups.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
-            volumes.remove(volume_groups.lvm("data"), "data", "b")
-    volume_groups.catch_up()
-    assert caplog.text.count("can't start new thread") == 1
-    no_threads.undo()
-    volume_groups.catch_up()
-    assert comes(lambda: written(fake, "a") == EXT4)
-
-
-def test_a_service_that_ends_writes_what_there_was_no_thread_for(
-    volume_groups: VolumeGroups, fake: FakeHost, no_threads: pytest.MonkeyPatch
-) -> None:
-    create(fake, "a")
-    with volume_groups.hold("data"):
-        volume_groups.add_tags_later("data", "a", EXT4)
-    no_threads.undo()
+        volume_groups.stop()
+        assert written(fake, "a") == {}
     volume_groups.stop()
     assert written(fake, "a") == EXT4
-
-
-def test_a_service_ends_also_where_no_thread_can_be_had(
-    volume_groups: VolumeGroups, fake: FakeHost, no_threads: pytest.MonkeyPatch
-) -> None:
-    create(fake, "a")
-    with volume_groups.hold("data"):
-        volume_groups.add_tags_later("data", "a", EXT4)
-    volume_groups.stop()
-    assert written(fake, "a") == {}

@@ -1,4 +1,4 @@
-"""mkfs and fsck that outlast their calls, and their volumes."""
+"""mkfs and fsck that outlive their calls and their volumes."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ DEVICE = "/dev/mapper/data-vol--db"
 
 
 def nothing() -> None:
-    """A look that finds all as it was, or work that is none."""
+    """A recheck that passes, or work that is already done."""
 
 
 class Work:
@@ -38,7 +38,7 @@ class Work:
 
 @contextmanager
 def all_turns_taken(work: DetachedTasks, group: str) -> Iterator[Work]:
-    """Inside, and until the work is over, whatever comes for a group waits for its turn."""
+    """Inside, and until the work is over, further work for a group waits."""
     long = Work()
     with ThreadPoolExecutor(background._AT_ONCE) as callers:
         for one in range(background._AT_ONCE):
@@ -58,7 +58,7 @@ def queue(
         work.do(volume, "sick", "mkfs", done, look)
 
 
-def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
+def test_a_group_that_hangs_delays_no_other_group_s_tasks() -> None:
     work = DetachedTasks()
     with all_turns_taken(work, "sick"):
         work.do("sound", "sound", "mkfs", nothing, nothing)
@@ -66,7 +66,7 @@ def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
     work.finish("one-more")
 
 
-def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
+def test_a_waiting_task_is_cancelled_with_its_volume() -> None:
     work, did = DetachedTasks(), threading.Event()
     with all_turns_taken(work, "sick"):
         queue(work, "db", did.set, nothing)
@@ -77,7 +77,7 @@ def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
     assert not did.is_set()
 
 
-def test_what_has_begun_is_not_called_off() -> None:
+def test_a_running_task_is_not_cancelled() -> None:
     work, long = DetachedTasks(), Work()
     with ThreadPoolExecutor(1) as caller:
         under_way = caller.submit(work.do, "db", "data", "mkfs", long, nothing)
@@ -89,7 +89,7 @@ def test_what_has_begun_is_not_called_off() -> None:
     work.cancel("db")
 
 
-def test_what_waited_looks_again_before_it_does_anything() -> None:
+def test_a_task_that_waited_rechecks_first() -> None:
     work, did = DetachedTasks(), threading.Event()
 
     def look() -> None:
@@ -104,7 +104,7 @@ def test_what_waited_looks_again_before_it_does_anything() -> None:
     assert did.is_set()
 
 
-def test_mkfs_of_a_volume_that_is_gone_leaves_the_next_one_of_its_name_alone(
+def test_mkfs_of_a_deleted_volume_leaves_the_next_one_of_its_name_alone(
     fake: FakeHost, client: Client, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "_AT_ONCE", 1)

@@ -1,4 +1,4 @@
-"""Turns at a volume group: in order, so many and no more, no longer than the caller waits."""
+"""The lock of a volume group: in order, bounded, no longer than the RPC's deadline."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,12 +36,12 @@ def turns() -> Turns:
     return Turns(GroupLock("volume group data"))
 
 
-def test_one_group_s_calls_leave_places_to_others() -> None:
+def test_the_calls_of_a_group_leave_places_to_others() -> None:
     # One that changes and one that looks are not waiting.
     assert MOST_WAITING + 1 + MOST_READING + 1 < locks.PLACES
 
 
-def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> None:
+def test_waiters_get_the_lock_in_their_order(turns: Turns) -> None:
     with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(5)]
         assert turns.queue.is_taken
@@ -51,7 +51,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> N
     assert not turns.queue.is_taken
 
 
-def test_one_too_many_is_refused_at_once(turns: Turns) -> None:
+def test_one_waiter_too_many_is_refused_at_once(turns: Turns) -> None:
     with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(MOST_WAITING)]
         with pytest.raises(errors.GroupBusy, match=r"volume group data: \d+ calls wait"):
@@ -61,7 +61,7 @@ def test_one_too_many_is_refused_at_once(turns: Turns) -> None:
     assert "too many" not in turns.order
 
 
-def test_who_has_no_time_left_gives_up_and_the_next_has_his_turn(turns: Turns) -> None:
+def test_a_waiter_gives_up_at_its_deadline_and_the_next_gets_the_lock(turns: Turns) -> None:
     with turns.queue.hold():
         hasty = turns.wait("hasty", 0.05)
         patient = turns.wait("patient")
@@ -71,7 +71,7 @@ def test_who_has_no_time_left_gives_up_and_the_next_has_his_turn(turns: Turns) -
     assert turns.order == ["patient"]
 
 
-def test_what_is_raised_inside_passes_the_turn_on(turns: Turns) -> None:
+def test_an_error_inside_passes_the_lock_on(turns: Turns) -> None:
     def fail() -> None:
         with turns.queue.hold():
             waits.append(turns.wait("next"))
@@ -85,10 +85,9 @@ def test_what_is_raised_inside_passes_the_turn_on(turns: Turns) -> None:
     assert not turns.queue.is_taken
 
 
-def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
+def test_a_lock_that_comes_at_the_deadline_is_taken_and_passed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else nobody would ever have a turn again."""
     queue = GroupLock("volume group data")
     holder = queue.hold()
     holder.__enter__()
@@ -109,7 +108,7 @@ def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
         pass
 
 
-def test_many_hasty_callers_leave_no_turn_taken(turns: Turns) -> None:
+def test_many_hasty_callers_leave_the_lock_free(turns: Turns) -> None:
     def call(number: int) -> None:
         try:
             with time_limit(0.0005 * (number % 7)), turns.queue.hold():

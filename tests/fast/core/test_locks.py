@@ -1,4 +1,4 @@
-"""Calls that meet others: they wait a moment for their turn, and never take all threads."""
+"""Locks of volumes: calls wait a moment for others, and never take all threads."""
 
 import threading
 import time
@@ -63,7 +63,7 @@ class Calls:
             self.order.append(title)
 
 
-def test_the_production_s_patience_is_that_of_a_caller_s_first_back_offs(
+def test_calls_wait_no_longer_than_a_caller_s_first_back_offs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
@@ -74,9 +74,7 @@ def test_the_production_s_patience_is_that_of_a_caller_s_first_back_offs(
     assert others >= 2 * MOST_CALLS_WAITING
 
 
-def test_calls_that_meet_another_have_their_turn_in_the_order_in_which_they_came(
-    locks: VolumeLocks, pool: ThreadPoolExecutor
-) -> None:
+def test_calls_get_a_volume_in_their_order(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
     calls = Calls(locks, pool)
     with locks.hold("a"):
         for title in ("first", "second", "third"):
@@ -86,7 +84,7 @@ def test_calls_that_meet_another_have_their_turn_in_the_order_in_which_they_came
     assert not locks._waiting
 
 
-def test_a_call_that_wants_two_volumes_is_not_overtaken_for_ever(
+def test_a_call_that_wants_two_volumes_is_not_overtaken(
     locks: VolumeLocks, pool: ThreadPoolExecutor
 ) -> None:
     calls = Calls(locks, pool)
@@ -100,7 +98,7 @@ def test_a_call_that_wants_two_volumes_is_not_overtaken_for_ever(
     assert calls.order == ["both", "b"]
 
 
-def test_a_call_is_refused_when_its_patience_ends_and_leaves_nothing(locks: VolumeLocks) -> None:
+def test_a_call_is_refused_when_its_wait_ends_and_holds_nothing(locks: VolumeLocks) -> None:
     locks.grace_seconds = 0
     with locks.hold("a"), pytest.raises(OperationPending, match="'a'"), locks.hold("b", "a"):
         pass
@@ -108,7 +106,7 @@ def test_a_call_is_refused_when_its_patience_ends_and_leaves_nothing(locks: Volu
         assert not locks._waiting
 
 
-def test_the_wait_leaves_the_caller_s_time_to_the_work(
+def test_the_wait_leaves_half_of_the_time_for_the_work(
     locks: VolumeLocks,
 ) -> None:
     began = time.monotonic()
@@ -118,7 +116,7 @@ def test_the_wait_leaves_the_caller_s_time_to_the_work(
         assert 1 <= time.monotonic() - began < 2
 
 
-def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
+def test_waiting_calls_are_bounded(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
     calls = Calls(locks, pool)
     with ExitStack() as held:
         held.enter_context(locks.hold("a"))
@@ -134,9 +132,7 @@ def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) 
     assert len(calls.order) == MOST_CALLS_WAITING
 
 
-def test_what_is_waited_for_without_a_lock_may_need_the_lock(
-    locks: VolumeLocks, pool: ThreadPoolExecutor
-) -> None:
+def test_wait_until_holds_no_lock(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
     is_unmounted = threading.Event()
     waits = pool.submit(locks.wait_until, is_unmounted.is_set)
     waiting(locks, 1)
@@ -157,7 +153,7 @@ def patient(service: Service) -> Service:
     return service
 
 
-def test_unstaging_waits_for_the_staging_that_it_meets(
+def test_unstaging_waits_for_staging(
     client: Client, fake: FakeHost, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
@@ -212,7 +208,7 @@ def test_deleting_waits_for_a_raw_block_volume_to_be_unpublished(
     assert client.volumes() == []
 
 
-def test_deleting_what_stays_mounted_is_refused_in_the_end(
+def test_deleting_a_volume_that_stays_mounted_is_refused(
     client: Client, service: Service, tmp_path: Path
 ) -> None:
     volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))

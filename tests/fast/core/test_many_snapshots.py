@@ -1,4 +1,4 @@
-"""What a look, a call and an idle node cost does not grow with copy-on-write snapshots."""
+"""The cost of a call and of an idle node does not grow with copy-on-write snapshots."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ class Counting:
 
     def singles(self) -> int:
         """Questions for single devices since it was asked last."""
-        told = sum(self.asked[one] for one in SINGLE)
+        found = sum(self.asked[one] for one in SINGLE)
         self.asked.clear()
-        return told
+        return found
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def volume(client: Client, fake: FakeHost, service: Service, counting: Counting)
     return made
 
 
-def test_a_call_asks_the_kernel_for_all_snapshots_at_once(
+def test_a_call_asks_for_the_status_of_all_snapshots_at_once(
     client: Client, volume: csi.Volume, counting: Counting
 ) -> None:
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_a_call_asks_the_kernel_for_all_snapshots_at_once(
     assert counting.singles() < 30
 
 
-def test_a_snapshot_that_is_lost_is_asked_alone_and_once(
+def test_only_a_lost_snapshot_is_asked_and_once(
     client: Client, volume: csi.Volume, fake: FakeHost, counting: Counting
 ) -> None:
     fake.lvm2.groups["data"].volumes["snap-7"].overflowed = True
@@ -106,9 +106,7 @@ def test_a_snapshot_that_is_lost_is_asked_alone_and_once(
 
 
 @pytest.mark.usefixtures("volume")
-def test_a_report_has_no_snapshot_asked_that_it_tells_of(
-    client: Client, fake: FakeHost, counting: Counting
-) -> None:
+def test_a_new_report_asks_no_snapshot(client: Client, fake: FakeHost, counting: Counting) -> None:
     for number in range(3):
         client.create(f"pvc-more-{number}", EXTENT, block())
         assert len(client.snapshots()) == MANY
@@ -116,7 +114,7 @@ def test_a_report_has_no_snapshot_asked_that_it_tells_of(
 
 
 @pytest.mark.usefixtures("volume")
-def test_an_idle_node_asks_no_snapshot_but_those_that_were_written_to(
+def test_an_idle_node_asks_only_snapshots_that_were_written_to(
     service: Service, fake: FakeHost, counting: Counting
 ) -> None:
     for now in range(1, 30):

@@ -1,4 +1,4 @@
-"""Looks that are had again and again: nothing but a stop ends them, and no group waits."""
+"""Periodic tasks: nothing but a stop ends them, and no group waits for another."""
 
 import logging
 import threading
@@ -41,7 +41,7 @@ def hanging() -> Iterator[Look]:
     look.over.set()
 
 
-def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
+def test_a_task_that_hangs_in_one_group_delays_no_other(hanging: Look) -> None:
     tasks = GroupTasks("test", ["a", "b"], hanging, 0.001, FAILURE)
     tasks.start()
     expect.soon(lambda: hanging.counts["b"] > 5)
@@ -66,9 +66,7 @@ def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_nothing_that_a_look_raises_ends_it(
-    problem: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_ends_a_task(problem: Exception, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     look = Look(problem)
     tasks = GroupTasks("test", ["a"], look, 0.001, FAILURE)
@@ -82,7 +80,7 @@ def test_nothing_that_a_look_raises_ends_it(
     assert not tasks.is_alive
 
 
-def test_a_mistake_is_told_with_where_it_was_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_is_logged_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
     look = Look(ZeroDivisionError("a mistake"))
     tasks = GroupTasks("test", ["a"], look, 0.001, FAILURE)
     tasks.start()
@@ -91,7 +89,7 @@ def test_a_mistake_is_told_with_where_it_was_made(caplog: pytest.LogCaptureFixtu
     assert "test_periodic.py" in caplog.text
 
 
-def test_a_look_that_found_something_is_had_again_at_once() -> None:
+def test_a_task_that_returns_true_runs_again_at_once() -> None:
     looks = iter([True, True, False])
     done = threading.Event()
 
@@ -108,7 +106,7 @@ def test_a_look_that_found_something_is_had_again_at_once() -> None:
     assert list(looks) == []
 
 
-def test_retries_wait_longer_up_to_a_limit_and_anew_after_a_success() -> None:
+def test_retries_wait_longer_up_to_a_limit_until_a_success() -> None:
     problems: list[Exception | None] = [OSError("no")] * 4 + [None, OSError("no")]
 
     def work() -> None:

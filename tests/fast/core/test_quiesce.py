@@ -1,8 +1,9 @@
-"""Volumes are held for a bounded time, whatever happens inside and to whom."""
+"""Volumes are suspended for a bounded time, whatever happens inside."""
 
 import errno
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import expect
@@ -15,13 +16,13 @@ from lvm.devices import Devices
 
 @dataclass
 class Suspendable(Devices):
-    """As many volumes as one likes, which can be suspended."""
+    """Volumes that can be suspended."""
 
     names: tuple[str, ...] = ("vol-a", "vol-b")
     suspended: set[str] = field(default_factory=set)
     stuck: set[str] = field(default_factory=set)
     resumed: threading.Event = field(default_factory=threading.Event)
-    # Those whose disk does not answer, until it does; and how often one was resumed.
+    # Those whose disk does not answer until `answers`, and each resume.
     hanging: set[str] = field(default_factory=set)
     answers: threading.Event = field(default_factory=threading.Event)
     tries: list[str] = field(default_factory=list)
@@ -53,97 +54,82 @@ class Suspendable(Devices):
         return False
 
 
-def test_what_is_held_is_let_go_at_the_end() -> None:
-    devices = Suspendable()
-    with Quiesce(devices, 60) as still:
-        still.suspend("data", "vol-a")
-        still.suspend("data", "vol-b")
+@pytest.mark.parametrize("stuck", [set[str](), {"vol-a"}])
+def test_all_that_can_be_are_resumed_at_the_end(
+    stuck: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = Suspendable(stuck=stuck)
+    with Quiesce(devices, 60) as held:
+        held.suspend("data", "vol-a")
+        held.suspend("data", "vol-b")
         assert devices.suspended == {"vol-a", "vol-b"}
-        still.check()
-    assert devices.suspended == set()
+        held.check()
+    assert devices.suspended == stuck
+    assert ("data/vol-a cannot be resumed" in caplog.text) is bool(stuck)
 
 
-def test_what_another_suspended_is_neither_held_nor_let_go() -> None:
+def test_a_volume_that_another_suspended_is_left_so() -> None:
     devices = Suspendable(suspended={"vol-b"})
-    with Quiesce(devices, 60) as still:
-        still.suspend("data", "vol-a")
+    with Quiesce(devices, 60) as held:
+        held.suspend("data", "vol-a")
         with pytest.raises(OSError, match="Invalid"):
-            still.suspend("data", "vol-b")
-    assert devices.suspended == {"vol-b"}, "it was another who suspended it"
+            held.suspend("data", "vol-b")
+    assert devices.suspended == {"vol-b"}
 
 
-def test_what_is_held_is_let_go_in_time_and_whoever_held_it_hears_of_it() -> None:
+def test_volumes_are_resumed_in_time_and_the_caller_gets_an_error() -> None:
     devices = Suspendable()
-    with Quiesce(devices, 1) as still:
-        still.suspend("data", "vol-a")
+    with Quiesce(devices, 1) as held:
+        held.suspend("data", "vol-a")
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
         with pytest.raises(errors.QuiesceOver, match="the 1 s"):
-            still.check()
+            held.check()
         with pytest.raises(errors.QuiesceOver):
-            still.suspend("data", "vol-b")
+            held.suspend("data", "vol-b")
         assert devices.suspended == set()
 
 
-def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    devices = Suspendable(stuck={"vol-a"})
-    with Quiesce(devices, 60) as still:
-        still.suspend("data", "vol-a")
-        still.suspend("data", "vol-b")
-    assert devices.suspended == {"vol-a"}
-    assert "data/vol-a cannot be resumed" in caplog.text
-
-
-def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
+def test_a_disk_that_hangs_at_resume_delays_no_other_volume() -> None:
     devices = Suspendable()
-    with Quiesce(devices, 60) as still:
-        still.suspend("data", "vol-a")
-        still.suspend("data", "vol-b")
+    with Quiesce(devices, 60) as held:
+        held.suspend("data", "vol-a")
+        held.suspend("data", "vol-b")
         devices.hanging.add("vol-a")
     expect.soon(lambda: devices.suspended == {"vol-a"})
-    assert not still.free["data", "vol-a"].done()
-    assert still.free["data", "vol-b"].done()
+    assert not held.free["data", "vol-a"].done()
+    assert held.free["data", "vol-b"].done()
     devices.answers.set()
-    expect.soon(still.free["data", "vol-a"].done)
+    expect.soon(held.free["data", "vol-a"].done)
     assert devices.suspended == set()
 
 
-def test_one_that_is_not_held_in_time_is_none_and_is_let_go_of_once_it_is() -> None:
+def test_a_volume_suspended_too_late_is_resumed_at_once() -> None:
     devices = Suspendable(hanging={"vol-b"})
-    with Quiesce(devices, 1) as still:
-        still.suspend("data", "vol-a")
+    with Quiesce(devices, 1) as held:
+        held.suspend("data", "vol-a")
         with pytest.raises(errors.QuiesceOver, match="the 1 s"):
-            still.suspend("data", "vol-b")
+            held.suspend("data", "vol-b")
     assert devices.suspended == set()
-    assert not still.free["data", "vol-b"].done()
+    assert not held.free["data", "vol-b"].done()
     devices.answers.set()
-    expect.soon(still.free["data", "vol-b"].done)
+    expect.soon(held.free["data", "vol-b"].done)
     assert devices.suspended == set()
     assert "vol-b" in devices.tries, "it was held after all"
 
 
-def test_where_no_thread_can_be_had_all_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_all_are_resumed() -> None:
     devices = Suspendable()
-    real, lacks = threading.Thread.start, threading.Event()
-
-    def start(thread: threading.Thread) -> None:
-        if lacks.is_set():
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with Quiesce(devices, 60) as still:
-        still.suspend("data", "vol-a")
-        lacks.set()
+    with ExitStack() as lacks, Quiesce(devices, 60) as held:
+        held.suspend("data", "vol-a")
+        lacks.enter_context(expect.no_threads())
         with pytest.raises(RuntimeError):
-            still.suspend("data", "vol-b")
+            held.suspend("data", "vol-b")
     assert devices.suspended == set()
-    assert all(one.done() for one in still.free.values())
+    assert all(one.done() for one in held.free.values())
 
 
-def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> None:
+def test_a_start_does_not_wait_for_a_disk_that_hangs() -> None:
     devices = Suspendable(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
     release = Resumer(devices)
     for _ in range(3):
@@ -155,9 +141,12 @@ def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> Non
     expect.soon(lambda: not devices.suspended)
 
 
-def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
+def test_volumes_left_suspended_are_resumed_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    with quiesce.resume_left(Suspendable(), ["data"]):
+        pass
+    assert not caplog.records
     devices = Suspendable(("vol-a", "vol-b", "other"), {"vol-b", "other"})
     with quiesce.resume_left(devices, ["data"]):
         assert "vol-b" in devices.suspended
@@ -165,7 +154,7 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
     assert "data/vol-b" in caplog.text
 
 
-def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
+def test_volumes_left_suspended_are_resumed_though_lvm2_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quiesce, "_LEFT_SECONDS", 0.01)
@@ -173,11 +162,3 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
     with quiesce.resume_left(devices, ["data"]):
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
-
-
-def test_a_start_after_which_nothing_is_held_does_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with quiesce.resume_left(Suspendable(), ["data"]):
-        pass
-    assert not caplog.records

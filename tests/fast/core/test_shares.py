@@ -1,4 +1,4 @@
-"""Places that the calls of all groups have together."""
+"""Places that the calls of all groups share."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ def taken(shares: Shares, group: str, kept: ExitStack) -> int:
     raise AssertionError
 
 
-def test_a_group_leaves_the_others_some_places_and_so_do_several() -> None:
+def test_groups_leave_places_to_others() -> None:
     shares = Shares(100)
     with ExitStack() as kept:
         assert taken(shares, "a", kept) == 75
@@ -45,7 +45,7 @@ def test_a_group_leaves_the_others_some_places_and_so_do_several() -> None:
         assert taken(shares, "a", kept) == 75
 
 
-def test_a_group_has_no_more_than_it_may_though_all_are_free() -> None:
+def test_a_group_has_its_own_limit() -> None:
     with ExitStack() as kept:
         shares = Shares(24, 8)
         assert [taken(shares, one, kept) for one in ("a", "b")] == [8, 8]
@@ -70,7 +70,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return configured.carver(tmp_path, classes=classes)
 
 
-def test_streams_of_disks_that_hang_leave_those_of_other_groups_alone(
+def test_streams_of_a_group_that_hangs_leave_places_to_others(
     fake: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots = {}

@@ -1,7 +1,8 @@
-"""Work behind the answers that fails is tried again until a look proves that there is none."""
+"""A job that fails is retried until it is done, or proved to be gone."""
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 
 import expect
@@ -19,15 +20,14 @@ FAILURE = OSError(5, "Input/output error")
 class Work:
     """Jobs, how often each was looked for and done, and what comes of that."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> None:
+    def __init__(self) -> None:
         self.fails = True
         self.failed: set[str] = set()
         self.looked: list[str] = []
         self.done: list[str] = []
         self.look: Callable[[str], None] = lambda _key: None
-        self.jobs = TaskQueue("test", self._do, self._find, "%s failed: %s", workers=workers)
+        self.jobs = TaskQueue("test", self._do, self._find, "%s failed: %s", workers=2)
         self.jobs.retry_seconds = 1
-        self._monkeypatch = monkeypatch
 
     def _do(self, job: Job) -> None:
         if self.fails:
@@ -41,29 +41,17 @@ class Work:
         return Job(key)
 
     def fail(self, *keys: str) -> None:
-        """Have these jobs fail, and what is tried again succeed."""
+        """Have these jobs fail, and their retries succeed."""
         for one in keys:
             self.jobs.start(Job(one))
         expect.soon(lambda: self.failed >= set(keys))
         self.fails = False
 
-    def without_threads(self) -> None:
-        """From now on none can be started."""
-
-        def start(_self: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        self._monkeypatch.setattr(threading.Thread, "start", start)
-
-    def with_threads(self) -> None:
-        self._monkeypatch.undo()
-
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    made = Work(monkeypatch)
+def work() -> Iterator[Work]:
+    made = Work()
     yield made
-    made.with_threads()
     made.jobs.stop()
 
 
@@ -83,7 +71,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_not_proved_gone_is_tried_until_it_is_done(work: Work, doubt: Exception) -> None:
+def test_a_job_is_retried_until_it_is_done(work: Work, doubt: Exception) -> None:
     doubts = iter([doubt] * 3)
 
     def look(_key: str) -> None:
@@ -98,7 +86,7 @@ def test_what_is_not_proved_gone_is_tried_until_it_is_done(work: Work, doubt: Ex
     assert work.jobs.counts()["failed"] == 0
 
 
-def test_what_a_look_proves_gone_is_looked_for_no_more(work: Work) -> None:
+def test_a_job_proved_gone_is_not_retried(work: Work) -> None:
     def look(key: str) -> None:
         raise errors.NoSuchVolume(key)
 
@@ -110,7 +98,7 @@ def test_what_a_look_proves_gone_is_looked_for_no_more(work: Work) -> None:
     assert work.done == []
 
 
-def test_a_group_that_cannot_be_looked_at_is_asked_once_for_all_and_not_for_each(
+def test_a_group_that_cannot_be_read_is_read_once_for_all_jobs(
     work: Work,
 ) -> None:
     numbers = count()
@@ -124,10 +112,10 @@ def test_a_group_that_cannot_be_looked_at_is_asked_once_for_all_and_not_for_each
     work.fail(*keys)
     expect.soon(lambda: set(work.done) == keys)
     assert len(work.looked) == 2 + len(keys)
-    assert len(set(work.looked[:2])) == 2, "none keeps the others from being looked for"
+    assert len(set(work.looked[:2])) == 2, "another is first next time"
 
 
-def test_all_are_looked_for_before_one_is_done_and_changes_the_group(work: Work) -> None:
+def test_all_jobs_are_found_before_one_begins(work: Work) -> None:
     keys = [f"data@1/vol-{number}" for number in range(5)]
     seen: list[int] = []
     work.look = lambda _key: seen.append(len(work.done))
@@ -136,7 +124,7 @@ def test_all_are_looked_for_before_one_is_done_and_changes_the_group(work: Work)
     assert seen == [0] * len(keys)
 
 
-def test_a_group_that_hangs_keeps_no_other_s_from_being_tried_again(work: Work) -> None:
+def test_a_group_that_hangs_delays_no_retry_of_another(work: Work) -> None:
     over = threading.Event()
     work.look = lambda key: None if key.startswith("b@") else [over.wait(20)].clear()
     work.fail("a@1/vol", "b@1/vol")
@@ -145,41 +133,36 @@ def test_a_group_that_hangs_keeps_no_other_s_from_being_tried_again(work: Work) 
     expect.soon(lambda: work.done == ["b@1/vol", "a@1/vol"])
 
 
-def test_a_job_for_which_no_thread_can_be_had_is_refused_and_begun_by_the_next_call(
+def test_a_job_without_a_thread_is_refused_and_begun_by_the_next_call(
     work: Work,
 ) -> None:
     work.fails = False
-    work.without_threads()
-    with pytest.raises(RuntimeError):
+    with expect.no_threads(), pytest.raises(RuntimeError):
         work.jobs.start(Job("data@1/vol-a"))
     assert not work.jobs.has("data@1/vol-a")
-    work.with_threads()
     work.jobs.start(Job("data@1/vol-a")).ended.result(20)
     assert work.done == ["data@1/vol-a"]
 
 
-def test_what_fails_is_tried_again_also_where_no_thread_can_be_had(work: Work) -> None:
+def test_a_job_is_retried_also_without_a_new_thread(work: Work) -> None:
     work.jobs.retry_seconds = 0.02
-    began = threading.Event()
-    fail = work._do
+    fail, lacks = work._do, ExitStack()
 
-    def first(job: Job) -> None:
-        work.without_threads()
+    def first(_job: Job) -> None:
+        lacks.enter_context(expect.no_threads())
         work.jobs._work = fail
-        began.set()
         raise FAILURE
 
     work.jobs._work = first
-    job = work.jobs.start(Job("data@1/vol-a"))
-    assert began.wait(20)
-    assert job.ended.exception(20) is FAILURE
-    work.fails = False
-    expect.soon(lambda: len(work.looked) >= 2)
-    work.with_threads()
+    with lacks:
+        job = work.jobs.start(Job("data@1/vol-a"))
+        assert job.ended.exception(20) is FAILURE
+        work.fails = False
+        expect.soon(lambda: len(work.looked) >= 2)
     expect.soon(lambda: work.done == ["data@1/vol-a"])
 
 
-def test_nothing_is_tried_again_once_it_all_ends(work: Work) -> None:
+def test_nothing_is_retried_after_the_end(work: Work) -> None:
     work.fail("data@1/vol-a")
     work.jobs.stop()
     for one in threading.enumerate():
@@ -189,7 +172,7 @@ def test_nothing_is_tried_again_once_it_all_ends(work: Work) -> None:
     assert work.looked == []
 
 
-def test_the_time_for_a_look_is_bounded(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_find_jobs_is_bounded(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float | None] = []
     monkeypatch.setattr(module, "_LOOKING_SECONDS", 7.0)
     work.look = lambda _key: limits.append(command.remaining_seconds())

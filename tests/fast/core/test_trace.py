@@ -55,7 +55,7 @@ def test_a_failing_step_is_timed_and_its_error_passed_on() -> None:
     assert steps(made) == [(KERNEL, "mount")]
 
 
-def test_what_no_call_asks_for_is_no_step() -> None:
+def test_work_outside_a_call_is_no_step() -> None:
     with trace.step(WAIT, "volume"):
         pass
     assert trace.traced(Path("/")).is_dir()
@@ -83,7 +83,7 @@ def test_the_slowest_of_the_last_calls_come_first() -> None:
     assert int(slowest[-1].volume.removeprefix("vol-")) > 500
 
 
-def test_waits_for_the_volume_and_for_the_group_are_told_apart() -> None:
+def test_waits_for_the_volume_and_the_group_are_steps() -> None:
     locks, group = VolumeLocks(), GroupLock("volume group data")
     locks.grace_seconds = 20
     held, go_on = threading.Event(), threading.Event()

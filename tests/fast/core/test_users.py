@@ -1,4 +1,4 @@
-"""Who has a volume open only for a moment keeps it from nothing."""
+"""A volume whose device is open only for a moment is not in use."""
 
 from types import SimpleNamespace
 from typing import Any

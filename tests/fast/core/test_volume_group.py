@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import expect
 import pytest
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
@@ -351,16 +352,9 @@ def test_a_report_begins_while_a_change_hangs(fake: FakeHost, known: VolumeGroup
     assert known.state() is not None
 
 
-def test_a_refresh_without_a_thread_leaves_the_next_one_to_run(
-    known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(_self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as without:
-        without.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError):
-            known.refresh()
+def test_a_refresh_without_a_thread_leaves_the_next_one_to_run(known: VolumeGroup) -> None:
+    with expect.no_threads(), pytest.raises(RuntimeError):
+        known.refresh()
     known.refresh().result(20)
     assert known.answers
 
