@@ -355,6 +355,9 @@ def test_a_re_encryption_stopped_by_unstage_continues_at_the_next_stage(
 ) -> None:
     with host.slow_reencryption():
         made = begin(client, service, source, staging)
+        with expect.code("ABORTED"):
+            client.stage(made, staging, block(), KEY)
+        assert service.reencrypter.jobs.counts()["running"] == 1, "both calls wait for the same"
         # On a slow machine cryptsetup may take a while before it can be stopped.
         at_last(lambda: client.unstage(made.volume_id, staging))
         assert service.reencrypter.jobs.counts()["running"] == 0
@@ -387,8 +390,9 @@ def test_a_copy_may_grow_during_its_re_encryption(
 
 @pytest.mark.variation
 def test_a_killed_re_encryption_is_recovered_and_continues(
-    client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
+    client: Client, service: Service, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:
+    assert service.reencrypter.jobs.counts()["failed"] == 1
     assert header(host, group, "copy").is_reencrypting
     assert own_tags(host, group, "copy")["sharedKey"] == "yes"
     with expect.code("UNAUTHENTICATED"):

@@ -1,7 +1,6 @@
 """Pools and snapshots are extended in time, within their group's room; a look costs no command."""
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import expect
 import pytest
 import serving
 from fakes.host import FakeHost
-from fakes.lvm import FakePool, FakeVolume
+from fakes.lvm import FakePool
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,17 +106,6 @@ def test_a_pool_filled_at_once_is_extended_by_all_that_it_takes(
     assert pool.status(EXTENT).data_percent < 70
 
 
-def test_metadata_are_extended_with_their_spare(
-    service: Service, fake: FakeHost, pool: FakePool
-) -> None:
-    pool.used_metadata_blocks = 800
-    assert service.autoextender.step(0)
-    assert sum(pool.metadata.values()) == 2
-    assert sum(fake.lvm2.groups["data"].spare.values()) == 2
-    assert service.autoextender.counts()["metadata", "extended"] == 1
-    assert not service.autoextender.step(0)
-
-
 def test_a_pool_grows_up_to_the_reserve_then_warns_once_and_is_retried(
     service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,30 +187,6 @@ def test_a_pool_that_is_being_erased_is_not_extended(
     assert "cannot grow" not in caplog.text
 
 
-@pytest.fixture
-def area(client: Client, fake: FakeHost) -> FakeVolume:
-    """The COW store of a snapshot of 20 extents."""
-    volume = client.create("pvc-1", 20 * EXTENT, block())
-    client.snapshot("snap-1", volume.volume_id)
-    return fake.lvm2.groups["data"].volumes["snap-snap-1"]
-
-
-def test_the_store_of_a_snapshot_is_extended_up_to_what_it_can_use(
-    service: Service, area: FakeVolume
-) -> None:
-    assert area.length == 4
-    service.autoextender.step(0)
-    assert area.length == 4
-    for now in range(1, 20):
-        area.data_percent = 80
-        if not service.autoextender.step(now):
-            break
-    # Every chunk of the origin, and the metadata for them.
-    assert area.length == 21
-    assert service.autoextender.counts()["snapshot", "extended"] > 1
-    assert service.autoextender.counts()["snapshot", "no room"] == 1
-
-
 def test_a_deleted_snapshot_does_not_count_for_another_of_its_name(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
@@ -238,8 +202,11 @@ def test_a_deleted_snapshot_does_not_count_for_another_of_its_name(
 
 
 def test_an_overflowed_or_a_foreign_snapshot_is_left_alone(
-    service: Service, fake: FakeHost, area: FakeVolume
+    client: Client, service: Service, fake: FakeHost
 ) -> None:
+    volume = client.create("pvc-1", 20 * EXTENT, block())
+    client.snapshot("snap-1", volume.volume_id)
+    area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
     area.data_percent, area.overflowed = 100, True
     assert not service.autoextender.step(0)
     area.data_percent, area.overflowed = 80, False
@@ -247,18 +214,6 @@ def test_an_overflowed_or_a_foreign_snapshot_is_left_alone(
     fake.commands.clear()
     assert not service.autoextender.step(1)
     assert started(fake) == ["fullreport"]
-
-
-def test_the_task_looks_periodically(
-    service: Service, pool: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.0)
-    fill(pool, 100)
-    service.autoextender.tasks.start()
-    while service.autoextender.counts()["data", "extended"] == 0:
-        time.sleep(0.01)
-    service.autoextender.tasks.stop(10)
-    assert pool.length == 15
 
 
 @given(extents=st.integers(1, 10**6), percent=st.floats(0, 100), threshold=st.integers(1, 99))

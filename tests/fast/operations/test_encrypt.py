@@ -145,13 +145,6 @@ def test_a_failed_backup_of_a_header_fails_no_call(use: Use, config: Config) -> 
     use.begin(KEY)
 
 
-def test_a_killed_change_of_keys_is_completed(fake: FakeHost, use: Use) -> None:
-    use.once(KEY)
-    use.begin_failing(fake, "luksKillSlot", NEW)
-    use.once(NEW)
-    use.begin_refused(KEY["passphrase"])
-
-
 def test_a_change_of_keys_after_an_unfinished_one_keeps_only_the_newest(
     fake: FakeHost, use: Use
 ) -> None:

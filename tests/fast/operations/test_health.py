@@ -201,16 +201,6 @@ def test_health_is_by_the_last_report_and_starts_no_process(
     assert problems(client, staged, tmp_path / "staging") == ""
 
 
-def test_a_raw_block_volume_has_a_health(
-    client: Client, service: Service, fake: FakeHost, tmp_path: Path
-) -> None:
-    volume = client.create("pvc-1", 16 * MIB, block())
-    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
-    report_partial(fake, service)
-    assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
-    assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
-
-
 def test_an_inline_volume_has_a_health_of_the_node(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The words for what is wrong: those of the document, each used, and merged as CSI demands."""
+"""The reasons: those of the document, each used and provoked, and merged as CSI demands."""
 
 import re
 from pathlib import Path
@@ -18,16 +18,10 @@ ROWS = [
 ]
 
 
-def test_every_reason_is_documented_with_its_statuses_and_no_other() -> None:
+def test_every_reason_is_documented_with_its_statuses_a_cause_and_a_remedy() -> None:
     documented = [(word.strip("`"), volume, storage) for word, volume, storage, *_ in ROWS]
     assert documented == [(one.word, one.of_volume, one.of_storage) for one in Reason]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_every_reason_has_a_cause_and_something_that_the_user_does(row: list[str]) -> None:
-    _word, _volume, _storage, cause, remedy = row
-    assert cause
-    assert remedy
+    assert all(cause and remedy for *_, cause, remedy in ROWS)
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -40,33 +34,24 @@ def test_a_reason_is_camel_case_and_its_statuses_are_csi_s(reason: Reason) -> No
         assert csi.StorageHealthErrorType.Value(reason.of_storage) > 0
 
 
-def test_no_two_reasons_have_one_word() -> None:
+def test_no_two_reasons_have_the_same_word() -> None:
     words = [one.word for one in Reason]
     assert len(set(words)) == len(words)
 
 
 @pytest.mark.parametrize("reason", Reason, ids=str)
-def test_every_reason_is_used(reason: Reason) -> None:
+def test_every_reason_is_used_and_provoked_on_real_lvm(reason: Reason) -> None:
     modules = (ROOT / "agent/operations").glob("*.py")
     assert any(f"Reason.{reason.name}" in one.read_text() for one in modules)
-
-
-# What cannot be had there.
-NOT_PROVOKED = {
-    # By definition nobody knows what lvm2 would have to say.
-    Reason.LVM_REPORTS
-}
-
-
-@pytest.mark.parametrize("reason", Reason, ids=str)
-def test_every_reason_is_provoked_on_real_lvm(reason: Reason) -> None:
     tests = [*(ROOT / "tests/contract").glob("test_*.py"), *(ROOT / "tests/vm").glob("test_*.py")]
     # One of two that may come is written as "A|B".
     named = re.compile(rf'["|]{reason.word}["|]')
-    assert any(named.search(one.read_text()) for one in tests) is (reason not in NOT_PROVOKED)
+    is_provoked = any(named.search(one.read_text()) for one in tests)
+    # It is unknown what lvm2 would report.
+    assert is_provoked is (reason is not Reason.LVM_REPORTS)
 
 
-def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
+def test_conditions_of_one_reason_are_merged_with_the_oldest_age() -> None:
     first = Condition(Reason.DISK_MISSING, "a is missing", 20.0)
     other = Condition(Reason.RAID_RESYNCING, "it is resyncing")
     second = Condition(Reason.DISK_MISSING, "b is missing", 10.0)
@@ -84,7 +69,7 @@ def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
     assert statuses[0] == "DATA_LOSS"
 
 
-def test_only_what_was_seen_before_tells_its_age() -> None:
+def test_only_an_earlier_condition_shows_its_age() -> None:
     seen = Condition(Reason.DISK_MISSING, "gone", 1e9)
     assert seen.text(1e9 + 42.4) == "gone (seen 42 s ago, at 2001-09-09T01:46:40Z)"
     assert seen.text(1e9 - 10).startswith("gone (seen 0 s ago")
@@ -93,9 +78,9 @@ def test_only_what_was_seen_before_tells_its_age() -> None:
 
 @pytest.mark.parametrize("seen_seconds", [0.0, 1e9])
 @pytest.mark.parametrize("letter", ["x", "ü", "…"])
-def test_no_sentence_is_longer_than_kubernetes_takes(letter: str, seen_seconds: float) -> None:
-    told = Condition(Reason.DISK_MISSING, letter * 2000, seen_seconds).text(1e9)
-    assert 1000 < len(told.encode()) <= 1024
-    assert told.startswith(letter * 300)
-    assert "…" in told
-    assert told.endswith("Z)") == bool(seen_seconds)
+def test_no_message_is_longer_than_kubernetes_takes(letter: str, seen_seconds: float) -> None:
+    text = Condition(Reason.DISK_MISSING, letter * 2000, seen_seconds).text(1e9)
+    assert 1000 < len(text.encode()) <= 1024
+    assert text.startswith(letter * 300)
+    assert "…" in text
+    assert text.endswith("Z)") == bool(seen_seconds)

@@ -1,4 +1,4 @@
-"""What calls cost that kubelet makes once a minute, or again and again, for each volume."""
+"""The cost of calls that kubelet makes often for each volume."""
 
 import threading
 from pathlib import Path
@@ -25,7 +25,7 @@ def read(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_call_reads_the_mount_table_once_and_starts_neither_process_nor_thread(
+def test_statistics_read_the_mount_table_once_and_start_no_process_or_thread(
     client: Client, fake: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[str]
 ) -> None:
     volume = client.create("pvc-1", 32 * MIB, mounted("ext4"))
@@ -33,20 +33,20 @@ def test_a_call_reads_the_mount_table_once_and_starts_neither_process_nor_thread
     started: list[str] = []
     start = threading.Thread.start
 
-    def told(self: threading.Thread) -> None:
+    def record(self: threading.Thread) -> None:
         # The server's own wait for calls.
         if not self.name.startswith("rpc"):
             started.append(self.name)
         start(self)
 
-    monkeypatch.setattr(threading.Thread, "start", told)
+    monkeypatch.setattr(threading.Thread, "start", record)
     fake.commands.clear()
     read.clear()
     client.stats(volume.volume_id, tmp_path / "staging")
     assert (read, started, fake.commands) == (["table"], [], [])
 
 
-def test_what_is_staged_and_published_already_is_told_by_one_look_at_the_mount_table(
+def test_repeated_stage_and_publish_read_the_mount_table_once_each(
     client: Client, tmp_path: Path, read: list[str]
 ) -> None:
     staging, target = tmp_path / "staging", tmp_path / "target"
@@ -54,7 +54,7 @@ def test_what_is_staged_and_published_already_is_told_by_one_look_at_the_mount_t
     client.stage(volume, staging, mounted("ext4"))
     read.clear()
     client.publish(volume, staging, target, mounted("ext4"))
-    assert len(read) == 2, "before, and what came of it"
+    assert len(read) == 2, "before and after"
     read.clear()
     client.stage(volume, staging, mounted("ext4"))
     client.publish(volume, staging, target, mounted("ext4"))

@@ -263,29 +263,37 @@ def test_a_group_missing_because_of_the_devices_file_is_reported_so(place: Place
     assert "is not on this node" in place.one("groups").message
 
 
-FILE = "devices/system.devices"
+UUID = "abcdef00000000000000000000000000"
+FILE, OTHER, CONF = "devices/system.devices", "devices/own.devices", "lvm.conf"
+ENTRY = f"# PVID={'x' * 32}\nIDTYPE=sys_wwid PVID={UUID} PART=1\n"
+OFF = "devices {\n\tuse_devicesfile = 0\n}\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "counts"),
+    ("files", "is_switched_on", "disks"),
     [
-        ({}, False),
-        ({"lvm.conf": "devices {\n\tuse_devicesfile = 1\n}\n"}, False),
-        ({FILE: "", "lvm.conf": "# use_devicesfile = 1\n"}, True),
-        ({FILE: ""}, True),
-        ({FILE: "", "lvm.conf": "devices {\n\tuse_devicesfile = 0\n}\n"}, False),
-        ({FILE: "", "lvmlocal.conf": "devices/use_devicesfile=0\n"}, False),
+        ({}, False, None),
+        ({CONF: "devices {\n\tuse_devicesfile = 1\n}\n"}, False, None),
+        ({FILE: ""}, True, set()),
+        ({FILE: ENTRY}, True, {UUID}),
+        ({FILE: "", CONF: "# use_devicesfile = 1\n"}, True, set()),
+        ({FILE: "", CONF: "devices/use_devicesfile=1\n"}, False, set()),
+        ({FILE: "", CONF: OFF}, False, None),
+        ({FILE: "", "lvmlocal.conf": "devices/use_devicesfile=0\n"}, False, None),
+        ({OTHER: ENTRY, CONF: 'devices {\n\t# devicesfile = "own.devices"\n}\n'}, False, None),
+        ({OTHER: ENTRY, "lvmlocal.conf": 'devices/devicesfile = "own.devices"\n'}, True, {UUID}),
     ],
 )
 def test_a_devices_file_counts_unless_lvm_conf_says_otherwise(
-    tmp_path: Path, files: dict[str, str], counts: bool
+    tmp_path: Path, files: dict[str, str], is_switched_on: bool, disks: set[str] | None
 ) -> None:
     for name, text in files.items():
         path = tmp_path / "etc/lvm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    expected = ("devices/use_devicesfile=1",) if counts else ()
+    expected = ("devices/use_devicesfile=1",) if is_switched_on else ()
     assert lvm2.with_devices_file(tmp_path) == expected
+    assert lvm2.listed_disks(tmp_path) == disks
 
 
 def test_a_disk_missing_because_of_the_devices_file_is_reported_so(place: Place) -> None:
@@ -299,41 +307,6 @@ def test_a_disk_missing_because_of_the_devices_file_is_reported_so(place: Place)
     # One that is away is not the file's fault.
     place.host.lose_disk(group, 1)
     assert "attach them again" in place.one("groups").remedy
-
-
-def test_a_devices_file_may_have_another_name(tmp_path: Path) -> None:
-    own = tmp_path / "etc/lvm"
-    (own / "devices").mkdir(parents=True)
-    (own / "devices/own.devices").write_text(f"PVID={'x' * 32}\n")
-    assert lvm2.listed_disks(tmp_path) is None
-    (own / "lvm.conf").write_text('devices {\n\t# devicesfile = "none.devices"\n}\n')
-    assert lvm2.listed_disks(tmp_path) is None
-    (own / "lvmlocal.conf").write_text('devices/devicesfile = "own.devices"\n')
-    assert lvm2.listed_disks(tmp_path) == frozenset({"x" * 32})
-
-
-UUID = "abcdef-0000-0000-0000-0000-0000-000000"
-
-
-@pytest.mark.parametrize(
-    ("switch", "file", "listed"),
-    [
-        ("", None, None),
-        ("", "", set()),
-        ("", f"# PVID={'x' * 32}\nIDTYPE=sys_wwid PVID={UUID.replace('-', '')} PART=1\n", {UUID}),
-        ("devices/use_devicesfile=1\n", "", set()),
-        ("devices/use_devicesfile=0\n", "", None),
-    ],
-)
-def test_the_disks_of_a_devices_file_are_listed_where_it_counts(
-    tmp_path: Path, switch: str, file: str | None, listed: set[str] | None
-) -> None:
-    (tmp_path / "etc/lvm/devices").mkdir(parents=True)
-    (tmp_path / "etc/lvm/lvm.conf").write_text(switch)
-    if file is not None:
-        (tmp_path / lvm2.DEVICES_FILE).write_text(file)
-    found = lvm2.listed_disks(tmp_path)
-    assert found == (None if listed is None else {one.replace("-", "") for one in listed})
 
 
 def test_a_volume_group_uses_no_disk_outside_the_devices_file(place: Place) -> None:

@@ -107,22 +107,6 @@ def test_a_restart_continues_where_it_was(
     assert len(header(host).slots) == 1
 
 
-def test_a_running_one_can_be_stopped_at_any_time(
-    host: FakeHost, config: Config, copy: csi.Volume
-) -> None:
-    with (
-        serving_copy(host, config, copy, 0) as (service, client, stage),
-        host.slow_reencryption(),
-    ):
-        for _ in range(2):  # the second call waits for the same one
-            with expect.code("ABORTED"):
-                stage()
-        assert service.reencrypter.jobs.counts()["running"] == 1
-        client.unstage(copy.volume_id, host.directory / "staging")
-        assert sum(service.reencrypter.jobs.counts().values()) == 0
-    assert header(host).is_reencrypting
-
-
 def test_the_key_of_one_cancelled_before_its_turn_is_overwritten(
     host: FakeHost, config: Config, copy: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,19 +126,6 @@ def test_the_key_of_one_cancelled_before_its_turn_is_overwritten(
             client.unstage(copy.volume_id, staging)
         wait([waiting.ended], _PATIENCE_SECONDS)
     assert not any(waiting.secret.data)
-
-
-def test_a_failed_one_is_an_error_and_begun_again_by_the_next_call(
-    host: FakeHost, config: Config, copy: csi.Volume
-) -> None:
-    with serving_copy(host, config, copy, 60) as (service, _, stage):
-        with host.killed_reencryption(""), expect.code("INTERNAL", "reencrypt"):
-            stage()
-        assert service.reencrypter.jobs.counts()["failed"] == 1
-        assert header(host).is_torn
-        assert leftovers(host)
-        stage()
-        assert sum(service.reencrypter.jobs.counts().values()) == 0
 
 
 def test_the_first_call_after_a_power_cut_recovers_it(

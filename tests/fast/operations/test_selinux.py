@@ -1,6 +1,5 @@
-"""SELinux contexts of mounts, as kubelet asks for them: on a kernel in memory that has SELinux."""
+"""SELinux contexts of mounts, as kubelet requests them, on a fake kernel that has SELinux."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import configured
@@ -10,9 +9,8 @@ from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
-from agent.daemon.server import Service
 from mount import errors, options, table
 from mount import kernel as syscalls
 from proto import csi_pb2 as csi
@@ -40,13 +38,13 @@ def host(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
-def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
-    config = configured.carver(tmp_path, host.new_group(200))
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    service.start(config.endpoint)
-    with Client(config.endpoint) as caller:
-        yield caller
-    service.stop()
+def fake(host: FakeHost) -> FakeHost:
+    return host
+
+
+@pytest.fixture
+def config(host: FakeHost, tmp_path: Path) -> Config:
+    return configured.carver(tmp_path, host.new_group(200))
 
 
 @pytest.fixture
@@ -54,34 +52,47 @@ def volume(client: Client) -> csi.Volume:
     return client.create("pvc-1", 320 * MIB, asked())
 
 
+@pytest.fixture
+def staging(host: FakeHost) -> Path:
+    return host.directory / "staging"
+
+
+@pytest.fixture
+def target(host: FakeHost) -> Path:
+    return host.directory / "target"
+
+
 def context_at(host: FakeHost, path: Path) -> str:
     return table.read(host.kernel).at(str(path))[-1].context
 
 
-def test_a_volume_is_mounted_with_the_context_and_published_with_it(
-    client: Client, host: FakeHost, volume: csi.Volume
+@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+def test_a_volume_is_staged_and_published_with_its_context(
+    client: Client, host: FakeHost, staging: Path, target: Path, fs_type: str
 ) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
+    with_context, without = (
+        mounted(fs_type, mode=MULTI, flags=flags) for flags in ([FLAG, "noatime"], ["noatime"])
+    )
+    volume = client.create("pvc-1", 320 * MIB, with_context)
     for _ in range(2):
-        client.stage(volume, staging, asked(FLAG, "noatime"))
+        client.stage(volume, staging, with_context)
     for _ in range(2):
-        client.publish(volume, staging, target, asked(FLAG, "noatime"))
-    client.publish(volume, staging, host.directory / "second", asked("noatime"))
+        client.publish(volume, staging, target, with_context)
+    client.publish(volume, staging, host.directory / "second", without)
     assert context_at(host, staging) == context_at(host, target) == CONTEXT
     [mount] = table.read(host.kernel).at(str(staging))
     assert "noatime" in mount.options
 
 
-def test_another_context_is_a_conflict_where_it_is_mounted(
-    client: Client, host: FakeHost, volume: csi.Volume
+def test_a_mounted_volume_conflicts_with_another_context(
+    client: Client, host: FakeHost, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
     client.stage(volume, staging, asked(FLAG))
     client.publish(volume, staging, target, asked(FLAG))
     for flags in ([f'context="{OTHER}"'], []):
         with expect.code("ALREADY_EXISTS", str(staging), CONTEXT):
             client.stage(volume, staging, asked(*flags))
-        # A superblock has one, whichever path it is mounted at.
+        # A superblock has one context at all paths.
         with expect.code("FAILED_PRECONDITION", "one for all", CONTEXT):
             client.stage(volume, host.directory / "elsewhere", asked(*flags))
     with expect.code("ALREADY_EXISTS", str(target), OTHER):
@@ -95,37 +106,24 @@ def test_another_context_is_a_conflict_where_it_is_mounted(
     assert context_at(host, staging) == OTHER
 
 
-def test_a_volume_that_is_mounted_without_one_is_not_given_one(
-    client: Client, host: FakeHost, volume: csi.Volume
+def test_a_volume_mounted_without_a_context_is_not_given_one(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
-    staging = host.directory / "staging"
     client.stage(volume, staging, asked())
     with expect.code("ALREADY_EXISTS", str(staging), CONTEXT):
         client.stage(volume, staging, asked(FLAG))
     with expect.code("FAILED_PRECONDITION", "no SELinux context", CONTEXT):
-        client.publish(volume, staging, host.directory / "target", asked(FLAG))
+        client.publish(volume, staging, target, asked(FLAG))
 
 
-@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
-def test_every_file_system_has_it(client: Client, host: FakeHost, fs_type: str) -> None:
-    capability = mounted(fs_type, mode=MULTI, flags=[FLAG])
-    volume = client.create("pvc-2", 320 * MIB, capability)
-    staging = host.directory / "staging"
-    client.stage(volume, staging, capability)
-    client.stage(volume, staging, capability)
-    assert context_at(host, staging) == CONTEXT
-
-
-def test_an_inline_volume_has_it_too(client: Client, host: FakeHost) -> None:
-    target = host.directory / "target"
+def test_an_inline_volume_has_a_context(client: Client, host: FakeHost, target: Path) -> None:
     for _ in range(2):
         client.publish_inline("csi-1", target, {"size": "64Mi"}, asked(FLAG))
     assert context_at(host, target) == CONTEXT
 
 
-def test_a_raw_block_volume_needs_none(client: Client, host: FakeHost) -> None:
-    volume = client.create("pvc-2", 16 * MIB, block())
-    client.stage(volume, host.directory / "staging", block())
+def test_a_raw_block_volume_needs_no_context(client: Client, staging: Path) -> None:
+    client.stage(client.create("pvc-2", 16 * MIB, block()), staging, block())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ def test_a_raw_block_volume_needs_none(client: Client, host: FakeHost) -> None:
         ('context="u:r:t:s0-s0:c0.c1023"', "u:r:t:s0-s0:c0.c1023"),
     ],
 )
-def test_the_context_is_told_without_its_quotes(flag: str, context: str) -> None:
+def test_a_context_is_parsed_without_its_quotes(flag: str, context: str) -> None:
     assert options.parse([flag]).context == context
 
 
@@ -161,7 +159,7 @@ def test_the_context_is_told_without_its_quotes(flag: str, context: str) -> None
         f'rootcontext="{CONTEXT}"',
     ],
 )
-def test_what_is_no_context_is_refused(flag: str) -> None:
+def test_an_invalid_context_is_refused(flag: str) -> None:
     with pytest.raises(errors.BadOption):
         options.parse([flag])
 
@@ -187,7 +185,7 @@ def test_two_contexts_contradict_each_other() -> None:
         ("", "u:r:t", False),
     ],
 )
-def test_contexts_are_compared_by_what_they_mean(one: str, other: str, same: bool) -> None:
+def test_contexts_are_compared_by_their_meaning(one: str, other: str, same: bool) -> None:
     assert options.is_same_context(one, other) == same
 
 
@@ -200,15 +198,17 @@ def test_contexts_are_compared_by_what_they_mean(one: str, other: str, same: boo
         ("rw,seclabel,stripe=4", ""),
     ],
 )
-def test_the_kernels_table_tells_it(shown: str, context: str) -> None:
+def test_the_mount_table_shows_the_context(shown: str, context: str) -> None:
     line = f"40 36 253:3 / /mnt rw - ext4 /dev/dm-3 {shown}\n"
     assert table.Table(line).mounts[0].context == context
 
 
-def test_older_calls_quote_what_has_commas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("mount.calls.mount", lambda *words: told.append(words[-1]))
+def test_the_older_system_call_quotes_a_context_with_commas(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("mount.calls.mount", lambda *words: made.append(words[-1]))
     kernel = syscalls.Kernel(old_calls=True)
     parameters = ["discard", f"context={CONTEXT}", "commit=5"]
     kernel.mount("/dev/none", str(tmp_path), "ext4", set(), parameters)
-    assert told == [f'discard,context="{CONTEXT}",commit=5']
+    assert made == [f'discard,context="{CONTEXT}",commit=5']

@@ -1,4 +1,4 @@
-"""What may be staged and published."""
+"""Which volumes may be staged and published."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ EXTENT = 4 << 20
         (tag.COPYING, "ABORTED"),
     ],
 )
-def test_an_active_device_of_what_is_no_volume_is_not_given_to_anyone(
+def test_an_active_device_without_a_usable_volume_is_not_published(
     fake: FakeHost, client: Client, tmp_path: Path, state: str, code: str
 ) -> None:
-    """As its tags say, also where nothing in the process remembers it."""
+    """By its tags, though nothing in the process remembers it."""
     volume = client.create("db", EXTENT, block())
     logical = fake.lvm2.groups["data"].volumes["vol-db"]
     client.stage(volume, tmp_path / "staging", block())
