@@ -88,6 +88,13 @@ def staging(host: AnyHost) -> Path:
 
 
 @pytest.fixture
+def staged(client: Client, volume: csi.Volume, staging: Path) -> csi.Volume:
+    """The volume, staged."""
+    client.stage(volume, staging)
+    return volume
+
+
+@pytest.fixture
 def target(host: AnyHost) -> Path:
     """Where kubelet has a volume published."""
     return host.directory / "target"

@@ -10,11 +10,10 @@ import expect
 import grpc
 import pytest
 from real.any import AnyHost
+from serving import served
 
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
-from agent.daemon.server import Service
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 
@@ -57,9 +56,7 @@ def test_where_kubelets_directory_is_seen_twice_a_volume_has_one_target(
     config = replace(config, kubelet_dir=(str(directory),))
     staging, target, second = (directory / name for name in ("staging", "first", "second"))
     one = mounted("ext4", mode=Mode.SINGLE_NODE_SINGLE_WRITER)
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    service.start(config.endpoint)
-    with Client(config.endpoint) as client:
+    with served(host, config) as (_, client):
         volume = client.create("pvc-1", 64 * MIB, one)
         client.stage(volume, staging, one)
         twin.mkdir()
@@ -75,7 +72,6 @@ def test_where_kubelets_directory_is_seen_twice_a_volume_has_one_target(
         with expect.code("FAILED_PRECONDITION", str(twin)):
             client.delete(volume.volume_id)
         host.kernel.unmount(str(twin))
-    service.stop()
 
 
 @pytest.mark.parametrize("kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["block"]))

@@ -24,18 +24,10 @@ MULTI_WRITER, READER_ONLY = Mode.SINGLE_NODE_MULTI_WRITER, Mode.SINGLE_NODE_READ
 
 
 @pytest.fixture
-def formatted(client: Client, volume: csi.Volume, staging: Path) -> csi.Volume:
+def formatted(client: Client, staged: csi.Volume, staging: Path) -> csi.Volume:
     """The volume, which was staged and unstaged once."""
-    client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
-    return volume
-
-
-@pytest.fixture
-def staged(client: Client, volume: csi.Volume, staging: Path) -> csi.Volume:
-    """The volume, staged."""
-    client.stage(volume, staging)
-    return volume
+    client.unstage(staged.volume_id, staging)
+    return staged
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Groups that are other nodes', several nodes' or nobody's for now: told, and left as they are."""
+"""Groups of another node, of several, or of none: they are reported and left as they are."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ import pytest
 from csi_client import Client
 from real.any import AnyHost
 from rich.console import Console
+from serving import served
 
 from agent.cli import status, terminal
 from agent.core.host import Host
@@ -85,7 +86,7 @@ def shown(seen: status.Overview) -> str:
 
 
 @pytest.mark.parametrize("case", chosen.kinds(CASES, usual=["exported"]))
-def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
+def test_a_group_of_another_node_is_reported_and_left_alone_until_it_is_given_back(
     client: Client, service: Service, host: AnyHost, config: Config, group: str, case: str
 ) -> None:
     volume = client.create("pvc-1", SIZE, block())
@@ -97,21 +98,20 @@ def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
     before = host.disks.fingerprint([disk])
 
     words = CASES[case].words
-    with expect.code("FAILED_PRECONDITION", group, *words):
-        client.volume(volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", group, *words):
-        client.delete(volume.volume_id)
+    for call in (client.volume, client.delete):
+        with expect.code("FAILED_PRECONDITION", group, *words):
+            call(volume.volume_id)
     with expect.code("RESOURCE_EXHAUSTED", group, *words):
         client.create("pvc-2", SIZE, block())
     assert client.capacity().available_capacity == 0
     with expect.code("FAILED_PRECONDITION", group):
         client.volumes()
-    # People are told what a list lacks.
+    # The lists for people name the groups that are away.
     for here in (client.volumes_here(), client.snapshots_here()):
         assert not here.entries
         assert all(word in here.away[group] for word in words)
-    [told] = client.storage_health()
-    assert all(word in told.message for word in (group, *words))
+    [health] = client.storage_health()
+    assert all(word in health.message for word in (group, *words))
     [(verdict, message, remedy)] = preflight.CHECKS["groups"](service.node)
     assert (verdict, bool(remedy)) == (FAIL, True)
     assert all(word in message for word in words)
@@ -146,16 +146,12 @@ def test_a_group_with_the_node_s_own_system_id_is_used(
 ) -> None:
     own = replace(host.lvm, settings=(*host.lvm.settings, *OWN))
     host.lvm("vgchange", "--yes", "--systemid", "this", "--", group)
-    config = configured.carver(tmp_path, group)
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), own)
-    service.start(config.endpoint)
     try:
-        with Client(config.endpoint) as client:
+        with served(host, configured.carver(tmp_path, group), own) as (_, client):
             volume = client.create("pvc-1", SIZE, block())
             assert client.volume(volume.volume_id).volume.capacity_bytes == SIZE
             client.delete(volume.volume_id)
     finally:
-        service.stop()
         own("vgchange", "--yes", "--systemid", "", "--", group)
     assert not report.read(host.lvm).group(group).volumes
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import expect
@@ -76,13 +77,12 @@ def test_a_missing_dev_node_taken_as_volume_gone(
 
 
 def test_an_inactive_volume_removed_and_made_anew_empty(
-    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path, group: str
 ) -> None:
-    client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
+    client.unstage(staged.volume_id, staging)
     uuid = report.read(host.lvm).group(group).volume("vol-pvc-1").uuid
     host.deactivate(group, "vol-pvc-1")
-    client.stage(volume, staging)
+    client.stage(staged, staging)
     assert table.read(host.kernel).at(str(staging))
     assert report.read(host.lvm).group(group).volume("vol-pvc-1").uuid == uuid
 
@@ -135,17 +135,16 @@ def test_mount_options_ignored(client: Client, host: AnyHost, staging: Path, tar
 
 
 def test_unmount_errors_swallowed_and_unpublish_answered_ok_with_the_mount_still_there(
-    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path, target: Path
 ) -> None:
-    client.stage(volume, staging)
-    client.publish(volume, staging, target)
+    client.publish(staged, staging, target)
     with (target / "open").open("w") as file:
         file.write("data")
         with expect.code("FAILED_PRECONDITION", str(target), "in use"):
-            client.unpublish(volume.volume_id, target)
+            client.unpublish(staged.volume_id, target)
         assert table.read(host.kernel).at(str(target))
     (target / "open").unlink()
-    client.unpublish(volume.volume_id, target)
+    client.unpublish(staged.volume_id, target)
 
 
 @pytest.mark.variation
@@ -178,16 +177,15 @@ def test_no_lock_per_volume(
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
         assert formatting.wait(60)
-        with expect.code("ABORTED", "in progress"):
-            client.stage(volume, staging)
-        with expect.code("ABORTED"):
-            client.delete(volume.volume_id)
-        with expect.code("ABORTED"):
-            client.create("pvc-1", 64 * MIB, mounted("ext4"))
-        with expect.code("ABORTED"):
-            client.expand(volume.volume_id, 80 * MIB)
-        with expect.code("ABORTED"):
-            client.unpublish(volume.volume_id, target)
+        for call in (
+            partial(client.stage, volume, staging),
+            partial(client.delete, volume.volume_id),
+            partial(client.create, "pvc-1", 64 * MIB, mounted("ext4")),
+            partial(client.expand, volume.volume_id, 80 * MIB),
+            partial(client.unpublish, volume.volume_id, target),
+        ):
+            with expect.code("ABORTED", "in progress"):
+                call()
     staged.result()
     client.stage(volume, staging)
 
@@ -202,33 +200,28 @@ def test_expansion_that_fails_for_ever_because_the_size_matches(
 
 @pytest.mark.variation
 def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
-    client: Client, volume: csi.Volume, staging: Path
+    client: Client, staged: csi.Volume, staging: Path
 ) -> None:
-    client.stage(volume, staging)
-    before = client.stats(volume.volume_id, staging).usage[0].total
-    client.expand(volume.volume_id, 128 * MIB)
-    assert client.stats(volume.volume_id, staging).usage[0].total == before
-    client.node_expand(volume.volume_id, staging, 128 * MIB)
-    assert client.stats(volume.volume_id, staging).usage[0].total > before + 32 * MIB
+    before = client.stats(staged.volume_id, staging).usage[0].total
+    client.expand(staged.volume_id, 128 * MIB)
+    assert client.stats(staged.volume_id, staging).usage[0].total == before
+    client.node_expand(staged.volume_id, staging, 128 * MIB)
+    assert client.stats(staged.volume_id, staging).usage[0].total > before + 32 * MIB
 
 
 @pytest.mark.variation
 def test_the_driver_changes_the_mode_of_the_volume_s_root(
-    client: Client, volume: csi.Volume, staging: Path, target: Path
+    client: Client, staged: csi.Volume, staging: Path, target: Path
 ) -> None:
-    client.stage(volume, staging)
     staging.chmod(0o2750)
-    client.publish(volume, staging, target)
-    client.unpublish(volume.volume_id, target)
-    client.stage(volume, staging)
+    client.publish(staged, staging, target)
+    client.unpublish(staged.volume_id, target)
+    client.stage(staged, staging)
     assert staging.stat().st_mode & 0o7777 == 0o2750
 
 
 @pytest.mark.variation
-def test_mkfs_defaults_newer_than_the_node_s_kernel(
-    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
-) -> None:
-    client.stage(volume, staging)
+def test_mkfs_defaults_newer_than_the_node_s_kernel(host: AnyHost, staged: csi.Volume) -> None:
     made = next(words for words in host.commands if words[0] == "mkfs.ext4")
     features = made[made.index("-O") + 1].split(",")
     assert features[0] == "none"
