@@ -14,10 +14,12 @@ class Sampler:
         self._needles = needles
         self.found: set[str] = set()
         self.programs: set[str] = set()
+        # How often all processes were read.
+        self.rounds = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, all processes are looked at as often as can be."""
+        """Inside, all processes are read as often as can be."""
         ended = threading.Event()
         thread = threading.Thread(target=self._until, args=(ended,))
         thread.start()
@@ -33,6 +35,7 @@ class Sampler:
                 for name in ("cmdline", "environ"):
                     with suppress(OSError):
                         self._look(process / name)
+            self.rounds += 1
 
     def _look(self, file: Path) -> None:
         text = file.read_bytes()

@@ -34,7 +34,7 @@ CONFIGURATION = Path("/run/test-privileges.toml")
 GROUP = "carver_privileges"
 # A disk that came is noticed by the clock after a minute, with udev's events at once.
 NOTICED_SECONDS = 25
-# By then udev has been told of all that was done to a new volume.
+# By then udev has had all events of a new volume.
 SETTLED_SECONDS = 2
 
 Deed = Callable[[Client, Path], None]
@@ -103,8 +103,8 @@ def use_an_encrypted_volume(client: Client, directory: Path) -> None:
     key = {"passphrase": "for a trial"}
     with staged(client, directory, 64 * MIB, key) as (volume, staging):
         words = ["dmsetup", "table", "--target", "crypt"]
-        told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        tables = told.splitlines()
+        shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        tables = shown.splitlines()
         assert tables, "it is not encrypted"
         assert all(":logon:" in one for one in tables), "a master key is in a device's table"
         client.node_expand(volume.volume_id, staging, 96 * MIB, key)

@@ -1,4 +1,4 @@
-"""Disks of others that say that they are a group's, as whoever writes to them may have it."""
+"""Disks that claim to be a group's, as anyone who writes to a disk may make them."""
 
 import re
 from collections.abc import Callable
@@ -42,23 +42,23 @@ def put(host: RealHost, group: str, device: str, kind: str) -> Callable[[], None
     """Have a device say so; what is returned has it blank again."""
     own = report.read(host.lvm).group(group)
     uuids = tuple(one.uuid for one in own.disks)
-    uuid, told = KINDS[kind](Group(group, own.uuid, 1, uuids), uuids[0])
+    uuid, shown = KINDS[kind](Group(group, own.uuid, 1, uuids), uuids[0])
     file = host.directory / "metadata"
     host.lvm("vgcfgbackup", "--file", str(file), "--", group)
     image = Image(
         uuid=uuid.replace("-", ""),
-        areas=[Area(size=_AREA_BYTES, text=_metadata(file.read_text(), own, uuid, told))],
+        areas=[Area(size=_AREA_BYTES, text=_metadata(file.read_text(), own, uuid, shown))],
         size=1 << 20,
     )
     host.write_bytes(device, 0, bytes(image.bytes()))
     return lambda: host.erase(device)
 
 
-def _metadata(text: str, own: report.Group, uuid: str, told: Group) -> bytes:
+def _metadata(text: str, own: report.Group, uuid: str, shown: Group) -> bytes:
     """lvm2's own copy of the metadata, as they stand on disks, and as this one has them."""
     about, _, body = text.partition(f"\n{own.name} {{")
-    body = body.replace(own.uuid, told.uuid).replace(own.disks[0].uuid, uuid)
-    body = re.sub(r"\bseqno = \d+", f"seqno = {told.seqno}", body, count=1)
-    if len(told.disk_uuids) == 1:
+    body = body.replace(own.uuid, shown.uuid).replace(own.disks[0].uuid, uuid)
+    body = re.sub(r"\bseqno = \d+", f"seqno = {shown.seqno}", body, count=1)
+    if len(shown.disk_uuids) == 1:
         body = re.sub(r"\n\t\tpv[1-9] \{.*?\n\t\t\}\n", "\n", body, flags=re.DOTALL)
     return f"{own.name} {{{body}\n{about}\n".encode() + b"\0"

@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import grpc
 import psutil
+from vm.deeds import within
 
 from agent.csi.client import Client, block
 from lvm.devices import Devices
@@ -26,15 +26,15 @@ _START_SECONDS = 120
 _COMMAND_SECONDS = 300
 # Carver on the other node is called so, by the test's ssh_config alone.
 HOST = "node-b"
-# In the place of ssh: of a stream it lets so much through, tells that, and goes on when it may.
+# In place of ssh: it passes so much of a stream, reports that, and continues when it may.
 _STALLING = """\
 #!{python}
 import os, pathlib, subprocess, sys, time
 
 words = ["ssh", "-F", "{config}", *sys.argv[1:]]
 line = sys.argv[-1]
-deeds = ("status", "abort", "checksum", "finish", "withdraw")
-if " receive " not in line or any("--" + one in line for one in deeds):
+verbs = ("status", "abort", "checksum", "finish", "withdraw")
+if " receive " not in line or any("--" + one in line for one in verbs):
     os.execvp("ssh", words)
 source, left = sys.stdin.buffer, {most_bytes}
 with subprocess.Popen(words, stdin=subprocess.PIPE) as ssh:
@@ -168,7 +168,7 @@ class Line:
         return f"ssh -F {self.config}"
 
     def stalling(self, most_bytes: int) -> "Stall":
-        """The same, which stops within a stream until it is told to go on."""
+        """The same, which stops within a stream until `Stall.end`."""
         program, reached, go = (self.directory / one for one in ("stalling", "reached", "go"))
         for one in (reached, go):
             one.unlink(missing_ok=True)
@@ -189,7 +189,7 @@ class Line:
         return ["ssh", "-F", str(self.config), "--", HOST, str(self.to.carver), *words]
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Those of the test's own that have these among their words."""
+        """The test's own processes with these words in their command lines."""
         found = []
         for one in psutil.process_iter():
             try:
@@ -219,13 +219,6 @@ class Stall:
         within(
             _COMMAND_SECONDS, lambda: not self.line.processes(" receive "), "a receiver runs still"
         )
-
-
-def within(seconds: float, is_so: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)
 
 
 @contextmanager

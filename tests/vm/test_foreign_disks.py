@@ -51,19 +51,19 @@ def test_every_call_on_the_group_works_and_the_foreign_disk_is_reported(
     try:
         if not is_running:
             restart(SERVED)
-        until(client, disk, is_told=True)
+        until(client, disk, is_reported=True)
         every_call_works(client, directory, [volume.volume_id])
         assert disk in reasons(client)["DiskIgnored"]
     finally:
         take_away()
-    until(client, disk, is_told=False)
+    until(client, disk, is_reported=False)
     client.delete(volume.volume_id)
 
 
-def until(client: Client, disk: str, *, is_told: bool) -> None:
+def until(client: Client, disk: str, *, is_reported: bool) -> None:
     """Wait until the storage's health names the disk, or does not any more."""
     deadline = time.monotonic() + NOTICED_SECONDS
-    while (disk in reasons(client).get("DiskIgnored", "")) is not is_told:
+    while (disk in reasons(client).get("DiskIgnored", "")) is not is_reported:
         assert time.monotonic() < deadline, reasons(client)
         # A call that looks at the group.
         client.capacity()

@@ -125,8 +125,8 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         assert found is not None
         return found
 
-    def told() -> set[str]:
-        """The reasons that all calls tell of the volume; of the storage they are the same."""
+    def reasons() -> set[str]:
+        """The reasons that all calls report of the volume; those of the storage are the same."""
         service.inventory.state()
         seen = [client.volume_health(big.volume_id), client.node_health(big.volume_id, target)]
         seen += [one for one in client.unhealthy() if one.volume_id == big.volume_id]
@@ -163,16 +163,16 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         while service.autoextender.step(0):
             pass
         assert service.autoextender.counts()["data", "extended"] > 3
-        assert told() == set()
+        assert reasons() == set()
 
-        # There is no more room: that is told before it is too late.
+        # There is no more room: that is reported before the pool is full.
         while pool().used_data_blocks * 64 * 1024 < largest * 91 // 100:
             filling.write()
         while service.autoextender.step(0):
             pass
         assert pool().size_bytes == largest
         assert 90 < pool().data_percent < 95
-        assert told() == {"PoolNearlyFull"}
+        assert reasons() == {"PoolNearlyFull"}
         with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full"):
             client.create("another", EXTENT, block(), parameters=THIN)
         assert client.capacity(THIN).maximum_volume_size.value == 0
@@ -180,14 +180,14 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         # And when it is too late, what was written before is not harmed.
         with host.impatient():
             assert filling.fill_up() in (errno.ENOSPC, errno.EIO)
-            assert "PoolFull" in told()
+            assert "PoolFull" in reasons()
         assert filling.is_whole()
         assert small.is_whole()
         assert other.is_whole()
 
         # What is deleted gives its room back.
         client.delete(spare.volume_id)
-        assert told() == {"PoolNearlyFull"}
+        assert reasons() == {"PoolNearlyFull"}
         filling.write()
         assert filling.is_whole()
 
@@ -196,7 +196,7 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
     assert device is not None
     words = ["blkdiscard", "--force", "--length", str(largest // 2), device.path]
     subprocess.run(words, check=True)
-    assert told() == set()
+    assert reasons() == set()
 
     client.unpublish(big.volume_id, target)
     client.unstage(big.volume_id, staging)

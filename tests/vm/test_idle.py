@@ -22,7 +22,7 @@ MOST_RESIDENT_BYTES = 96 * MIB
 
 
 def commands() -> float:
-    """How many ended since the service started: programs, and what its shells were told."""
+    """How many commands ended since the service started: programs, and those of its shells."""
     page = urllib.request.urlopen("http://127.0.0.1:9898/metrics", timeout=60).read().decode()
     return sum(
         sample.value

@@ -63,7 +63,7 @@ def test_probe_answers_ready(client: Client) -> None:
     assert client.probe().ready.value
 
 
-def test_the_service_ends_in_order_and_comes_back_with_its_volumes(
+def test_a_stopped_service_starts_again_with_its_volumes(
     client: Client, answering: Callable[[], None]
 ) -> None:
     volume = client.create("test-restart", 16 * MIB, block())
@@ -80,7 +80,7 @@ def test_the_service_ends_in_order_and_comes_back_with_its_volumes(
         again.delete(volume.volume_id)
 
 
-def test_a_killed_service_comes_back_and_every_call_goes_on(
+def test_a_killed_service_is_restarted_and_calls_are_repeated(
     client: Client, directory: Path, main_pid: Callable[[], int], answering: Callable[[], None]
 ) -> None:
     staging, target = directory / "staging", directory / "target"
@@ -125,7 +125,7 @@ def container(place: Path) -> Iterator[Path]:
         process.communicate()
 
 
-def test_what_the_service_mounts_and_unmounts_a_container_sees(
+def test_a_container_sees_what_the_service_mounts_and_unmounts(
     client: Client, directory: Path, tmp_path: Path
 ) -> None:
     staging, target, node = directory / "staging", directory / "target", directory / "node"
@@ -197,10 +197,10 @@ def test_the_unit_is_hardened_and_metrics_are_served_under_it(
     assert b"kubelet has not registered" in refused.value.read()
 
 
-def test_the_doctor_finds_nothing_amiss_where_the_service_runs() -> None:
+def test_the_doctor_finds_no_problem_where_the_service_runs() -> None:
     ended = subprocess.run(
         ["/opt/carver/venv/bin/carver", "doctor", "--json"], capture_output=True, text=True
     )
-    told = json.loads(ended.stdout)
-    assert [one for one in told["checks"] if one["verdict"] != "pass"] == []
+    printed = json.loads(ended.stdout)
+    assert [one for one in printed["checks"] if one["verdict"] != "pass"] == []
     assert ended.returncode == 0

@@ -75,14 +75,13 @@ def made_after_all(caller: Client, name: str, source: csi.VolumeContentSource) -
         try:
             return caller.create(name, SIZE, block(), source=source)
         except grpc.RpcError as error:
-            told = error.code().name, error.details() or ""
-            if told[0] != "ABORTED" or "%" not in told[1]:
+            if error.code().name != "ABORTED" or "%" not in (error.details() or ""):
                 raise
     raise AssertionError("the copy is never made")
 
 
 @pytest.mark.variation
-def test_a_copy_that_is_killed_anywhere_is_made_whole_and_leaves_nothing(
+def test_a_copy_killed_anywhere_is_completed_and_leaves_nothing(
     client: Client, directory: Path, main_pid: Callable[[], int], answering: Callable[[], None]
 ) -> None:
     free = client.capacity().available_capacity

@@ -1,4 +1,4 @@
-"""Volumes that go from one service to another by real ssh, cut off on the way, and taken up."""
+"""Volumes move from one service to another by real ssh, cut off on the way and resumed."""
 
 import json
 import os
@@ -65,8 +65,8 @@ def volume(here: Node) -> csi.Volume:
 
 
 def move(here: Node, line: Line, *words: str, ssh: str = "") -> list[str]:
-    told = ["volume", "move", "db", "--to", HOST, "--ssh", ssh or line.ssh, "--yes", *words]
-    return [str(here.carver), *told, "--remote-carver", str(line.to.carver)]
+    to = ["volume", "move", "db", "--to", HOST, "--ssh", ssh or line.ssh, "--yes", *words]
+    return [str(here.carver), *to, "--remote-carver", str(line.to.carver)]
 
 
 def done(words: list[str]) -> None:
@@ -83,7 +83,7 @@ def require_at(node: Node, other: Node, content: bytes) -> None:
     assert node.content(found) == content
 
 
-def test_a_volume_moves_by_ssh_and_what_is_left_of_it_goes(
+def test_a_volume_moves_by_ssh_and_its_remains_are_deleted(
     here: Node, there: Node, line: Line, volume: csi.Volume
 ) -> None:
     content = here.content(volume)
@@ -101,7 +101,7 @@ VICTIMS = ("sender", "receiver", "line", "service here", "service there")
 
 @pytest.mark.variation
 @pytest.mark.parametrize("victim", chosen.kinds(VICTIMS, usual=["receiver"]))
-def test_wherever_it_is_killed_within_a_stream_one_is_usable_in_the_end(
+def test_after_a_kill_within_a_stream_exactly_one_volume_is_usable(
     here: Node, there: Node, line: Line, volume: csi.Volume, victim: str
 ) -> None:
     content = here.content(volume)
@@ -127,8 +127,8 @@ def test_wherever_it_is_killed_within_a_stream_one_is_usable_in_the_end(
     # Whatever came of it: never both.
     assert len(here.client.volumes()) + len(there.client.volumes()) == 1
     if victim in ("sender", "line"):
-        told = there.run("volume", "receive", "db", "--status", "--json")
-        assert told["offset_bytes"] > 0, "it is not taken up where it was"
+        status = there.run("volume", "receive", "db", "--status", "--json")
+        assert status["offset_bytes"] > 0, "it is not resumed where it was"
     if victim in ("receiver", "service here"):
         done(move(here, line, "--undo"))
         require_at(here, there, content)
@@ -147,7 +147,7 @@ def kill(those: list[psutil.Process], but: int) -> None:
 
 
 @pytest.mark.variation
-def test_snapshots_go_through_a_pipe_and_on_where_it_was_cut(
+def test_snapshots_are_sent_through_a_pipe_and_resumed_after_a_cut(
     here: Node, there: Node, line: Line, volume: csi.Volume
 ) -> None:
     staging = here.directory / "staging"
@@ -168,9 +168,9 @@ def test_snapshots_go_through_a_pipe_and_on_where_it_was_cut(
     def there_is(*words: str) -> dict[str, object]:
         asked = line.there("volume", "receive", "copy", *words, "--json")
         ended = subprocess.run(asked, check=True, capture_output=True, timeout=300)
-        told = json.loads(ended.stdout)
-        assert isinstance(told, dict)
-        return told
+        printed = json.loads(ended.stdout)
+        assert isinstance(printed, dict)
+        return printed
 
     assert piped("monday", f"| head --bytes {STALLED}") != 0
     assert list(there.client.volumes()) == []

@@ -23,35 +23,35 @@ RAW_SHARE = 10  # one in so many: each makes a loop device, and udev looks at it
 
 
 class Watching:
-    """A watcher of one path, which looks only while it is told to."""
+    """A watcher of one path, which looks only on request."""
 
-    def __init__(self, told: mmap.mmap) -> None:
-        self._told = told
+    def __init__(self, control: mmap.mmap) -> None:
+        self._control = control
         self.found: dict[str, int] = {}
 
     def tell(self, what: bytes) -> None:
         """Have it wait or look, and wait until it does."""
-        self._told[:1] = what
-        while self._told[1:] != what:
+        self._control[:1] = what
+        while self._control[1:] != what:
             time.sleep(0.001)
 
 
 @contextmanager
 def watched(kind: str, path: Path, control: Path) -> Iterator[Watching]:
-    """Somebody tries to write at the path while told to look."""
+    """A process that tries to write at the path on request."""
     control.write_bytes(watcher.WAIT + watcher.END)
     words = [sys.executable, "-I", str(watcher.__file__), kind, str(path), str(control)]
     with (
         control.open("r+b") as file,
-        mmap.mmap(file.fileno(), 2) as told,
+        mmap.mmap(file.fileno(), 2) as shared,
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process,
     ):
-        watching = Watching(told)
+        watching = Watching(shared)
         try:
             watching.tell(watcher.WAIT)
             yield watching
         finally:
-            told[:1] = watcher.END
+            shared[:1] = watcher.END
             watching.found = json.loads(process.communicate()[0])
 
 

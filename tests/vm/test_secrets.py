@@ -1,15 +1,13 @@
-"""What a caller sends as a secret is in no argument and no variable of any process, at any moment.
+"""A caller's secret is never in an argument or an environment variable of any process.
 
-Every process of the node is looked at again and again while calls are made, and every program that
-the service starts is seen in a trace.
+Every process of the node is read again and again while calls are made, and a trace shows every
+program that the service starts.
 """
 
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import grpc
 import pytest
 from csi_client import Client
 from google.protobuf.descriptor import Descriptor
+from traces import Sampler
 from vm.tracing import traced
 
 from agent.core.settings import DEFAULT_SOCKET
@@ -32,48 +31,19 @@ def secret_fields(message: Descriptor) -> list[str]:
     return [one.name for one in message.fields if one.GetOptions().Extensions[csi.csi_secret]]
 
 
-class Telling(grpc.UnaryUnaryClientInterceptor):
-    """Has each call carry a secret that may carry one, and keeps which did."""
+class SecretSender(grpc.UnaryUnaryClientInterceptor):
+    """Adds a secret to each call that may carry one, and keeps which did."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
-        self.told: set[str] = set()
+        self.calls: set[str] = set()
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         """Fill in the secret."""
         for name in secret_fields(request.DESCRIPTOR):
             getattr(request, name)["token"] = self._secret
-            self.told.add(details.method.rpartition("/")[2])
+            self.calls.add(details.method.rpartition("/")[2])
         return continuation(details, request)
-
-
-class Looking:
-    """A look at what every process was started with, again and again."""
-
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.looks = 0
-        self.found: set[str] = set()
-
-    def __enter__(self) -> "Looking":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            for process in Path("/proc").glob("[0-9]*"):
-                # It may have ended meanwhile.
-                with suppress(OSError):
-                    for name in ("cmdline", "environ"):
-                        if self._secret in (process / name).read_bytes():
-                            self.found.add(f"{process / name}")
-            self.looks += 1
 
 
 @pytest.fixture
@@ -82,27 +52,27 @@ def secret() -> str:
 
 
 @pytest.fixture
-def telling(monkeypatch: pytest.MonkeyPatch, secret: str) -> Telling:
-    """Clients that are made from now on tell the secret wherever they may."""
-    made = Telling(secret)
-    real = grpc.insecure_channel
-    monkeypatch.setattr(
-        grpc,
-        "insecure_channel",
-        lambda *words, **more: grpc.intercept_channel(real(*words, **more), made),
-    )
+def sender(monkeypatch: pytest.MonkeyPatch, secret: str) -> SecretSender:
+    """Clients that are made from now on send the secret wherever they may."""
+    made, real = SecretSender(secret), grpc.insecure_channel
+
+    def channel(*words: Any, **more: Any) -> grpc.Channel:
+        return grpc.intercept_channel(real(*words, **more), made)
+
+    monkeypatch.setattr(grpc, "insecure_channel", channel)
     return made
 
 
 def test_a_secret_in_an_argument_or_a_variable_would_be_seen(secret: str) -> None:
     idle = [sys.executable, "-c", "import time; time.sleep(60)"]
     for words, variables in (([*idle, secret], None), (idle, {"TOKEN": secret})):
+        sampler = Sampler(secret.encode())
         with subprocess.Popen(words, env=variables) as process:
-            with Looking(secret) as looking:
-                while not looking.looks:
+            with sampler.running():
+                while not sampler.rounds:
                     pass
             process.kill()
-        assert looking.found
+        assert sampler.found
 
 
 def every_call(caller: Client, directory: Path) -> None:
@@ -146,7 +116,7 @@ def known() -> set[str]:
 
 
 def test_no_process_has_a_secret_in_an_argument_or_a_variable(
-    telling: Telling,
+    sender: SecretSender,
     secret: str,
     client: Client,
     directory: Path,
@@ -156,17 +126,18 @@ def test_no_process_has_a_secret_in_an_argument_or_a_variable(
     whole = ("--abbrev=none", "--string-limit=65536")
     words = ["journalctl", "--show-cursor", "--lines=0"]
     cursor = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    sampler = Sampler(secret.encode())
     with (
-        Looking(secret) as looking,
+        sampler.running(),
         traced(main_pid(), tmp_path / "trace", *whole) as started,
         Client(DEFAULT_SOCKET) as caller,
     ):
         every_call(caller, directory)
-    assert telling.told == known()
+    assert sender.calls == known()
 
     assert any("mkfs" in line for line in started), "the trace sees nothing at all"
     assert [line for line in started if secret in line] == []
-    assert looking.looks > 1
-    assert looking.found == set()
+    assert sampler.rounds > 1
+    assert sampler.found == set()
     words = ["journalctl", f"--after-cursor={cursor.rpartition('cursor: ')[2].strip()}", "--all"]
     assert secret not in subprocess.run(words, check=True, capture_output=True, text=True).stdout

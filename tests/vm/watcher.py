@@ -52,13 +52,13 @@ def device(path: str) -> str:
 
 
 def main() -> None:
-    """Look while told to; print the counts."""
+    """Look on request; print the counts."""
     kind, path, control = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     look = {"mount": directory, "block": device}[kind]
     found: Counter[str] = Counter()
-    with control.open("r+b") as file, mmap.mmap(file.fileno(), 2) as told:
-        while (now := told[:1]) != END:
-            told[1:] = now
+    with control.open("r+b") as file, mmap.mmap(file.fileno(), 2) as shared:
+        while (now := shared[:1]) != END:
+            shared[1:] = now
             if now == LOOK:
                 found[look(path)] += 1
             else:
