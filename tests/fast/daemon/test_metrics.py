@@ -189,14 +189,6 @@ def test_only_volumes_with_a_problem_are_named(measured: Measured) -> None:
     assert not any(well.volume_id in key for key in found)
 
 
-def test_scraping_runs_no_command_while_calls_read_reports(measured: Measured) -> None:
-    measured.client.capacity()
-    measured.host.commands.clear()
-    for _ in range(5):
-        measured.samples()
-    assert measured.host.commands == []
-
-
 def test_scrapes_of_an_idle_service_run_one_command_a_minute(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import configured
+import expect
 import pytest
 from fakes import known as fake_known
 from fakes.disks import FakeDisks
@@ -151,15 +152,10 @@ def test_callers_of_a_hanging_page_leave_the_others_answered(
 
 
 def test_a_caller_without_a_thread_is_disconnected_and_the_next_is_answered(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = serve(well=lambda: b"ok\n")
-
-    def start(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as without:
-        without.setattr(threading.Thread, "start", start)
+    with expect.no_threads():
         for _ in range(2 * monitor._READING):
             with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
                 page(port, "/well")

@@ -26,6 +26,7 @@ from agent.csi.client import Client, block, mounted
 from agent.daemon import server, startup
 from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
+from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
 from mount import errors as mount_errors
 from mount.command import Result, time_limit
@@ -149,17 +150,14 @@ def test_a_call_is_refused_at_once_where_the_start_has_failed(
 
 
 def test_a_refused_step_of_recovery_blocks_no_call(
-    config: Config, fake: FakeHost, caplog: pytest.LogCaptureFixture
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = serving.start(config, fake)
-
     def refused(*_groups: str) -> int:
         raise mount_errors.CommandFailed(("lvm", "lvremove"), 5, "no")
 
-    running.group_snapshotter.resume = refused  # type: ignore[method-assign]
-    server.resume(running)
+    monkeypatch.setattr(service.group_snapshotter, "resume", refused)
+    server.resume(service)
     assert "half-made group snapshots that were left are not seen to" in caplog.text
-    running.stop()
 
 
 def test_forty_hanging_mkfs_leave_other_calls_their_threads(
@@ -313,7 +311,7 @@ def volume_groups(tmp_path: Path) -> VolumeGroups:
 
 
 def test_a_group_without_a_thread_is_recovered_by_the_next_step(
-    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
+    volume_groups: VolumeGroups,
 ) -> None:
     recovered: list[str] = []
 
@@ -323,11 +321,7 @@ def test_a_group_without_a_thread_is_recovered_by_the_next_step(
 
     own = Recovery(volume_groups, recover)
 
-    def start(_self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as without:
-        without.setattr(threading.Thread, "start", start)
+    with expect.no_threads():
         for attempt in (own.begin, own.step):
             with pytest.raises(RuntimeError):
                 attempt()
@@ -366,13 +360,10 @@ def test_a_group_that_appears_during_an_attempt_is_recovered_by_a_later_step(
 
 def test_an_absent_group_is_not_taken_for_recovered(tmp_path: Path) -> None:
     fake = FakeHost(tmp_path)
-    service = serving.start(configured.carver(tmp_path, "late"), fake)
-    try:
+    with serving.served(fake, configured.carver(tmp_path, "late")) as (service, _):
         assert not server.resume(service, "late")
         fake.lvm2.add_group("late")
         assert server.resume(service, "late")
-    finally:
-        service.stop()
 
 
 # What an idle service costs

@@ -29,7 +29,6 @@ from manifest import (
 
 from agent.core import settings
 from agent.core.requests import ModifyVolume
-from agent.csi.client import Client
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]
@@ -256,19 +255,15 @@ def test_the_service_has_room_for_each_storage_class_s_parameters(
     for group in wanted.groups:
         host.lvm2.add_group(group, [200])
     own = configured.carver(tmp_path, classes=wanted.classes)
-    running = serving.start(own, host)
-    try:
-        with Client(own.endpoint) as caller:
-            for one in of_kind(path, "StorageClass"):
-                assert one["provisioner"] == settings.DRIVER_NAME
-                assert one["volumeBindingMode"] == "WaitForFirstConsumer"
-                assert one["allowVolumeExpansion"]
-                parameters = one.get("parameters", {})
-                # As the chart writes it where a class of its values has fsType.
-                for more in ({}, {"csi.storage.k8s.io/fstype": "xfs"}):
-                    assert caller.capacity({**parameters, **more}).available_capacity
-    finally:
-        running.stop()
+    with serving.served(host, own) as (_, client):
+        for one in of_kind(path, "StorageClass"):
+            assert one["provisioner"] == settings.DRIVER_NAME
+            assert one["volumeBindingMode"] == "WaitForFirstConsumer"
+            assert one["allowVolumeExpansion"]
+            parameters = one.get("parameters", {})
+            # As the chart writes it where a class of its values has fsType.
+            for more in ({}, {"csi.storage.k8s.io/fstype": "xfs"}):
+                assert client.capacity({**parameters, **more}).available_capacity
 
 
 @every_set
