@@ -63,7 +63,6 @@ def read(file: Path) -> Values:
 
 
 def without(values: Values, place: Place) -> Values:
-    """The same values but for one."""
     left = copy.deepcopy(values)
     for found, key in documented.at(left, place):
         del found[key]

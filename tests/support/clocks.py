@@ -14,7 +14,6 @@ class Clock:
         self._stands_at: int | None = None
 
     def step(self, seconds: float) -> None:
-        """Step it, forward or back."""
         self._ahead += int(seconds * 10**9)
 
     @contextmanager

@@ -41,7 +41,6 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
 
 
 def layouts(*names: str) -> dict[str, Layout]:
-    """Some of them."""
     return {name: LAYOUTS[name] for name in names}
 
 

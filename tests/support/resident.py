@@ -15,7 +15,6 @@ class Resident:
 
     @classmethod
     def of(cls, service: psutil.Process) -> Self:
-        """As it is now."""
         sessions = 0
         for one in service.children(recursive=True):
             try:
@@ -26,5 +25,4 @@ class Resident:
 
     @property
     def all_bytes(self) -> int:
-        """Both together."""
         return self.service_bytes + self.sessions_bytes

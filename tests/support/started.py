@@ -49,7 +49,6 @@ class Started:
 
 
 def page(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
-    """A page's status and text."""
     connection = http.client.HTTPConnection(host, port, timeout=20)
     connection.request("GET", path)
     answer = connection.getresponse()

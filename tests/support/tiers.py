@@ -9,7 +9,6 @@ SLOW, FAST = (31, 17), (13, 9)
 
 
 def new_group(host: AnyHost) -> str:
-    """Make one."""
     name = host.new_group(*SLOW, *FAST)
     disks = report.read(host.lvm).group(name).disks
     fast = [disk.name for disk in disks if disk.extents in FAST]

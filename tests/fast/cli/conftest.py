@@ -29,7 +29,6 @@ class Shell:
         return self.complaint if exit_code else output
 
     def key(self, name: str, key: bytes) -> Path:
-        """A file with a key."""
         file = self._directory / name
         file.write_bytes(key)
         file.chmod(0o400)
@@ -44,7 +43,6 @@ def prompt(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Shell:
-    """A prompt without a service."""
     monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(fake))
     monkeypatch.setattr(settings, "load", lambda _arguments, _environment: config)
     return Shell(tmp_path, capsys)
@@ -52,7 +50,6 @@ def prompt(
 
 @pytest.fixture
 def shell(prompt: Shell, service: Service) -> Shell:
-    """A prompt beside the service."""
     return prompt
 
 

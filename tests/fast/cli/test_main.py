@@ -22,7 +22,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
-    """The machine that the command looks at."""
     host = FakeHost(tmp_path)
     host.new_group(100)
     monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(host))
@@ -31,7 +30,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """A configuration for that machine."""
     path = tmp_path / "config.toml"
     path.write_text('node_id = "here"\n[[classes]]\nname = "plain"\ngroup = "group0"\n')
     return str(path)

@@ -27,7 +27,6 @@ MIB = 1 << 20
 
 
 def mounted(fake: FakeHost) -> list[str]:
-    """The volumes' mounts, by name."""
     inside = table.read(fake.kernel).mounts
     return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
 
@@ -214,7 +213,6 @@ class TestInACluster:
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
-        """The same, as a cluster has it."""
         return configured.carver(tmp_path, controller_expand=False)
 
     def test_a_volume_grows_where_it_is_published(self, shell: Shell, fake: FakeHost) -> None:
@@ -260,7 +258,6 @@ class TestWhereAGroupIsAway:
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
-        """A class on each."""
         classes = (
             DeviceClass(name="plain", group="data", default=True),
             DeviceClass(name="fast", group="fast"),
@@ -331,7 +328,6 @@ class TestAClassThatOverwrites:
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
-        """The one class does."""
         classes = (DeviceClass(name="plain", group="data", default=True, zero="fully"),)
         return configured.carver(tmp_path, classes=classes)
 

@@ -42,7 +42,6 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def begin(directory: Path) -> None:
-    """Have the wipe begin, and the tag promised."""
     with Client(directory / "csi.sock") as client:
         doomed = client.create("doomed", 16 * MIB, block(), parameters={"class": "sick"})
         kept = client.create("kept", 16 * MIB, mounted("ext4"), parameters={"class": "sound"})
@@ -54,7 +53,6 @@ def begin(directory: Path) -> None:
 
 
 def is_written(directory: Path) -> bool:
-    """Whether the tag is."""
     return "carver.formatted=ext4" in (directory / "out").read_text()
 
 

@@ -53,7 +53,6 @@ def file(tmp_path: Path) -> BackingFile:
 
 
 def on(config: Config, file: BackingFile) -> Config:
-    """The configuration with its group on another file."""
     return replace(config, definitions=(GroupDefinition("carver", file=file),))
 
 

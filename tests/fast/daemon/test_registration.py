@@ -30,7 +30,6 @@ def registry(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def registration(registry: Path) -> Iterator[Registration]:
-    """Not started yet."""
     made = Registration(registry, ENDPOINT, interval_seconds=0.02, retry_seconds=0.05)
     yield made
     made.stop()

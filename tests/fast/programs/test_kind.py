@@ -88,7 +88,6 @@ class Machine:
         )
 
     def succeed(self, script: str) -> str:
-        """Run a script that succeeds; return its output."""
         ended = self.run(script)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout

@@ -90,7 +90,6 @@ class Clock:
 
 
 def sampled(**seconds: list[float]) -> Samples:
-    """Samples by the names of constants in `rows`."""
     return Samples({getattr(rows, name): values for name, values in seconds.items()})
 
 

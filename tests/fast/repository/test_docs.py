@@ -31,7 +31,6 @@ def text_of(name: str) -> str:
 
 
 def coded(text: str) -> set[str]:
-    """Everything that is marked as code within a line."""
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
@@ -42,7 +41,6 @@ def section(text: str, heading: str) -> str:
 
 
 def first_cells(text: str) -> set[str]:
-    """What a table's rows are about."""
     return set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
 
 
@@ -139,7 +137,6 @@ def test_every_command_is_documented() -> None:
 
 
 def offered(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """A parser's own commands."""
     found = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
     return dict(found[0]) if found else {}
 
@@ -178,7 +175,6 @@ def test_every_link_to_a_file_here_leads_somewhere(document: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments of a document's headings, as they are made where it is shown."""
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 

@@ -41,7 +41,6 @@ def granted_to_the_unit() -> list[str]:
 
 
 def pods() -> dict[str, pod.Pod]:
-    """Those of all manifests, by the manifest's name."""
     found = (ROOT / "deploy" / "kubernetes").glob("*.yaml")
     return {path.stem: pod.of(path) for path in found}
 
