@@ -42,27 +42,11 @@ def test_an_honest_list_may_be_empty(api: ApiServer) -> None:
     assert read(api) == []
 
 
-def no_more(document: api_server.Object) -> None:
-    del document["metadata"]["continue"]
-
-
-def another_version(document: api_server.Object) -> None:
-    document["metadata"]["resourceVersion"] = "99"
-
-
-def twice(document: api_server.Object) -> None:
-    document["items"].append(document["items"][0])
-
-
-def nothing_more(document: api_server.Object) -> None:
-    document["items"] = []
-
-
 LIES = {
-    "partial": changed(no_more),
-    "two moments": changed(another_version),
-    "an object twice": changed(twice),
-    "empty page that goes on": changed(nothing_more),
+    "partial": changed(lambda one: one["metadata"].pop("continue")),
+    "two moments": changed(lambda one: one["metadata"].update(resourceVersion="99")),
+    "an object twice": changed(lambda one: one["items"].append(one["items"][0])),
+    "empty page that goes on": changed(lambda one: one["items"].clear()),
     "no version": changed(lambda one: one["metadata"].pop("resourceVersion")),
     "version of an empty cache": changed(lambda one: one["metadata"].update(resourceVersion="0")),
     "no metadata": changed(lambda one: one.pop("metadata")),
@@ -103,18 +87,14 @@ def test_a_server_that_always_answers_wrong_gives_no_list(api: ApiServer, lie: L
         read(api)
 
 
-@pytest.mark.parametrize(("code", "word"), [(401, "allow this"), (403, "allow this"), (404, "404")])
-def test_a_forbidden_list_is_not_retried(api: ApiServer, code: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "word"), [(401, "allow this"), (403, "allow this"), (404, "404"), (302, "302")]
+)
+def test_a_refused_or_redirected_list_is_not_retried(api: ApiServer, code: int, word: str) -> None:
     api.lie(VOLUMES, status(code))
     with pytest.raises(errors.ClusterSilent, match=word):
         read(api)
     assert len(api.asked) == 1
-
-
-def test_a_redirection_is_not_followed(api: ApiServer) -> None:
-    api.lie(VOLUMES, status(302))
-    with pytest.raises(errors.ClusterSilent, match="302"):
-        read(api)
 
 
 def test_pages_that_expire_are_read_from_the_start(api: ApiServer) -> None:

@@ -243,70 +243,57 @@ def test_a_claim_recreated_by_a_statefulset_gets_the_volume(cluster: Cluster) ->
     assert not any(one.startswith("POST /api/v1/namespaces") for one in cluster.writes)
 
 
-def in_use(cluster: Cluster) -> None:
-    cluster.pod("db-0", "machine-a", "Running")
+UNEXPECTED = {
+    "in use": "db-0",
+    "unknown node": f"{KEY}=b",
+    "another claim": "another claim",
+    "another handle": "no PersistentVolume",
+    "another driver": "no PersistentVolume",
+    "a pod's claim": "its pod's",
+    "two labels": "by hand",
+    "two volumes": "pvc-2",
+    "another volume": "pvc-7",
+    "no claim": "gone",
+}
 
 
-def node_unknown(cluster: Cluster) -> None:
-    cluster.objects[NODES].pop()
+def change(cluster: Cluster, what: str) -> None:
+    volume, claim = cluster.volume("pvc-1"), cluster.claim
+    spec = volume["spec"]
+    match what:
+        case "in use":
+            cluster.pod("db-0", "machine-a", "Running")
+        case "unknown node":
+            cluster.objects[NODES].pop()
+        case "another claim":
+            spec["claimRef"]["uid"] = "uid-0"
+        case "another handle":
+            spec["csi"]["volumeHandle"] = "data@x/vol-other"
+        case "another driver":
+            spec["csi"]["driver"] = "other.csi"
+        case "a pod's claim":
+            claim["metadata"]["ownerReferences"] = [{"kind": "Pod", "name": "db-0", "uid": "1"}]
+        case "two labels":
+            [term] = spec["nodeAffinity"]["required"]["nodeSelectorTerms"]
+            term["matchExpressions"].append({"key": "zone", "operator": "In", "values": ["1"]})
+        case "two volumes":
+            copy = json.loads(json.dumps(volume))
+            copy["metadata"] |= {"name": "pvc-2", "uid": "uid-1"}
+            cluster.objects[VOLUMES].append(copy)
+        case "another volume":
+            claim["spec"]["volumeName"] = "pvc-7"
+        case "no claim":
+            spec["persistentVolumeReclaimPolicy"] = "Retain"
+            cluster.objects[CLAIMS].clear()
+        case "grown":
+            spec["capacity"] = {"storage": "2Gi"}
+            cluster.changed(volume)
 
 
-def another_claim(cluster: Cluster) -> None:
-    cluster.volume("pvc-1")["spec"]["claimRef"]["uid"] = "uid-0"
-
-
-def unnamed(cluster: Cluster) -> None:
-    cluster.volume("pvc-1")["spec"]["csi"]["volumeHandle"] = "data@x/vol-other"
-
-
-def another_driver(cluster: Cluster) -> None:
-    cluster.volume("pvc-1")["spec"]["csi"]["driver"] = "other.csi"
-
-
-def of_a_pod(cluster: Cluster) -> None:
-    cluster.claim["metadata"]["ownerReferences"] = [{"kind": "Pod", "name": "db-0", "uid": "1"}]
-
-
-def of_a_zone(cluster: Cluster) -> None:
-    [term] = cluster.volume("pvc-1")["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
-    term["matchExpressions"].append({"key": "zone", "operator": "In", "values": ["1"]})
-
-
-def twice(cluster: Cluster) -> None:
-    copy = json.loads(json.dumps(cluster.volume("pvc-1")))
-    copy["metadata"] |= {"name": "pvc-2", "uid": "uid-1"}
-    cluster.objects[VOLUMES].append(copy)
-
-
-def claim_elsewhere(cluster: Cluster) -> None:
-    cluster.claim["spec"]["volumeName"] = "pvc-7"
-
-
-def claim_gone(cluster: Cluster) -> None:
-    cluster.volume("pvc-1")["spec"]["persistentVolumeReclaimPolicy"] = "Retain"
-    cluster.objects[CLAIMS].clear()
-
-
-@pytest.mark.parametrize(
-    ("fact", "word"),
-    [
-        (in_use, "db-0"),
-        (node_unknown, f"{KEY}=b"),
-        (another_claim, "another claim"),
-        (unnamed, "no PersistentVolume"),
-        (another_driver, "no PersistentVolume"),
-        (of_a_pod, "its pod's"),
-        (of_a_zone, "by hand"),
-        (twice, "pvc-2"),
-        (claim_elsewhere, "pvc-7"),
-        (claim_gone, "gone"),
-    ],
-)
-def test_unexpected_objects_change_nothing(
-    cluster: Cluster, fact: Callable[[Cluster], None], word: str
-) -> None:
-    fact(cluster)
-    with pytest.raises(errors.NotRebound, match=word):
+@pytest.mark.parametrize("what", UNEXPECTED)
+def test_unexpected_objects_change_nothing(cluster: Cluster, what: str) -> None:
+    change(cluster, what)
+    with pytest.raises(errors.NotRebound, match=UNEXPECTED[what]):
         run(cluster)
     assert cluster.writes == []
 
@@ -317,24 +304,10 @@ def test_an_unscheduled_pod_does_not_matter(cluster: Cluster) -> None:
     require_moved(cluster)
 
 
-def grown(cluster: Cluster) -> None:
-    volume = cluster.volume("pvc-1")
-    volume["spec"]["capacity"] = {"storage": "2Gi"}
-    cluster.changed(volume)
-
-
-def started(cluster: Cluster) -> None:
-    cluster.pod("db-0", "machine-a", "Running")
-
-
-def deleted(cluster: Cluster) -> None:
-    cluster.claim["metadata"]["deletionTimestamp"] = "now"
-
-
 def test_a_claim_deleted_by_another_is_left(cluster: Cluster) -> None:
     # Something keeps it, or it were gone.
     cluster.pod("db-0", "machine-a", "Running")
-    deleted(cluster)
+    cluster.claim["metadata"]["deletionTimestamp"] = "now"
     with pytest.raises(errors.NotRebound, match="being deleted"):
         run(cluster)
     assert cluster.writes == []
@@ -355,15 +328,13 @@ def test_a_server_that_is_gone_is_reported(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("at", range(3))
-@pytest.mark.parametrize("fact", [grown, started])
-def test_a_change_during_confirmation_is_noticed(
-    cluster: Cluster, fact: Callable[[Cluster], None], at: int
-) -> None:
+@pytest.mark.parametrize("what", ["grown", "in use"])
+def test_a_change_during_confirmation_is_noticed(cluster: Cluster, what: str, at: int) -> None:
     numbers = itertools.count()
 
     def confirmed(_text: str) -> bool:
         if next(numbers) == at:
-            fact(cluster)
+            change(cluster, what)
         return True
 
     with pytest.raises(errors.NotRebound):
@@ -374,7 +345,7 @@ def test_a_change_during_confirmation_is_noticed(
 
 def test_a_volume_that_grew_since_is_not_rebound(cluster: Cluster) -> None:
     run_until(cluster, 2)
-    grown(cluster)
+    change(cluster, "grown")
     with pytest.raises(errors.NotRebound, match="delete that"):
         run(cluster)
     assert len(cluster.writes) == 2

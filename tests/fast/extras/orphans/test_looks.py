@@ -156,16 +156,6 @@ def test_a_claim_refers_to_its_volume(node: Node) -> None:
     assert node.after_a_grace() == {}
 
 
-def test_a_volume_referenced_in_between_starts_again(node: Node) -> None:
-    lost = node.volume("pvc-1")
-    node.look()
-    node.named(lost)
-    node.seconds += GRACE
-    assert node.sure() == {}
-    node.api.objects[VOLUMES].clear()
-    assert node.sure() == {}
-
-
 def test_a_recreated_volume_of_the_same_name_starts_again(node: Node) -> None:
     lost = node.volume("pvc-1")
     node.look()

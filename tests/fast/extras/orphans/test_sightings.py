@@ -30,50 +30,40 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_first_sighting_is_new(machine: Machine) -> None:
-    assert machine.note("a", "b") == {"a": 0, "b": 0}
+# Looks: the seconds since the one before, what is seen, versions of lists that are not as usual,
+# and for how long each was seen then.
+Look = tuple[int, str, dict[str, str], dict[str, float]]
+HISTORIES: dict[str, list[Look]] = {
+    "seen repeatedly": [
+        (0, "a", {}, {"a": 0}),
+        (100, "ab", {}, {"a": 100, "b": 0}),
+        (50, "ab", {}, {"a": 150, "b": 50}),
+    ],
+    "absent in between": [(0, "a", {}, {"a": 0}), (100, "", {}, {}), (100, "a", {}, {"a": 0})],
+    "a clock set back": [(0, "a", {}, {"a": 0}), (-500, "a", {}, {"a": 0})],
+    "a restored server": [
+        (0, "a", {}, {"a": 0}),
+        (100, "a", {"volumes": "99"}, {"a": 0}),
+        (100, "a", {"volumes": "99"}, {"a": 100}),
+    ],
+    "a longer version": [
+        (0, "a", {"volumes": "999"}, {"a": 0}),
+        (100, "a", {"volumes": "1000"}, {"a": 100}),
+    ],
+}
 
 
-def test_a_repeated_sighting_is_as_old_as_the_first(machine: Machine) -> None:
-    machine.note("a")
-    machine.seconds += 100
-    assert machine.note("a", "b") == {"a": 100, "b": 0}
-    machine.seconds += 50
-    assert machine.note("a", "b") == {"a": 150, "b": 50}
-
-
-def test_a_sighting_after_an_absence_is_new(machine: Machine) -> None:
-    machine.note("a")
-    machine.seconds += 100
-    machine.note()
-    machine.seconds += 100
-    assert machine.note("a") == {"a": 0}
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_sighting_is_as_old_as_the_first_of_an_unbroken_row(name: str, machine: Machine) -> None:
+    for seconds, seen, versions, expected in HISTORIES[name]:
+        machine.seconds += seconds
+        assert machine.note(*seen, **versions) == expected
 
 
 def test_after_a_boot_all_is_new(machine: Machine) -> None:
     machine.note("a")
     machine.boot, machine.seconds = "second", 5000
     assert machine.note("a") == {"a": 0}
-
-
-def test_a_clock_set_back_makes_nothing_older(machine: Machine) -> None:
-    machine.note("a")
-    machine.seconds -= 500
-    assert machine.note("a") == {"a": 0}
-
-
-def test_a_restored_server_makes_all_new(machine: Machine) -> None:
-    machine.note("a")
-    machine.seconds += 100
-    assert machine.note("a", volumes="99") == {"a": 0}
-    machine.seconds += 100
-    assert machine.note("a", volumes="99") == {"a": 100}
-
-
-def test_a_version_that_grew_in_length_is_no_older_one(machine: Machine) -> None:
-    machine.note("a", volumes="999")
-    machine.seconds += 100
-    assert machine.note("a", volumes="1000") == {"a": 100}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"boot": 1}', '{"since": []}', "\0"])

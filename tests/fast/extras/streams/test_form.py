@@ -16,7 +16,7 @@ from agent.core import errors
 from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header, Packed
-from agent.extras.streams.reading import Reader, Target, streams
+from agent.extras.streams.reading import Reader, Target
 from agent.extras.streams.sending import Writer
 from mount.blocks import Bytes, Opened
 
@@ -106,14 +106,6 @@ def test_data_are_compressed_only_if_that_is_smaller() -> None:
     assert len(packed.payload) <= 4096
 
 
-def test_an_increment_changes_only_its_parts() -> None:
-    before = noise(SIZE)
-    content = bytearray(before)
-    content[2 * MIB : 2 * MIB + 8192] = bytes(4096) + b"x" * 4096
-    stream = sent(LATER, bytes(content), Extent(2 * MIB, 8192))
-    assert applied(stream, before) == bytes(content)
-
-
 def test_the_growth_of_a_volume_arrives_too() -> None:
     header = replace(LATER, base_size_bytes=8 * MIB)
     content = noise(8 * MIB) + bytes(4 * MIB) + b"y" * 4096
@@ -121,21 +113,6 @@ def test_the_growth_of_a_volume_arrives_too() -> None:
     # What was there before, of someone else.
     before = noise(8 * MIB) + b"z" * (8 * MIB)
     assert applied(stream, before) == content.ljust(SIZE, b"\0")
-
-
-def test_a_cut_off_stream_is_continued() -> None:
-    content = noise(4 * MIB) + bytes(2 * MIB) + noise(2 * MIB, 7)
-    whole = sent(WHOLE, content, Extent(0, SIZE))
-    found: list[int] = []
-    device = Memory(b"o" * SIZE)
-    reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]))
-    with pytest.raises(errors.StreamEnded):
-        reading.apply(reader, Target(device, SIZE, False), record=found.append)
-    assert found
-    offset = found[-1]
-    rest = sent(replace(WHOLE, offset_bytes=offset), content, Extent(0, SIZE))
-    assert len(rest) < len(whole) / 2
-    assert applied(rest, device.flushed) == content.ljust(SIZE, b"\0")
 
 
 def test_a_recorded_offset_is_on_the_disk() -> None:
@@ -150,15 +127,6 @@ def test_a_recorded_offset_is_on_the_disk() -> None:
     reading.apply(reader, Target(device, SIZE, True), record=record)
     assert flushed
     assert all(flushed)
-
-
-def test_concatenated_streams_are_read_one_by_one() -> None:
-    both = sent(WHOLE, noise(4096), Extent(0, 4096)) + sent(LATER, noise(4096), Extent(0, 4096))
-    seen = []
-    for reader in streams(io.BytesIO(both)):
-        seen.append(reader.header)
-        assert len(list(reader.frames())) == 1
-    assert seen == [WHOLE, LATER]
 
 
 def test_an_unproved_stream_has_no_end_mark() -> None:

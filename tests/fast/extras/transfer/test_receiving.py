@@ -1,6 +1,8 @@
-"""Volumes that come, where it is not known what lvm2 did, or what was begun is not ended."""
+"""Receiving where an answer was lost, a check waits, or a description is wrong."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import configured
@@ -10,13 +12,16 @@ import nodes
 import pytest
 from fakes.disk import Disk
 from fakes.host import FakeHost
-from nodes import SIZE, Node, volume_of
+from nodes import MIB, SIZE, Node, volume_of
 
-from agent.core import errors
+from agent.core import background, errors
+from agent.core.classes import DeviceClass
 from agent.core.ids import VolumeId
-from agent.csi.client import block
-from agent.extras.transfer import streams_command
+from agent.csi.client import block, mounted
+from agent.extras.streams.form import Header
+from agent.extras.transfer import sending, streams_command
 from lvm import errors as lvm_errors
+from lvm import report
 from mount.command import Result
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -136,3 +141,84 @@ def test_a_partly_erased_volume_takes_no_stream_and_is_not_finished(
     disk.error = None
     there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
     assert there.names() == set()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_queued_check_leaves_the_next_volume_of_its_name_alone(
+    there: Node, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    monkeypatch.setattr(background, "_AT_ONCE", 1)
+    source = there.client.create("db", 64 * MIB, mounted("ext4"))
+    there.client.stage(source, there.directory / "staging", mounted("ext4"))
+    there.client.snapshot("1", source.volume_id)
+    nodes.receive(there, "copy", nodes.stream(there, "1"))
+    identity = str(streams_command.status(there.at, "copy")["volume_id"])
+    # Staging and receiving wait for the same turns.
+    work = there.service.inline_volumes._stager._detached
+    begun, over = threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert over.wait(60)
+
+    with ThreadPoolExecutor(1) as another:
+        another.submit(work.do, "another", there.group, "mkfs", long, lambda: None)
+        assert begun.wait(60)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(there.client.channel, "timeout_seconds", 3)
+            with expect.code("ABORTED", "fsck"):
+                streams_command.finish(there.at, "copy")
+        queued = work._detached[identity]
+        if by_hand:
+            fake.deactivate(there.group, "vol-copy")
+            fake.lvm("lvremove", "--yes", "--", f"{there.group}/vol-copy")
+        else:
+            there.transfer.AbortReceive(carver.VolumeRequest(volume_id=identity))
+        there.client.create("copy", 64 * MIB, mounted("ext4"))
+        fake.commands.clear()
+        over.set()
+        expect.soon(queued.ended.done)
+    assert "fsck.ext4" not in {words[0] for words in fake.commands}
+
+
+UUID = "5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e"
+SEALED = {"encryption": "luks2", "header": str(4 * MIB), "sealed": UUID}
+
+
+def taken(directory: Path, facts: dict[str, str], encryption: str = "") -> dict[str, str]:
+    host = FakeHost(directory)
+    group = host.new_group(100)
+    one = DeviceClass("plain", group, encryption=encryption)
+    header = Header("volume", "snapshot", 64 * MIB, 17, "chain", facts=facts)
+    return sending.tags_of("copy", one, header, 64 * MIB, report.read(host.lvm).group(group))
+
+
+def test_the_facts_of_encryption_are_kept(tmp_path: Path) -> None:
+    for encryption in ("", "luks2"):
+        assert SEALED.items() <= taken(tmp_path, SEALED, encryption).items()
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({**SEALED, "header": ""}, "header"),
+        ({**SEALED, "header": "1e9"}, "header"),
+        ({**SEALED, "header": "512"}, "header"),
+        ({**SEALED, "header": str(64 * MIB)}, "header"),
+        ({**SEALED, "sealed": "../etc"}, "sealed"),
+        ({**SEALED, "encryption": "rot13"}, "encryption"),
+        ({"header": str(4 * MIB)}, "header"),
+        ({"sealed": UUID}, "header"),
+    ],
+)
+def test_wrong_facts_of_encryption_are_refused(
+    tmp_path: Path, facts: dict[str, str], field: str
+) -> None:
+    with pytest.raises((errors.BadField, errors.NotAllowed), match=field):
+        taken(tmp_path, facts)
+
+
+def test_a_class_that_encrypts_refuses_plain_streams(tmp_path: Path) -> None:
+    with pytest.raises(errors.BadField, match="class plain encrypts"):
+        taken(tmp_path, {"fsType": "ext4", "access": "mount"}, "luks2")
+    assert taken(tmp_path, {"fsType": "ext4", "access": "mount"})["fsType"] == "ext4"
