@@ -83,27 +83,50 @@ class Place:
             self.settle()
             time.sleep(0.05)
 
-    def survive(
+    def suffer(
         self,
-        mishap: str,
-        where: str,
-        again: Callable[[], object],
-        finish: Callable[[], None],
+        name: str,
+        grace: Callable[[str], None],
         *,
-        is_refused: bool,
+        prepare: Callable[[], None],
+        call: Callable[[], Outcome],
+        is_done: Callable[[Outcome], bool],
+        finish: Callable[[], None],
+        undo: Callable[[], None],
     ) -> None:
-        """Nothing is changed unseen, nor beside what may do something yet; then it is finished."""
-        assert is_refused or self.shells.was_looked_first, where
-        if mishap in STOPPED:
-            before = self.shells.changes
-            again()
-            assert self.shells.changes == before, where
-            assert self.shells.victim is not None
-            self.shells.victim.go_on()
-        try:
-            finish()
-        except AssertionError as error:
-            raise AssertionError(where) from error
+        """Have mishaps at each command of a call.
+
+        Nothing is changed before a look, nor beside a command that may still run. Then the call is
+        finished, and undone.
+        """
+        for step, mishap in at_each(name, self.host):
+            grace(mishap)
+            prepare()
+            self.shells.plan(MISHAPS[mishap], step)
+            outcome = call()
+            self.settle()
+            if self.shells.victim is None:
+                # The call has no such command.
+                self.shells.cancel()
+                undo()
+                assert step, "no command of the call's was sent to a shell"
+                break
+            where = f"{step}, {mishap}: {outcome}, {self.shells.log}"
+            # Refused by lvm2 itself, in other words than are known for want of memory.
+            is_refused = mishap in STARVED and outcome.code == "INTERNAL"
+            assert is_done(outcome) or is_refused or outcome.code in UNFINISHED, where
+            assert is_refused or self.shells.was_looked_first, where
+            if mishap in STOPPED:
+                before = self.shells.changes
+                call()
+                assert self.shells.changes == before, where
+                self.shells.victim.go_on()
+            try:
+                finish()
+                undo()
+            except AssertionError as error:
+                raise AssertionError(where) from error
+        self.machine.stop()
 
 
 class Trial(Place):
@@ -118,24 +141,24 @@ class Trial(Place):
 
         def arrange() -> None:
             for one in case.before:
-                told, expected = self.machine.by_kubelet(one), self.model.apply(one)
-                assert self.machine.same(one, told, expected), one
+                outcome, expected = self.machine.by_kubelet(one), self.model.apply(one)
+                assert self.machine.same(one, outcome, expected), one
             case.arrange(self.machine, self.model)
 
         self.begin(arrange)
 
     def finish(self, case: Case) -> None:
         """Make the same call again, until it is as the model says."""
-        expected, told = self.model.apply(case.call), Outcome("")
+        expected, last = self.model.apply(case.call), Outcome("")
 
         def is_done() -> bool:
-            nonlocal told
-            told = self.machine.by_kubelet(case.call)
-            is_same = self.machine.same(case.call, told, expected)
-            assert is_same or told.code in UNFINISHED, told
+            nonlocal last
+            last = self.machine.by_kubelet(case.call)
+            is_same = self.machine.same(case.call, last, expected)
+            assert is_same or last.code in UNFINISHED, last
             return is_same
 
-        self.until(is_done, lambda: told)
+        self.until(is_done, lambda: last)
         self.await_state()
 
     def await_state(self) -> None:
@@ -161,14 +184,11 @@ def directory(host: AnyHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def grace(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Nobody waits long for a shell to end that is stopped."""
-    usual_seconds = session._GRACE_SECONDS
-
-    def of(mishap: str) -> None:
-        seconds = 0.2 if mishap in STOPPED else usual_seconds
-        monkeypatch.setattr(session, "_GRACE_SECONDS", seconds)
-
-    return of
+    """Wait less for a shell that is stopped to end."""
+    usual = session._GRACE_SECONDS
+    return lambda mishap: monkeypatch.setattr(
+        session, "_GRACE_SECONDS", 0.2 if mishap in STOPPED else usual
+    )
 
 
 def at_each(name: str, host: AnyHost) -> Iterator[tuple[int, str]]:
@@ -182,37 +202,23 @@ def at_each(name: str, host: AnyHost) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("name", chosen.kinds(NAMES, usual=USUAL))
-def test_whatever_happens_to_lvm2_s_shell_the_same_call_comes_to_its_end(
+def test_a_call_repeated_after_a_mishap_of_the_shell_succeeds(
     name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]
 ) -> None:
     case, trial = CASES[name], Trial(host, directory)
-    shells, machine = trial.shells, trial.machine
-    for step, mishap in at_each(name, host):
-        grace(mishap)
-        trial.prepare(case)
-        shells.plan(MISHAPS[mishap], step)
-        told = machine.by_kubelet(case.call)
-        trial.settle()
-        if shells.victim is None:
-            # The call takes no such step.
-            shells.cancel()
-            trial.undo(case)
-            assert step, "no command of the call's was said to a shell"
-            break
-        where = f"{step}, {mishap}: {told}, {shells.log}"
-        expected = trial.model.copy().apply(case.call)
-        # Refused by lvm2 itself, in other words than are known for want of memory.
-        is_refused = mishap in STARVED and told.code == "INTERNAL"
-        is_done = machine.same(case.call, told, expected)
-        assert is_done or is_refused or told.code in UNFINISHED, where
 
-        def finish() -> None:
-            trial.finish(case)
-            trial.undo(case)
+    def is_done(outcome: Outcome) -> bool:
+        return trial.machine.same(case.call, outcome, trial.model.copy().apply(case.call))
 
-        again = partial(machine.by_kubelet, case.call)
-        trial.survive(mishap, where, again, finish, is_refused=is_refused)
-    machine.stop()
+    trial.suffer(
+        name,
+        grace,
+        prepare=partial(trial.prepare, case),
+        call=partial(trial.machine.by_kubelet, case.call),
+        is_done=is_done,
+        finish=partial(trial.finish, case),
+        undo=partial(trial.undo, case),
+    )
 
 
 # What the model does not know: thin pools, group snapshots, changed blocks
@@ -273,9 +279,9 @@ def take_all(machine: Machine) -> object:
 
 
 def of_all(machine: Machine) -> tuple[str, list[str]]:
-    """The group snapshot's id, and its members', as they were told."""
-    told = machine.contexts.get("nightly", {"id": machine.snapshot_id_of("none"), "members": ""})
-    return told["id"], told["members"].split()
+    """The group snapshot's id, and its members'."""
+    found = machine.contexts.get("nightly", {"id": machine.snapshot_id_of("none"), "members": ""})
+    return found["id"], found["members"].split()
 
 
 def find_all(machine: Machine) -> object:
@@ -321,12 +327,12 @@ SCRIPTS = {
 class Seen(Place):
     """A machine, and what lvm2 shows there."""
 
-    def code(self, call: Callable[[Machine], object]) -> str:
+    def outcome(self, call: Callable[[Machine], object]) -> Outcome:
         try:
             call(self.machine)
         except grpc.RpcError as error:
-            return error.code().name
-        return "OK"
+            return Outcome(error.code().name)
+        return Outcome("OK")
 
     def shown(self) -> tuple[object, ...]:
         """What there is, in words that are the same however often it was tried."""
@@ -338,15 +344,15 @@ class Seen(Place):
         return (*names, *tags, group.free_extents, held)
 
     def finish(self, call: Callable[[Machine], object], expected: tuple[object, ...]) -> None:
-        told = ""
+        last = Outcome("")
 
         def is_done() -> bool:
-            nonlocal told
-            told = self.code(call)
-            assert told == "OK" or told in UNFINISHED, told
-            return told == "OK"
+            nonlocal last
+            last = self.outcome(call)
+            assert last.code in {"OK", *UNFINISHED}, last
+            return last.code == "OK"
 
-        self.until(is_done, lambda: told)
+        self.until(is_done, lambda: last)
         self.until(lambda: self.shown() == expected, self.shown)
 
     def undo(self) -> None:
@@ -374,39 +380,28 @@ def _states(every: Iterable[str]) -> Iterator[str]:
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(SCRIPTS, usual=("thin: create, in the pool",)))
-def test_whatever_happens_to_it_no_pool_snapshot_or_reading_is_left_half_made(
+def test_no_mishap_leaves_a_pool_a_snapshot_or_a_reading_half_made(
     name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]
 ) -> None:
     script = SCRIPTS[name]
     seen = Seen(host, directory, script.one)
-    shells, machine = seen.shells, seen.machine
 
     def arrange() -> None:
         for one in script.before:
-            one(machine)
-
-    def finish() -> None:
-        seen.finish(script.call, expected)
-        seen.undo()
+            one(seen.machine)
 
     seen.begin(arrange)
-    assert seen.code(script.call) == "OK"
+    assert seen.outcome(script.call).code == "OK"
     seen.settle()
     seen.until(lambda: not seen.shown()[-1], seen.shown)
     expected = seen.shown()
     seen.undo()
-    for step, mishap in at_each(name, host):
-        grace(mishap)
-        seen.begin(arrange)
-        shells.plan(MISHAPS[mishap], step)
-        told = seen.code(script.call)
-        seen.settle()
-        if shells.victim is None:
-            shells.cancel()
-            seen.undo()
-            break
-        where = f"{step}, {mishap}: {told}, {shells.log}"
-        is_refused = mishap in STARVED and told == "INTERNAL"
-        assert is_refused or told == "OK" or told in UNFINISHED, where
-        seen.survive(mishap, where, partial(seen.code, script.call), finish, is_refused=is_refused)
-    machine.stop()
+    seen.suffer(
+        name,
+        grace,
+        prepare=partial(seen.begin, arrange),
+        call=partial(seen.outcome, script.call),
+        is_done=lambda outcome: outcome.code == "OK",
+        finish=partial(seen.finish, script.call, expected),
+        undo=seen.undo,
+    )

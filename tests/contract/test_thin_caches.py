@@ -1,7 +1,6 @@
 """Thin classes whose pool has a cache: data on slow disks, what is hot or new on fast ones."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import chosen
 import expect
@@ -89,8 +88,8 @@ def test_the_first_volume_makes_the_pool_and_its_cache_and_others_share_both(
     # Ten of data, one of metadata, one of their spare.
     assert free(host, group) == (sum(SLOW) - 12, sum(FAST) - EXTENTS[name])
     if isinstance(host, RealHost) and CACHES[name].kind == "cache":
-        told = host.lvm("lvs", "--noheadings", "-a", "-o", "cache_mode", "--", group).split()
-        assert set(told) == {mode}
+        modes = host.lvm("lvs", "--noheadings", "-a", "-o", "cache_mode", "--", group).split()
+        assert set(modes) == {mode}
 
 
 @pytest.mark.variation
@@ -98,20 +97,7 @@ def test_the_first_volume_makes_the_pool_and_its_cache_and_others_share_both(
 def test_a_volume_lives_and_grows_while_mounted_and_is_staged_again(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
-    volume = client.create("pvc-1", 40 * MIB, parameters={"class": name})
-    client.stage(volume, staging)
-    client.publish(volume, staging, target)
-    (staging / "data").write_bytes(b"data" * MIB)
-    assert client.node_expand(volume.volume_id, target, 60 * MIB).capacity_bytes == 60 * MIB
-    assert (staging / "data").read_bytes() == b"data" * MIB
-    (staging / "data").unlink()
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    for one in ("vol-pvc-1", f"pool-{name}"):
-        host.deactivate(group, one)
-    client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
+    tiers.use(client, host, group, name, "vol-pvc-1", f"pool-{name}")
 
 
 @pytest.mark.variation
@@ -226,16 +212,8 @@ def test_what_was_in_a_pool_and_its_cache_is_overwritten_before_it_is_free(
     path = device(host, group, "vol-pvc-1")
     for at in range(24):
         host.write_bytes(path, at * MIB, secret)
-    disks = [disk.name for disk in report.read(host.lvm).group(group).disks]
-    if isinstance(host, RealHost):
-        assert any(secret[:4096] in Path(disk).read_bytes() for disk in disks)
-        client.delete(volume.volume_id)
-        assert not any(secret[:4096] in Path(disk).read_bytes() for disk in disks)
-    else:
-        cache = host.lvm2.groups[group].volumes[f"pool-{name}"].cache
-        assert cache
-        client.delete(volume.volume_id)
-        assert sum(length for _, length in cache.media.zeroed) == EXTENTS[name] * EXTENT
+    zeroed = tiers.erased(client, host, group, volume, f"pool-{name}", secret[:4096])
+    assert zeroed is None or sum(size for _, size in zeroed) == EXTENTS[name] * EXTENT
 
 
 @pytest.mark.variation

@@ -1,8 +1,16 @@
 """A group of two tiers: two slow disks, and two fast ones with the tag that says so."""
 
-from real.any import AnyHost
+from collections.abc import Sequence
+from pathlib import Path
 
+from real.any import AnyHost
+from real.host import RealHost
+
+from agent.csi.client import Client
 from lvm import report
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
 
 # In extents.
 SLOW, FAST = (31, 17), (13, 9)
@@ -20,3 +28,44 @@ def free(host: AnyHost, group: str) -> tuple[int, int]:
     """The free extents of the slow tier and of the fast one."""
     now = report.read(host.lvm).group(group)
     return now.free_extents, now.fast_free_extents
+
+
+def use(client: Client, host: AnyHost, group: str, kind: str, *used: str) -> csi.Volume:
+    """Make a volume of a class, grow it while it is mounted, and stage it again.
+
+    `used` are deactivated in between.
+    """
+    staging, target = host.directory / "staging", host.directory / "target"
+    volume = client.create("pvc-1", 40 * MIB, parameters={"class": kind})
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    (staging / "data").write_bytes(b"data" * MIB)
+    assert client.node_expand(volume.volume_id, target, 60 * MIB).capacity_bytes == 60 * MIB
+    assert (staging / "data").read_bytes() == b"data" * MIB
+    (staging / "data").unlink()
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    for one in used:
+        host.deactivate(group, one)
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    return volume
+
+
+def erased(
+    client: Client, host: AnyHost, group: str, volume: csi.Volume, cached: str, secret: bytes
+) -> Sequence[tuple[int, int]] | None:
+    """Delete a volume, after which no disk has the secret; on a fake, what was erased of a cache.
+
+    `cached` is the volume or the pool that has the cache.
+    """
+    if isinstance(host, RealHost):
+        disks = [Path(disk.name) for disk in report.read(host.lvm).group(group).disks]
+        assert any(secret in disk.read_bytes() for disk in disks)
+        client.delete(volume.volume_id)
+        assert not any(secret in disk.read_bytes() for disk in disks)
+        return None
+    cache = host.lvm2.groups[group].volumes[cached].cache
+    assert cache
+    client.delete(volume.volume_id)
+    return cache.media.zeroed
