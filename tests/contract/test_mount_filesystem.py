@@ -13,6 +13,20 @@ MIB = 1024 * 1024
 FS_TYPES = tuple(filesystem.FILE_SYSTEMS)
 
 
+def formatted(host: Any, fs_type: str, size_bytes: int = 320 * MIB) -> str:
+    device: str = host.new_device(size_bytes)
+    filesystem.make(host.run, device, fs_type)
+    return device
+
+
+def mount(host: Any, device: str, fs_type: str) -> str:
+    """Where it is mounted."""
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
+    return path
+
+
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) -> None:
     device = host.new_device(320 * MIB)
@@ -34,9 +48,7 @@ def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
 
     filesystem.make(host.run, device, "xfs", oldest_kernel=oldest_kernel)
 
-    place = str(host.directory / "mounted")
-    target.ensure_directory(host.kernel, place)
-    mounts.ensure_mounted(host.kernel, device, place, "xfs", options.Options())
+    place = mount(host, device, "xfs")
     if isinstance(host, RealHost):
         said = host.run("xfs_info", "--", place).stdout
         for one in filesystem.FILE_SYSTEMS["xfs"].features:
@@ -44,7 +56,7 @@ def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
             assert f"{one.name}=1" not in said or one.kernel <= oldest_kernel, said
 
 
-def test_a_label_is_told_by_the_probe(host: Any) -> None:
+def test_the_probe_finds_a_label(host: Any) -> None:
     device = host.new_device(32 * MIB)
 
     filesystem.make(host.run, device, "ext4", ["-L", "web-data"])
@@ -59,7 +71,7 @@ def test_a_missing_device_is_not_taken_for_a_blank_one(host: Any) -> None:
         filesystem.probe(host.kernel, "/dev/carver-has-no-such-device")
 
 
-def test_a_partition_table_and_lvm2_s_label_are_told_by_the_probe(host: Any) -> None:
+def test_the_probe_finds_a_partition_table_and_the_label_of_lvm2(host: Any) -> None:
     device, other = host.new_device(32 * MIB), host.new_device(32 * MIB)
     host.partition(device)
     host.label(other)
@@ -70,8 +82,7 @@ def test_a_partition_table_and_lvm2_s_label_are_told_by_the_probe(host: Any) -> 
 
 @pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
 def test_mkfs_refuses_a_device_that_holds_something(host: Any, fs_type: str) -> None:
-    device = host.new_device(320 * MIB)
-    filesystem.make(host.run, device, "ext4")
+    device = formatted(host, "ext4")
     before = filesystem.probe(host.kernel, device)
 
     with pytest.raises(errors.FormatFailed):
@@ -82,11 +93,8 @@ def test_mkfs_refuses_a_device_that_holds_something(host: Any, fs_type: str) -> 
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_mkfs_refuses_a_mounted_device(host: Any, fs_type: str) -> None:
-    device = host.new_device(320 * MIB)
-    filesystem.make(host.run, device, fs_type)
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
+    device = formatted(host, fs_type)
+    mount(host, device, fs_type)
 
     with pytest.raises(errors.FormatFailed):
         filesystem.make(host.run, device, fs_type)
@@ -101,25 +109,16 @@ def test_a_device_below_the_minimum_is_refused(host: Any) -> None:
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_a_device_of_the_minimum_size_is_enough(host: Any, fs_type: str) -> None:
-    device = host.new_device(filesystem.FILE_SYSTEMS[fs_type].minimum_bytes)
+    device = formatted(host, fs_type, filesystem.FILE_SYSTEMS[fs_type].minimum_bytes)
 
-    filesystem.make(host.run, device, fs_type)
+    path = mount(host, device, fs_type)
 
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
     assert len(table.read(host.kernel).at(path)) == 1
 
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> None:
-    device = host.new_device(320 * MIB)
-    filesystem.make(host.run, device, fs_type)
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
-
-    found = health.of(host.kernel, path)
+    found = health.of(host.kernel, mount(host, formatted(host, fs_type), fs_type))
 
     assert 200 * MIB < found.available_bytes <= found.total_bytes <= 320 * MIB
     assert 0 < found.used_bytes < 64 * MIB
@@ -127,11 +126,7 @@ def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> No
 
 
 def test_growing_a_file_system_that_fills_its_device_changes_nothing(host: Any) -> None:
-    device = host.new_device(320 * MIB)
-    filesystem.make(host.run, device, "xfs")
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, "xfs", options.Options())
+    path = mount(host, formatted(host, "xfs"), "xfs")
     before = health.of(host.kernel, path)
 
     filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
@@ -141,8 +136,7 @@ def test_growing_a_file_system_that_fills_its_device_changes_nothing(host: Any) 
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_zeroing_a_device_makes_it_blank(host: Any, fs_type: str) -> None:
-    device = host.new_device(320 * MIB)
-    filesystem.make(host.run, device, fs_type)
+    device = formatted(host, fs_type)
 
     host.kernel.zero_out(device, 0, 320 * MIB)
 
@@ -160,18 +154,15 @@ def test_zeroing_does_not_have_udev_look_at_the_device(host: Any) -> None:
     if isinstance(host, RealHost):
         with pytest.raises(BlockingIOError):
             os.read(watch, 4096)
-        # The watch works: a write by the node itself is told.
+        # The watch works: it sees a write by the node itself.
         host.kernel.write(device, 0, bytes(512))
         assert os.read(watch, 4096)
         os.close(watch)
 
 
 def test_a_mounted_device_cannot_be_zeroed(host: Any) -> None:
-    device = host.new_device(32 * MIB)
-    filesystem.make(host.run, device, "ext4")
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.Options())
+    device = formatted(host, "ext4", 32 * MIB)
+    mount(host, device, "ext4")
 
     with pytest.raises(OSError, match=os.strerror(16)):
         host.kernel.zero_out(device, 0, MIB)

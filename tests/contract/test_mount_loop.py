@@ -24,6 +24,15 @@ def file(host: Any) -> Iterator[str]:
         loop.detach(host.kernel, device)
 
 
+def mount(host: Any, device: str, fs_type: str) -> str:
+    """Where a new file system on a device is mounted."""
+    filesystem.make(host.run, device, fs_type)
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, Options())
+    return path
+
+
 def test_a_file_is_attached_once(host: Any, file: str) -> None:
     assert loop.find(host.kernel, file) is None
 
@@ -65,21 +74,20 @@ def test_what_was_written_is_there_when_attached_again(host: Any, file: str) -> 
     assert found.fs_type == "ext4"
 
 
-def test_detaching_twice_succeeds(host: Any, file: str) -> None:
+def test_detaching_twice_succeeds_and_what_is_detached_does_not_grow(host: Any, file: str) -> None:
     device = loop.attach(host.kernel, file)
 
     loop.detach(host.kernel, device)
     loop.detach(host.kernel, device)
 
     assert loop.find(host.kernel, file) is None
+    with pytest.raises(errors.LoopFailed):
+        loop.grow(host.kernel, device)
 
 
 def test_a_mounted_loop_device_is_not_detached(host: Any, file: str) -> None:
     device = loop.attach(host.kernel, file)
-    filesystem.make(host.run, device, "ext4")
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, "ext4", Options())
+    path = mount(host, device, "ext4")
 
     with pytest.raises(errors.Busy):
         loop.detach(host.kernel, device)
@@ -118,10 +126,7 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
     # ext4 asks for CAP_SYS_RESOURCE besides, which the machines of this tier may lack.
     os.truncate(file, 320 * MIB)
     device = loop.attach(host.kernel, file)
-    filesystem.make(host.run, device, fs_type)
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, fs_type, Options())
+    path = mount(host, device, fs_type)
     before = health.of(host.kernel, path).total_bytes
     os.truncate(file, 640 * MIB)
     loop.grow(host.kernel, device)
@@ -136,11 +141,3 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
 def test_a_missing_file_is_not_attached(host: Any, file: str) -> None:
     with pytest.raises(errors.LoopFailed):
         loop.attach(host.kernel, file + ".missing")
-
-
-def test_growing_a_detached_loop_device_fails(host: Any, file: str) -> None:
-    device = loop.attach(host.kernel, file)
-    loop.detach(host.kernel, device)
-
-    with pytest.raises(errors.LoopFailed):
-        loop.grow(host.kernel, device)

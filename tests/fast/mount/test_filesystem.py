@@ -1,12 +1,15 @@
 """What programs are run with, and what is made of their answers."""
 
+import errno
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from fakes.devices import FakeDevices
 from fakes.filesystems import fsck, mkfs
-from fakes.kernel import FakeKernel
+from fakes.kernel import FakeKernel, failing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,44 +69,41 @@ def test_a_device_with_tags_but_no_type_is_not_blank() -> None:
         filesystem.probe(Found({"USAGE": "filesystem"}), "/dev/x")
 
 
-@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
-def test_mkfs_is_never_told_to_overwrite(fs_type: str) -> None:
+def made(fs_type: str, options: Sequence[str] = (), **more: Any) -> Sequence[str]:
+    """The words that mkfs is run with."""
     run = Script()
+    filesystem.make(run, "/dev/x", fs_type, options, **more)
+    return run.words
 
-    filesystem.make(run, "/dev/x", fs_type)
 
-    assert run.words[:2] == (f"mkfs.{fs_type}", "-q")
-    assert run.words[-2:] == ("--", "/dev/x")
-    assert not {"-f", "-F"} & set(run.words)
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_mkfs_never_gets_the_option_to_overwrite(fs_type: str) -> None:
+    words = made(fs_type)
+
+    assert words[:2] == (f"mkfs.{fs_type}", "-q")
+    assert words[-2:] == ("--", "/dev/x")
+    assert not {"-f", "-F"} & set(words)
 
 
 def test_a_users_option_takes_the_place_of_ours() -> None:
-    run = Script()
+    words = made("ext4", ["-m", "5", "-L", "web", "-b", "1024"])
 
-    filesystem.make(run, "/dev/x", "ext4", ["-m", "5", "-L", "web", "-b", "1024"])
-
-    assert options_of(run.words) | {"-O": "", "-E": ""} == {
+    assert options_of(words) | {"-O": "", "-E": ""} == {
         "-b": "1024", "-m": "5", "-E": "", "-O": "", "-L": "web",
     }  # fmt: skip
 
 
 def test_a_users_features_are_added_to_ours_and_win() -> None:
-    run = Script()
+    features = options_of(made("ext4", ["-O", "^metadata_csum,quota"]))["-O"].split(",")
 
-    filesystem.make(run, "/dev/x", "ext4", ["-O", "^metadata_csum,quota"])
-
-    features = options_of(run.words)["-O"].split(",")
     assert features[0] == "none"
     assert "metadata_csum" not in features
     assert features[-2:] == ["^metadata_csum", "quota"]
 
 
 def test_xfs_is_never_given_a_key_twice() -> None:
-    run = Script()
+    words = list(made("xfs", ["-m", "rmapbt=1", "-K", "-n", "size=8192"]))
 
-    filesystem.make(run, "/dev/x", "xfs", ["-m", "rmapbt=1", "-K", "-n", "size=8192"])
-
-    words = list(run.words)
     metadata = "crc=1,finobt=1,reflink=1,bigtime=0,inobtcount=0,rmapbt=1"
     assert words[words.index("-m") + 1] == metadata
     assert words[words.index("-K") + 1] != ""
@@ -123,20 +123,15 @@ def test_xfs_is_never_given_a_key_twice() -> None:
 def test_xfs_has_no_feature_that_the_oldest_kernel_cannot_mount(
     oldest_kernel: tuple[int, int], off: list[str]
 ) -> None:
-    run = Script()
+    words = made("xfs", oldest_kernel=oldest_kernel)
 
-    filesystem.make(run, "/dev/x", "xfs", oldest_kernel=oldest_kernel)
-
-    said = [one for word in run.words for one in word.split(",") if one.endswith("=0")]
+    said = [one for word in words for one in word.split(",") if one.endswith("=0")]
     assert [one for one in said if one != "rmapbt=0"] == off
 
 
 def test_a_user_may_ask_for_a_feature_of_newer_kernels() -> None:
-    run = Script()
+    words = " ".join(made("xfs", ["-m", "bigtime=1"]))
 
-    filesystem.make(run, "/dev/x", "xfs", ["-m", "bigtime=1"])
-
-    words = " ".join(run.words)
     assert "bigtime=1" in words
     assert "bigtime=0" not in words
 
@@ -183,39 +178,29 @@ def test_an_mkfs_that_does_not_know_a_feature_is_run_without_it(
     assert last.count("=0") == 1 + len(features)  # rmapbt=0
 
 
-def test_a_users_word_that_mkfs_does_not_know_is_told() -> None:
-    run = OldMkfs()
-
+def test_a_users_word_that_mkfs_does_not_know_is_an_error() -> None:
     with pytest.raises(errors.FormatFailed, match="unknown option -m bigtime=1"):
-        filesystem.make(run, "/dev/x", "xfs", ["-m", "bigtime=1"])
+        filesystem.make(OldMkfs(), "/dev/x", "xfs", ["-m", "bigtime=1"])
 
 
 @pytest.mark.parametrize(
     ("fs_type", "options"),
     [
-        ("ext4", ["-F"]),
-        ("xfs", ["-f"]),
-        ("btrfs", ["--force"]),
-        ("ext4", ["-n"]),
-        ("ext4", ["/dev/sda"]),
+        *(("ext4", [one]) for one in ("-F", "-n", "/dev/sda", "-m", "-m0")),
+        *(("ext4", ["-m", one]) for one in ("-F", "0 -F")),
+        *(("ext4", ["-L", one]) for one in ("a/b", "line\nbreak")),
         ("ext4", ["--", "/dev/sda"]),
-        ("ext4", ["-m"]),
-        ("ext4", ["-m", "-F"]),
         ("ext4", ["-m", "0", "-m", "1"]),
-        ("ext4", ["-m0"]),
-        ("ext4", ["-m", "0 -F"]),
-        ("ext4", ["-L", "a/b"]),
-        ("ext4", ["-L", "line\nbreak"]),
         ("ext4", ["-E", "stride=1,offset=1024"]),
         ("ext4", ["-O", "journal_dev"]),
         ("ext4", ["-d", "dir"]),
         ("xfs", ["-d", "name=disk"]),
         ("xfs", ["-l", "logdev=disk"]),
         ("xfs", ["-r", "rtdev=disk"]),
-        ("xfs", ["-N"]),
         ("xfs", ["-p", "proto"]),
+        *(("xfs", [one]) for one in ("-f", "-N")),
+        *(("btrfs", [one]) for one in ("--force", "")),
         ("btrfs", ["-r", "dir"]),
-        ("btrfs", [""]),
     ],
 )
 def test_options_that_could_do_harm_are_refused(fs_type: str, options: list[str]) -> None:
@@ -238,23 +223,26 @@ def test_any_words_are_checked_options_or_a_bad_option(words: list[str]) -> None
     assert set(options_of(run.words)) <= set(filesystem.FILE_SYSTEMS["ext4"].allowed.split())
 
 
-def test_a_failed_mkfs_is_told_in_few_lines() -> None:
-    usage = "too small\n\n" + "usage\n" * 40
-
+def test_the_error_of_a_failed_mkfs_has_three_of_its_lines() -> None:
     with pytest.raises(errors.FormatFailed) as caught:
-        filesystem.make(Script(1, stderr=usage), "/dev/x", "xfs")
+        filesystem.make(Script(1, stderr="too small\n\n" + "usage\n" * 40), "/dev/x", "xfs")
 
     assert str(caught.value).count("usage") == 2
     with pytest.raises(errors.FormatFailed, match="said nothing"):
         filesystem.make(Script(1), "/dev/x", "xfs")
 
 
-def test_an_unknown_file_system_is_neither_made_nor_measured() -> None:
+def test_an_unknown_file_system_is_neither_made_nor_measured_nor_grown(
+    kernel: FakeKernel, tmp_path: str
+) -> None:
+    mounted = mount(kernel, "ext4", str(tmp_path))
     for fs_type in ("ntfs", "", "ext4 -F", "../ext4"):
         with pytest.raises(errors.UnsupportedFileSystem):
             filesystem.make(Script(), "/dev/x", fs_type)
         with pytest.raises(errors.UnsupportedFileSystem):
             filesystem.check_size(fs_type, 1 << 40)
+        with pytest.raises(errors.UnsupportedFileSystem):
+            filesystem.grow(kernel, replace(mounted, fs_type=fs_type))
 
 
 def test_too_small_a_volume_is_refused_before_it_is_made() -> None:
@@ -276,23 +264,16 @@ def test_growing_fills_the_device_and_may_be_repeated(
     assert kernel.devices.get("/dev/data/web").media.fs_size_bytes == 800 * MIB
 
 
-def test_growing_through_a_read_only_mount_says_why(kernel: FakeKernel, tmp_path: str) -> None:
-    mounted = mount(kernel, "ext4", str(tmp_path), ("ro",))
-    kernel.devices.resize("/dev/data/web", 800 * MIB)
-
-    with pytest.raises(errors.GrowFailed, match="Read-only"):
-        filesystem.grow(kernel, mounted)
-
-
-def test_growing_without_the_capability_names_it(kernel: FakeKernel, tmp_path: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "why"), [(errno.EROFS, "Read-only"), (errno.EPERM, "CAP_SYS_RESOURCE")]
+)
+def test_the_error_of_a_refused_growth_says_why(
+    kernel: FakeKernel, tmp_path: str, number: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mounted = mount(kernel, "ext4", str(tmp_path))
+    monkeypatch.setattr(kernel, "grow_ext4", failing(number))
 
-    def refuse(path: str, blocks: int) -> None:
-        raise PermissionError(1, "Operation not permitted", path)
-
-    kernel.grow_ext4 = refuse  # type: ignore[method-assign]
-
-    with pytest.raises(errors.GrowFailed, match="CAP_SYS_RESOURCE"):
+    with pytest.raises(errors.GrowFailed, match=why):
         filesystem.grow(kernel, mounted)
 
 
@@ -304,14 +285,6 @@ def test_growing_refuses_a_source_that_is_another_device_now(
 
     with pytest.raises(errors.GrowFailed, match="another device"):
         filesystem.grow(kernel, mounted)
-
-
-def test_growing_an_unknown_file_system_is_refused(kernel: FakeKernel) -> None:
-    number = kernel.devices.get("/dev/data/web").number
-    line = f"9 1 {number[0]}:{number[1]} / /x rw - ntfs /dev/data/web rw"
-
-    with pytest.raises(errors.UnsupportedFileSystem):
-        filesystem.grow(kernel, table.Table(line).mounts[0])
 
 
 def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:
@@ -330,20 +303,20 @@ def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:
 
 @pytest.mark.parametrize("exit_code", [0, 1, 2])
 def test_a_file_system_that_is_whole_or_was_mended_passes_the_check(exit_code: int) -> None:
-    filesystem.check(lambda *_: Result(exit_code, "/dev/x: clean\n"), "/dev/x", "ext4")
+    filesystem.check(Script(exit_code, "/dev/x: clean\n"), "/dev/x", "ext4")
 
 
-def test_a_check_tells_damage_from_a_failure_of_its_own() -> None:
+def test_damage_is_another_error_than_a_check_that_failed() -> None:
     with pytest.raises(errors.Damaged, match=r"inconsistent; copy .* `e2fsck -f /dev/x`"):
-        filesystem.check(lambda *_: Result(4, "inconsistent\n"), "/dev/x", "ext4")
+        filesystem.check(Script(4, "inconsistent\n"), "/dev/x", "ext4")
     for exit_code in (8, 12, 32):
         with pytest.raises(errors.CheckFailed, match=f"busy .exit {exit_code}."):
-            filesystem.check(lambda *_: Result(exit_code, "", "busy\n"), "/dev/x", "ext4")  # noqa: B023
+            filesystem.check(Script(exit_code, stderr="busy\n"), "/dev/x", "ext4")
 
 
 @pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
-def test_what_the_kernel_looks_over_at_the_mount_is_not_checked(fs_type: str) -> None:
-    filesystem.check(lambda *_: Result(4), "/dev/x", fs_type)
+def test_what_the_kernel_checks_at_the_mount_is_not_checked_before(fs_type: str) -> None:
+    filesystem.check(Script(4), "/dev/x", fs_type)
 
 
 @pytest.fixture
@@ -353,9 +326,7 @@ def kernel() -> FakeKernel:
     return FakeKernel(devices)
 
 
-def mount(
-    kernel: FakeKernel, fs_type: str, path: str, parameters: tuple[str, ...] = ()
-) -> table.Mount:
+def mount(kernel: FakeKernel, fs_type: str, path: str) -> table.Mount:
     mkfs([f"mkfs.{fs_type}", "-q", "--", "/dev/data/web"], kernel.devices)
-    kernel.mount("/dev/data/web", path, fs_type, set(), parameters)
+    kernel.mount("/dev/data/web", path, fs_type, set(), ())
     return table.read(kernel).at(path)[-1]

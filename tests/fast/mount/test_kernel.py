@@ -33,11 +33,8 @@ def operations() -> set[str]:
     return {name for name in dir(Kernel) if not name.startswith("_")}
 
 
-def test_the_fake_has_its_own_of_every_operation_that_is_not_on_target_paths() -> None:
+def test_the_fake_has_each_operation_with_the_signature_of_the_real_one() -> None:
     assert operations() - set(vars(FakeKernel)) == ON_REAL_PATHS
-
-
-def test_the_fake_takes_what_the_real_one_takes() -> None:
     for name in set(vars(FakeKernel)) & operations():
         fake, real = getattr(FakeKernel, name), getattr(Kernel, name)
         assert inspect.signature(fake) == inspect.signature(real), name
@@ -113,7 +110,7 @@ def test_the_next_device_takes_the_first_free_minor() -> None:
     assert [device.path for device in devices] == ["a", "c", "d"]
 
 
-def test_the_fake_knows_what_is_no_device(tmp_path: Path) -> None:
+def test_the_fake_refuses_what_is_no_device(tmp_path: Path) -> None:
     kernel = FakeKernel(FakeDevices())
 
     with pytest.raises(OSError, match="Block device required"):
@@ -122,6 +119,13 @@ def test_the_fake_knows_what_is_no_device(tmp_path: Path) -> None:
         kernel.device_number(str(tmp_path / "missing"))
     with pytest.raises(OSError, match="ioctl"):
         kernel.xfs_geometry(str(tmp_path))
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Path:
+    """A file in the place of a block device."""
+    (tmp_path / "device").touch()
+    return tmp_path / "device"
 
 
 class Held:
@@ -142,33 +146,23 @@ class Held:
 
 
 def test_a_device_that_a_child_has_open_until_its_exec_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, device: Path
 ) -> None:
-    device = tmp_path / "device"
-    device.touch()
     Held(monkeypatch, 3)
     Kernel().write(str(device), 0, b"data")
     assert device.read_bytes() == b"data"
 
 
-def test_a_device_that_stays_held_is_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = tmp_path / "device"
-    device.touch()
+def test_a_device_that_stays_held_is_busy(monkeypatch: pytest.MonkeyPatch, device: Path) -> None:
     held = Held(monkeypatch, 1000)
     with pytest.raises(OSError, match="busy") as refused:
         Kernel().zero_out(str(device), 0, 4096)
     assert refused.value.errno == errno.EBUSY
     assert held.left == 950
+    # It is no block device.
     with pytest.raises(OSError, match="device") as tried:
         Kernel().zero_out(str(device), 0, 4096, held=True)
     assert tried.value.errno != errno.EBUSY
-
-
-def test_what_is_no_block_device_cannot_be_zeroed(tmp_path: Path) -> None:
-    device = tmp_path / "device"
-    device.touch()
-    with pytest.raises(OSError, match="device"):
-        Kernel().zero_out(str(device), 0, 4096)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
 """Places for mounts are made and removed with care."""
 
+import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes.devices import FakeDevices
-from fakes.kernel import FakeKernel
+from fakes.kernel import FakeKernel, failing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mount import errors, health, target
 from mount.kernel import Kernel
+
+Ensure = Callable[[Kernel, str], None]
+ALL = (target.ensure_directory, target.ensure_file, target.ensure_absent)
 
 
 @pytest.fixture
@@ -22,25 +27,12 @@ def kernel() -> FakeKernel:
 @pytest.mark.parametrize(
     "path",
     [
-        "",
-        "/",
-        "relative",
-        "./x",
-        "/a/../b",
-        "/a/./b",
-        "/a//b",
-        "//a",
-        "/a/",
-        "/a\nb",
-        "/a\0b",
-        "/a\x7fb",
-        "/\udcff",
-        "/" + "a" * 256,
-        "/" + "é" * 128,
-        "/a" * 2048,
+        *("", "/", "relative", "./x", "/a/../b", "/a/./b", "/a//b", "//a", "/a/"),
+        *("/a\nb", "/a\0b", "/a\x7fb", "/\udcff"),
+        *("/" + "a" * 256, "/" + "é" * 128, "/a" * 2048),
     ],
 )
-def test_a_path_that_is_not_normal_is_refused(path: str) -> None:
+def test_a_path_that_is_not_normalised_is_refused(path: str) -> None:
     with pytest.raises(errors.BadPath) as caught:
         target.check(path)
 
@@ -48,12 +40,12 @@ def test_a_path_that_is_not_normal_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/a", "/a b/ü", "/" + "a" * 255, "/a" * 2047])
-def test_a_normal_path_is_given_back(path: str) -> None:
+def test_a_normalised_path_is_returned(path: str) -> None:
     assert target.check(path) == path
 
 
 @given(st.text() | st.text("/.a").map(lambda text: "/" + text))
-def test_any_text_is_a_normal_path_or_a_bad_path(path: str) -> None:
+def test_any_text_is_a_normalised_path_or_a_bad_path(path: str) -> None:
     try:
         target.check(path)
     except errors.BadPath:
@@ -63,28 +55,20 @@ def test_any_text_is_a_normal_path_or_a_bad_path(path: str) -> None:
     assert path.isprintable() or "\\" in ascii(path)
 
 
-def test_a_directory_is_made_once_and_its_mode_left_alone(
-    kernel: FakeKernel, tmp_path: Path
+@pytest.mark.parametrize(
+    ("ensure", "mode"), [(target.ensure_directory, 0o750), (target.ensure_file, 0o640)]
+)
+def test_a_target_is_made_once_and_its_mode_left_alone(
+    kernel: FakeKernel, tmp_path: Path, ensure: Ensure, mode: int
 ) -> None:
     path = tmp_path / "target"
 
-    target.ensure_directory(kernel, str(path))
-    assert stat.S_IMODE(path.stat().st_mode) & ~0o750 == 0
+    ensure(kernel, str(path))
+    assert stat.S_IMODE(path.stat().st_mode) & ~mode == 0
     path.chmod(0o777)
-    target.ensure_directory(kernel, str(path))
+    ensure(kernel, str(path))
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o777
-
-
-def test_a_file_is_made_once_and_its_mode_left_alone(kernel: FakeKernel, tmp_path: Path) -> None:
-    path = tmp_path / "target"
-
-    target.ensure_file(kernel, str(path))
-    assert stat.S_IMODE(path.stat().st_mode) & ~0o640 == 0
-    path.chmod(0o666)
-    target.ensure_file(kernel, str(path))
-
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666
 
 
 def test_a_file_is_not_taken_for_a_directory_nor_the_reverse(
@@ -108,32 +92,29 @@ def test_a_missing_parent_is_an_error(kernel: FakeKernel, tmp_path: Path) -> Non
     target.ensure_absent(kernel, path)
 
 
-def test_one_who_made_the_same_meanwhile_is_welcome(kernel: FakeKernel, tmp_path: Path) -> None:
-    class Racing(FakeKernel):
-        """Another makes the target between our look and our make."""
+def test_another_process_may_do_the_same_meanwhile(
+    kernel: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(operation: Callable[..., None]) -> Callable[..., None]:
+        def act(*arguments: object) -> None:
+            operation(*arguments)
+            operation(*arguments)
 
-        def make_directory(self, path: str, mode: int) -> None:
-            super().make_directory(path, mode)
-            super().make_directory(path, mode)
+        return act
 
-        def make_file(self, path: str, mode: int) -> None:
-            super().make_file(path, mode)
-            super().make_file(path, mode)
+    for name in ("make_directory", "make_file", "remove_directory"):
+        monkeypatch.setattr(kernel, name, twice(getattr(kernel, name)))
 
-        def remove_directory(self, path: str) -> None:
-            super().remove_directory(path)
-            super().remove_directory(path)
-
-    racing = Racing(FakeDevices())
-
-    target.ensure_directory(racing, str(tmp_path / "directory"))
-    target.ensure_file(racing, str(tmp_path / "file"))
-    target.ensure_absent(racing, str(tmp_path / "directory"))
+    target.ensure_directory(kernel, str(tmp_path / "directory"))
+    target.ensure_file(kernel, str(tmp_path / "file"))
+    target.ensure_absent(kernel, str(tmp_path / "directory"))
 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_empty_directory_and_an_empty_file_go(kernel: FakeKernel, tmp_path: Path) -> None:
+def test_an_empty_directory_and_an_empty_file_are_removed(
+    kernel: FakeKernel, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
 
@@ -158,53 +139,29 @@ def test_what_holds_data_stays(kernel: FakeKernel, tmp_path: Path) -> None:
     assert (tmp_path / "directory" / "inner").exists()
 
 
-def test_a_mount_point_stays(kernel: FakeKernel, tmp_path: Path) -> None:
-    path = tmp_path / "target"
-    path.mkdir()
-    kernel.mount_foreign(str(path))
-
-    with pytest.raises(errors.TargetInUse, match="tmpfs"):
-        target.ensure_absent(kernel, str(path))
-
-    assert path.exists()
-
-
-def test_a_removal_that_the_kernel_refuses_is_told(tmp_path: Path) -> None:
-    class Refusing(FakeKernel):
-        """A read-only parent."""
-
-        def remove_directory(self, path: str) -> None:
-            raise OSError(30, "Read-only file system", path)
-
+def test_a_removal_that_the_kernel_refuses_is_an_error(
+    kernel: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "target").mkdir()
+    monkeypatch.setattr(kernel, "remove_directory", failing(errno.EROFS))
 
     with pytest.raises(errors.TargetError, match="Read-only"):
-        target.ensure_absent(Refusing(FakeDevices()), str(tmp_path / "target"))
+        target.ensure_absent(kernel, str(tmp_path / "target"))
 
 
 def test_a_link_at_the_end_of_a_path_is_refused(kernel: FakeKernel, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+    outside, link = tmp_path / "outside", tmp_path / "link"
     outside.mkdir()
-    link = tmp_path / "link"
     link.symlink_to(outside)
 
     with pytest.raises(errors.BadPath, match="symbolic link"):
         target.resolve(kernel, str(link))
-    for ensure in (target.ensure_directory, target.ensure_file, target.ensure_absent):
+    for ensure in ALL:
         with pytest.raises(errors.TargetError):
             ensure(kernel, str(link))
 
     assert outside.is_dir()
     assert link.is_symlink()
-
-
-def test_links_on_the_way_are_resolved_as_the_mount_table_does(
-    kernel: FakeKernel, tmp_path: Path
-) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-
-    assert target.resolve(kernel, str(tmp_path / "link/x")) == str(tmp_path / "real/x")
 
 
 def test_a_place_must_be_inside_whatever_links_are_on_the_way(
@@ -257,36 +214,28 @@ def test_the_kernel_follows_no_link_on_the_way_to_a_place(tmp_path: Path, old_ca
         real.statvfs(f"{tmp_path}/here/new")
 
 
-def test_a_link_that_appears_on_the_way_is_told(kernel: FakeKernel, tmp_path: Path) -> None:
+def test_a_link_that_appears_on_the_way_is_an_error(kernel: FakeKernel, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
 
-    for ensure in (target.ensure_directory, target.ensure_file, target.ensure_absent):
+    for ensure in ALL:
         with pytest.raises(errors.PathChanged, match="was not there before"):
             ensure(kernel, str(tmp_path / "link" / "x"))
 
 
-def test_a_file_system_that_answers_no_more_is_still_found(tmp_path: Path) -> None:
-    class Dead(FakeKernel):
-        """A mount whose file system was shut down."""
-
-        def lstat(self, path: str) -> os.stat_result:
-            raise OSError(5, "Input/output error", path)
-
-        def statvfs(self, path: str) -> os.statvfs_result:
-            raise OSError(5, "Input/output error", path)
-
-    dead, path = Dead(FakeDevices()), str(tmp_path / "target")
-
-    assert target.resolve(dead, path) == path
-    with pytest.raises(errors.TargetError, match="Input/output error"):
-        target.ensure_directory(dead, path)
-    with pytest.raises(errors.TargetError, match="Input/output error"):
-        health.of(dead, path)
-
-
-def test_usage_of_a_path_that_is_not_there_is_not_mounted(
-    kernel: FakeKernel, tmp_path: Path
+def test_a_file_system_that_was_shut_down_is_still_found(
+    kernel: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = str(tmp_path / "target")
+    for name in ("lstat", "statvfs"):
+        monkeypatch.setattr(kernel, name, failing(errno.EIO))
+
+    assert target.resolve(kernel, path) == path
+    for ask in (target.ensure_directory, health.of):
+        with pytest.raises(errors.TargetError, match="Input/output error"):
+            ask(kernel, path)
+
+
+def test_what_is_not_mounted_or_no_device_has_no_size(kernel: FakeKernel, tmp_path: Path) -> None:
     with pytest.raises(errors.NotMounted):
         health.of(kernel, str(tmp_path / "missing"))
     with pytest.raises(errors.DeviceMissing):
