@@ -162,9 +162,8 @@ def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
 def lvm2_hangs(bench: Bench) -> tuple[int, str]:
     """lvm2 waits for a lock, or stops."""
     late = [_hung(bench, sessions=sessions) for sessions in (False, True)]
-    return 2 * len(
-        late
-    ), f"DEADLINE_EXCEEDED or UNAVAILABLE, {max(late):.1f} s late; no lock and no lvm2 left"
+    outcome = f"DEADLINE_EXCEEDED or UNAVAILABLE, {max(late):.1f} s late"
+    return 2 * len(late), f"{outcome}; no lock and no lvm2 left"
 
 
 def _hung(bench: Bench, *, sessions: bool) -> float:

@@ -36,8 +36,8 @@ def group_full(bench: Bench) -> tuple[int, str]:
     with bench.trial(20) as trial:
         wishes = [do.Create(f"full-{number}", 16 * MIB, 0, BLOCK) for number in range(8)]
         with ThreadPoolExecutor(8) as pool:
-            answer = list(pool.map(trial.machine.call, wishes))
-        for call, outcome in zip(wishes, answer, strict=True):
+            outcomes = list(pool.map(trial.machine.call, wishes))
+        for call, outcome in zip(wishes, outcomes, strict=True):
             if outcome.code == "OK":
                 trial.model.apply(call)
             elif outcome.code != "RESOURCE_EXHAUSTED":
@@ -170,7 +170,7 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
 
 def image_failed(bench: Bench) -> tuple[int, str]:
     """An image of a RAID fails for a while."""
-    with two_disks(bench, "raid1") as (trial, first, second):
+    with two_disks(bench, "raid1") as (trial, first, second, _):
         host, group = trial.machine.host, trial.machine.group
         volume = trial.machine.client.create("a", 16 * MIB, block())
         device = host.devices.find(group, "vol-a")
@@ -186,7 +186,7 @@ def image_failed(bench: Bench) -> tuple[int, str]:
 
 def disk_lost(bench: Bench) -> tuple[int, str]:
     """A disk is lost, and what was on it given up."""
-    with two_disks(bench) as (trial, kept, gone):
+    with two_disks(bench) as (trial, kept, gone, _):
         host, group = trial.machine.host, trial.machine.group
         client, size_bytes = trial.machine.client, 30 * _EXTENT_BYTES
         volume = client.create("a", size_bytes, block())
@@ -216,9 +216,8 @@ def disk_replaced(bench: Bench) -> tuple[int, str]:
     """A disk under a raid1 is lost and another put in its place, while the service is killed."""
     times, size_bytes = bench.times(4, 1), 10 * _EXTENT_BYTES
     for _ in range(times):
-        with two_disks(bench, "raid1") as (trial, kept, gone):
+        with two_disks(bench, "raid1") as (trial, kept, gone, new):
             host, group = trial.machine.host, trial.machine.group
-            new = host.new_device(21 * _EXTENT_BYTES)
             volume = trial.machine.client.create("a", size_bytes, block())
             device = host.devices.find(group, "vol-a")
             assert device is not None
@@ -384,17 +383,21 @@ def disk_full(bench: Bench) -> tuple[int, str]:
 
 
 @contextmanager
-def two_disks(bench: Bench, layout: str = "linear") -> Iterator[tuple[Trial, Disk, Disk]]:
-    """A trial on a group of two disks that can fail."""
-    group = "carver_disks"
+def two_disks(bench: Bench, layout: str = "linear") -> Iterator[tuple[Trial, Disk, Disk, str]]:
+    """A trial on a group of two disks that can fail, and a spare that the service may use."""
+    group, size_bytes = "carver_disks", 21 * _EXTENT_BYTES
     with (
         bench.host() as host,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as first,
-        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as second,
-        host.own_group(group, [first.path, second.path]) as total,
-        bench.served(host, group, total, class_of(group, layout)) as trial,
+        Disk.on(bench.shared.new_device(size_bytes)) as first,
+        Disk.on(bench.shared.new_device(size_bytes)) as second,
     ):
-        yield trial, first, second
+        # Before the service starts, which is confined to the disks that there are then.
+        spare = host.new_device(size_bytes)
+        with (
+            host.own_group(group, [first.path, second.path]) as total,
+            bench.served(host, group, total, class_of(group, layout)) as trial,
+        ):
+            yield trial, first, second, spare
 
 
 def loop_file(device: str) -> str:
