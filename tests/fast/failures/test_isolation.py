@@ -1,9 +1,10 @@
-"""Two volume groups, one of which does not answer: nobody notices who has to do with the other."""
+"""Two volume groups, one of which does not answer: calls on the other do not notice."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ INLINE = f"csi-{'0123456789abcdef' * 4}"
 
 
 class Trouble:
-    """lvm2 hangs for all that has to do with one group, until it is let go."""
+    """lvm2 hangs for all that has to do with group a, until it is let go."""
 
-    def __init__(self, fake: FakeHost, *, ends_in_time: bool) -> None:
+    def __init__(self, fake: FakeHost, *, ends_in_time: bool = False) -> None:
         self.asked, self.over = threading.Event(), threading.Event()
         self._ends_in_time = ends_in_time
+        fake.lvm2.groups["a"].seqno += 1
         fake.intercept = self
 
     def __call__(self, words: Sequence[str]) -> Result | None:
@@ -72,68 +74,113 @@ def fake(tmp_path: Path) -> FakeHost:
     return host
 
 
+def configuration(directory: Path, *classes: DeviceClass, **settings: Any) -> Config:
+    address = Address("127.0.0.1", 0)
+    return configured.carver(
+        directory, kubelet_dir=("/",), classes=classes, metrics_address=address, **settings
+    )
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    classes = (
+    return configuration(
+        tmp_path,
         DeviceClass("sick", "a", default=True),
         DeviceClass("sound", "b"),
         DeviceClass("sealed", "b", encryption="luks2"),
-    )
-    return configured.carver(
-        tmp_path,
-        kubelet_dir=("/",),
-        classes=classes,
-        metrics_address=Address("127.0.0.1", 0),
         inline_total_limit=Reserve(percent=50),
     )
 
 
 @pytest.fixture(autouse=True)
 def well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node on which all is well that lvm2 is not asked about."""
+    """A node without a problem that is not lvm2's."""
     monkeypatch.setattr(preflight, "CHEAP", ())
     monkeypatch.setattr(preflight, "CHECKS", {})
 
 
-@pytest.fixture
-def of_both(client: Client) -> tuple[csi.Volume, csi.Volume]:
-    """A volume in each group."""
-    return client.create("of-a", 16 * MIB, block(), parameters=SICK), client.create(
-        "of-b", 16 * MIB, mounted("ext4"), parameters=SOUND
-    )
+@dataclass
+class Bench:
+    """A volume in each group, and callers of both."""
+
+    client: Client
+    config: Config
+    fake: FakeHost
+    callers: ThreadPoolExecutor
+    directory: Path
+    sick: csi.Volume
+    sound: csi.Volume
+
+    def forty(self, client: Client, first: int = 0) -> list[Future[Any]]:
+        """Calls on the group that does not answer."""
+        sick = self.sick.volume_id
+        kinds: list[Callable[[int], object]] = [
+            lambda number: client.create(f"new-{number}", 4 * MIB, block(), parameters=SICK),
+            lambda _: client.capacity(SICK),
+            lambda _: client.volume(sick),
+            lambda number: client.delete(sick.replace("of-a", f"none-{number}")),
+        ]
+        every = range(first, first + CALLS)
+        return [self.callers.submit(kinds[one % len(kinds)], one) for one in every]
+
+    def further(self) -> list[Future[Any]]:
+        """Calls on it that have to do with more than one volume, or with none by its id."""
+        size, inline = {"size": "16Mi", "carver/class": "sick"}, self.client.publish_inline
+        return [
+            self.callers.submit(self.client.group_snapshot, "of-a", [self.sick.volume_id]),
+            *(
+                self.callers.submit(
+                    inline, f"csi-{number:064x}", self.directory / str(number), size
+                )
+                for number in range(5)
+            ),
+        ]
+
+    def whole_life(self) -> None:
+        """Every call that needs one group only, on the sound one, and those that need none."""
+        client, volume = self.client, self.sound
+        staging, target = self.directory / "staging", self.directory / "target"
+        client.stage(volume, staging, mounted("ext4"))
+        client.publish(volume, staging, target, mounted("ext4"))
+        assert client.stats(volume.volume_id, target).usage
+        assert client.probe().ready.value
+        assert monitor.healthz(self.config.endpoint)() == b"ok\n"
+        assert client.capacity(SOUND).available_capacity
+        made = client.create("another", 16 * MIB, block(), parameters=SOUND)
+        snapshot = client.snapshot("nightly", made.volume_id)
+        assert client.volume(made.volume_id).volume.capacity_bytes == 16 * MIB
+        assert client.confirms(made.volume_id, block())
+        assert client.snapshots(snapshot_id=snapshot.snapshot_id)
+        assert client.snapshots(volume_id=made.volume_id)
+        assert list(blocks(client, snapshot.snapshot_id)) == []
+        for health in (client.volume_health, client.node_health):
+            assert health(made.volume_id).volume_id == made.volume_id
+        assert client.storage_health() is not None
+        assert volume.volume_id not in [one.volume_id for one in client.unhealthy()]
+        for source in (of_snapshot(snapshot.snapshot_id), of_volume(made.volume_id)):
+            copy = client.create("copy", 16 * MIB, block(), parameters=SOUND, source=source)
+            client.delete(copy.volume_id)
+        client.delete_snapshot(snapshot.snapshot_id)
+        client.expand(made.volume_id, 20 * MIB)
+        client.modify(made.volume_id, {"carver/readAhead": "1MiB"})
+        group_snapshot(client, [made.volume_id, volume.volume_id])
+        client.delete(made.volume_id)
+        inline(client, self.directory / "inline")
+        encrypted(client, self.directory / "encrypted")
+        client.node_expand(volume.volume_id, target)
+        client.unpublish(volume.volume_id, target)
+        client.unstage(volume.volume_id, staging)
+        client.delete(volume.volume_id)
 
 
 @pytest.fixture
-def callers() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2 * CALLS) as pool:
-        yield pool
-
-
-def forty(
-    callers: ThreadPoolExecutor, client: Client, volume: csi.Volume, first: int = 0
-) -> list[Future[Any]]:
-    """Calls on the group that does not answer."""
-    kinds: list[Callable[[int], object]] = [
-        lambda number: client.create(f"new-{number}", 4 * MIB, block(), parameters=SICK),
-        lambda _: client.capacity(SICK),
-        lambda _: client.volume(volume.volume_id),
-        lambda number: client.delete(volume.volume_id.replace("of-a", f"none-{number}")),
-    ]
-    return [callers.submit(kinds[one % len(kinds)], one) for one in range(first, first + CALLS)]
-
-
-def further(
-    callers: ThreadPoolExecutor, client: Client, volume: csi.Volume, place: Path
-) -> list[Future[Any]]:
-    """Calls on it that have to do with more than one volume, or with none by its id."""
-    size = {"size": "16Mi", "carver/class": "sick"}
-    return [
-        callers.submit(client.group_snapshot, "of-a", [volume.volume_id]),
-        *(
-            callers.submit(client.publish_inline, f"csi-{number:064x}", place / str(number), size)
-            for number in range(5)
-        ),
-    ]
+def bench(client: Client, config: Config, fake: FakeHost, tmp_path: Path) -> Iterator[Bench]:
+    sick = client.create("of-a", 16 * MIB, block(), parameters=SICK)
+    sound = client.create("of-b", 16 * MIB, mounted("ext4"), parameters=SOUND)
+    with ThreadPoolExecutor(3 * CALLS) as callers:
+        yield Bench(client, config, fake, callers, tmp_path, sick, sound)
+        if isinstance(fake.intercept, Trouble):
+            fake.intercept.over.set()
 
 
 def code_of(call: Future[Any]) -> str:
@@ -142,16 +189,16 @@ def code_of(call: Future[Any]) -> str:
     return "OK" if error is None else error.code().name
 
 
-def moment(client: Client, volumes: list[csi.Volume]) -> None:
+def group_snapshot(client: Client, volume_ids: list[str]) -> None:
     """A group snapshot, and what may be asked of it."""
-    taken = client.group_snapshot("hourly", [one.volume_id for one in volumes])
-    assert taken == client.group_snapshot("hourly", [one.volume_id for one in volumes])
+    taken = client.group_snapshot("hourly", volume_ids)
+    assert taken == client.group_snapshot("hourly", volume_ids)
     identity, snapshots = taken.group_snapshot_id, [one.snapshot_id for one in taken.snapshots]
     assert client.find_group_snapshot(identity, snapshots) == taken
     for one in snapshots:
         assert list(blocks(client, one, one)) == []
-    client.delete_group_snapshot(identity, snapshots)
-    client.delete_group_snapshot(identity, snapshots)
+    for _ in range(2):
+        client.delete_group_snapshot(identity, snapshots)
     with expect.code("NOT_FOUND"):
         client.find_group_snapshot(identity, snapshots)
 
@@ -178,74 +225,29 @@ def encrypted(client: Client, staging: Path) -> None:
     client.delete(volume.volume_id)
 
 
-def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) -> None:
-    """Every call that needs one group only, on the one that answers, and those that need none."""
-    staging, target = place / "staging", place / "target"
-    client.stage(volume, staging, mounted("ext4"))
-    client.publish(volume, staging, target, mounted("ext4"))
-    assert client.stats(volume.volume_id, target).usage
-    assert client.probe().ready.value
-    assert monitor.healthz(config.endpoint)() == b"ok\n"
-    assert client.capacity(SOUND).available_capacity
-    made = client.create("another", 16 * MIB, block(), parameters=SOUND)
-    snapshot = client.snapshot("nightly", made.volume_id)
-    assert client.volume(made.volume_id).volume.capacity_bytes == 16 * MIB
-    assert client.confirms(made.volume_id, block())
-    assert client.snapshots(snapshot_id=snapshot.snapshot_id)
-    assert client.snapshots(volume_id=made.volume_id)
-    assert list(blocks(client, snapshot.snapshot_id)) == []
-    for health in (client.volume_health, client.node_health):
-        assert health(made.volume_id).volume_id == made.volume_id
-    assert client.storage_health() is not None
-    assert volume.volume_id not in [one.volume_id for one in client.unhealthy()]
-    copies = {"restored": of_snapshot(snapshot.snapshot_id), "cloned": of_volume(made.volume_id)}
-    for name, source in copies.items():
-        copy = client.create(name, 16 * MIB, block(), parameters=SOUND, source=source)
-        client.delete(copy.volume_id)
-    client.delete_snapshot(snapshot.snapshot_id)
-    client.expand(made.volume_id, 20 * MIB)
-    client.modify(made.volume_id, {"carver/readAhead": "1MiB"})
-    moment(client, [made, volume])
-    client.delete(made.volume_id)
-    inline(client, place / "inline")
-    encrypted(client, place / "encrypted")
-    client.node_expand(volume.volume_id, target)
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    client.delete(volume.volume_id)
-
-
-@pytest.mark.parametrize("ends_in_time", [True, False], ids=["told to end", "for ever"])
-def test_forty_calls_on_a_group_whose_lvm2_hangs_leave_the_other_as_it_was(
-    client: Client,
-    config: Config,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    callers: ThreadPoolExecutor,
-    tmp_path: Path,
-    ends_in_time: bool,
+@pytest.mark.parametrize("ends_in_time", [True, False], ids=["ends in time", "for ever"])
+def test_forty_calls_on_a_group_whose_lvm2_hangs_leave_the_other_alone(
+    bench: Bench, fake: FakeHost, ends_in_time: bool
 ) -> None:
-    fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=ends_in_time)
-    sick = forty(callers, client, of_both[0]) + further(callers, client, of_both[0], tmp_path)
+    sick = bench.forty(bench.client) + bench.further()
     assert trouble.asked.wait(20)
-    whole_life(client, config, of_both[1], tmp_path)
+    bench.whole_life()
     assert not any(one.done() for one in sick)
     assert "vol-of-b" not in fake.lvm2.groups["b"].volumes
     trouble.over.set()
     assert {code_of(one) for one in sick} == {"OK"}
 
 
-def test_what_uses_a_volume_of_a_group_that_hangs_can_end(
-    client: Client, fake: FakeHost, callers: ThreadPoolExecutor, tmp_path: Path
+def test_a_published_volume_of_a_group_that_hangs_can_be_unpublished(
+    bench: Bench, client: Client, fake: FakeHost, tmp_path: Path
 ) -> None:
     staging, target = tmp_path / "staging", tmp_path / "target"
-    volume = client.create("of-a", 16 * MIB, mounted("ext4"), parameters=SICK)
+    volume = client.create("used", 16 * MIB, mounted("ext4"), parameters=SICK)
     client.stage(volume, staging, mounted("ext4"))
     client.publish(volume, staging, target, mounted("ext4"))
-    fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=False)
-    sick = forty(callers, client, volume)
+    trouble = Trouble(fake)
+    sick = bench.forty(client)
     assert trouble.asked.wait(20)
     assert client.stats(volume.volume_id, target).usage
     client.unpublish(volume.volume_id, target)
@@ -255,18 +257,14 @@ def test_what_uses_a_volume_of_a_group_that_hangs_can_end(
     wait(sick)
 
 
-def test_a_group_snapshot_with_a_part_in_a_group_that_hangs_is_not_judged(
-    client: Client,
-    config: Config,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
+def test_a_group_snapshot_with_a_part_in_a_group_that_hangs_is_kept(
+    bench: Bench, client: Client, fake: FakeHost
 ) -> None:
-    taken = client.group_snapshot("hourly", [one.volume_id for one in of_both])
+    taken = client.group_snapshot("hourly", [bench.sick.volume_id, bench.sound.volume_id])
     identity, snapshots = taken.group_snapshot_id, [one.snapshot_id for one in taken.snapshots]
     before = {name: set(group.volumes) for name, group in fake.lvm2.groups.items()}
-    fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=True)
-    with Client(config.endpoint, timeout_seconds=2) as hasty:
+    with Client(bench.config.endpoint, timeout_seconds=2) as hasty:
         for call in (hasty.find_group_snapshot, hasty.delete_group_snapshot):
             with expect.code("DEADLINE_EXCEEDED"):
                 call(identity, snapshots)
@@ -274,61 +272,50 @@ def test_a_group_snapshot_with_a_part_in_a_group_that_hangs_is_not_judged(
     trouble.over.set()
     assert client.find_group_snapshot(identity, snapshots) == taken
     with expect.code("ALREADY_EXISTS"):
-        client.group_snapshot("hourly", [of_both[1].volume_id])
+        client.group_snapshot("hourly", [bench.sound.volume_id])
     client.delete_group_snapshot(identity, snapshots)
 
 
-def test_calls_on_a_group_that_hangs_end_with_their_deadlines_and_keep_no_place(
-    client: Client,
-    service: Service,
-    config: Config,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    callers: ThreadPoolExecutor,
+def test_calls_on_a_group_that_hangs_end_at_their_deadlines_and_hold_no_place(
+    bench: Bench, client: Client, service: Service, fake: FakeHost
 ) -> None:
-    fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=True)
-    with Client(config.endpoint, timeout_seconds=1.5) as hasty:
-        sick = forty(callers, hasty, of_both[0])
+    with Client(bench.config.endpoint, timeout_seconds=1.5) as hasty:
+        sick = bench.forty(hasty)
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
     expect.soon(lambda: service.context.admission._free == service.context.admission._places)
     trouble.over.set()
-    assert client.volume(of_both[0].volume_id).volume.capacity_bytes == 16 * MIB
+    assert client.volume(bench.sick.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
-    client.delete(of_both[0].volume_id)
+    client.delete(bench.sick.volume_id)
 
 
-def test_however_many_calls_one_group_takes_others_find_a_place(
-    client: Client,
-    service: Service,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    config: Config,
-    tmp_path: Path,
+def refused_beside(bench: Bench, calls: list[Future[Any]]) -> int:
+    """How many of these calls are refused at once, while the other group serves all."""
+    expect.soon(lambda: any(one.done() for one in calls))
+    bench.whole_life()
+    refused = [one for one in calls if one.done()]
+    assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
+    return len(refused)
+
+
+def test_however_many_calls_one_group_gets_others_find_a_place(
+    bench: Bench, fake: FakeHost
 ) -> None:
-    fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=False)
-    with ThreadPoolExecutor(3 * CALLS) as many:
-        sick = [call for one in range(3) for call in forty(many, client, of_both[0], one * CALLS)]
-        try:
-            # What is one too many is refused at once, and says so.
-            expect.soon(lambda: any(one.done() for one in sick))
-            whole_life(client, config, of_both[1], tmp_path)
-            refused = [one for one in sick if one.done()]
-            assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
-            assert len(refused) < len(sick)
-        finally:
-            trouble.over.set()
-            wait(sick)
+    trouble = Trouble(fake)
+    sick = [call for one in range(3) for call in bench.forty(bench.client, one * CALLS)]
+    try:
+        assert refused_beside(bench, sick) < len(sick)
+    finally:
+        trouble.over.set()
+        wait(sick)
 
 
-def test_volumes_that_are_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
+def test_volumes_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
+    bench: Bench,
     client: Client,
     service: Service,
     fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    callers: ThreadPoolExecutor,
-    config: Config,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,42 +331,32 @@ def test_volumes_that_are_staged_on_a_dead_disk_leave_places_to_the_other_group_
 
     monkeypatch.setattr(fake.kernel, "mount", mount)
     calls = [
-        callers.submit(client.stage, one, tmp_path / name, mounted("ext4"))
+        bench.callers.submit(client.stage, one, tmp_path / name, mounted("ext4"))
         for name, one in zip(names, sick, strict=True)
     ]
     try:
-        # What is one too many is refused, and says so.
-        expect.soon(lambda: any(one.done() for one in calls))
-        whole_life(client, config, of_both[1], tmp_path)
-        refused = [one for one in calls if one.done()]
-        assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
-        assert len(refused) == places // 4
+        assert refused_beside(bench, calls) == places // 4
     finally:
         over.set()
         wait(calls)
 
 
-def test_a_group_whose_disks_hang_is_unavailable_at_once_and_the_other_is_as_it_was(
-    client: Client,
-    config: Config,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    callers: ThreadPoolExecutor,
-    tmp_path: Path,
+def test_a_group_whose_disks_hang_is_unavailable_at_once_and_the_other_serves(
+    bench: Bench, client: Client, fake: FakeHost
 ) -> None:
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging.add("/dev/fake-a-0")
-    sick = forty(callers, client, of_both[0])
-    whole_life(client, config, of_both[1], tmp_path)
+    sick = bench.forty(client)
+    bench.whole_life()
     assert {code_of(one) for one in sick} == {"UNAVAILABLE"}
     with expect.code("UNAVAILABLE", "/dev/fake-a-0", "dmesg"):
         client.capacity(SICK)
     fake.disks.hanging.clear()
     assert client.capacity(SICK).available_capacity
-    client.delete(of_both[0].volume_id)
+    client.delete(bench.sick.volume_id)
 
 
-def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
+def test_an_erase_that_hangs_delays_no_other_group_s(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.eraser.grace_seconds = 0.1
@@ -401,7 +378,7 @@ def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
     expect.soon(lambda: not fake.lvm2.groups["a"].volumes)
 
 
-# Those who look at all groups
+# Calls that read all groups
 
 
 LISTS: dict[str, Callable[[Client], object]] = {
@@ -414,38 +391,30 @@ LISTS: dict[str, Callable[[Client], object]] = {
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_list_waits_three_seconds_for_all_groups_that_hang_and_has_what_was_seen_last(
-    client: Client, fake: FakeHost, of_both: tuple[csi.Volume, csi.Volume], kind: str
+def test_a_list_waits_three_seconds_for_groups_that_hang_and_has_their_cached_state(
+    bench: Bench, client: Client, fake: FakeHost, kind: str
 ) -> None:
     before = LISTS[kind](client)
-    fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=False)
+    Trouble(fake)
     began = time.monotonic()
     assert LISTS[kind](client) == before
     assert time.monotonic() - began < 4.5
-    trouble.over.set()
 
 
+@pytest.mark.usefixtures("bench")
 @pytest.mark.parametrize("kind", ["volumes", "snapshots", "health"])
 def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
-    client: Client,
-    service: Service,
-    fake: FakeHost,
-    of_both: tuple[csi.Volume, csi.Volume],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
     group = service.volume_groups._volume_groups["a"]
     group.cached, group.time_seconds = None, 0.0
-    fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=False)
+    Trouble(fake)
     with expect.code("UNAVAILABLE", "volume group a"):
         LISTS[kind](client)
-    trouble.over.set()
 
 
-def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
+def test_a_list_never_lacks_a_volume_created_just_before_its_group_hung(
     client: Client, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
@@ -456,7 +425,7 @@ def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
         if words[1] != "lvcreate":
             return None
         ended = fake.lvm2(words)
-        trouble.append(Trouble(fake, ends_in_time=False))
+        trouble.append(Trouble(fake))
         return ended
 
     fake.intercept = hang_after_creation
@@ -464,14 +433,15 @@ def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
     with expect.code("UNAVAILABLE", "volume group a"):
         client.volumes()
     trouble[0].over.set()
-    expect.soon(lambda: _ids(client) == [made.volume_id])
+    expect.soon(lambda: succeeds(client.volumes))
+    assert [one.volume_id for one in client.volumes()] == [made.volume_id]
 
 
-def _ids(client: Client) -> list[str]:
+def succeeds(call: Callable[[], object]) -> bool:
     try:
-        return [one.volume_id for one in client.volumes()]
+        return bool(call())
     except grpc.RpcError:
-        return []
+        return False
 
 
 def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
@@ -485,7 +455,7 @@ def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str
 
 
 @pytest.mark.parametrize("hangs", ["a", "a and b"])
-def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
+def test_metrics_and_readiness_while_disks_hang(
     service: Service, config: Config, fake: FakeHost, tmp_path: Path, hangs: str
 ) -> None:
     assert isinstance(fake.disks, FakeDisks)
@@ -507,7 +477,7 @@ def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did not answer is tried again at once."""
+    """Groups that did not answer are retried at once."""
     monkeypatch.setattr(startup, "_OTHERS_SECONDS", 0.2)
     monkeypatch.setattr(startup, "_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(startup, "_SOON_SECONDS", 0.01)
@@ -515,7 +485,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def left(config: Config, fake: FakeHost) -> tuple[str, str]:
-    """In each group a volume whose wipe an earlier process left."""
+    """In each group a volume whose erase an earlier process left."""
     running = serving.start(config, fake)
     with Client(config.endpoint) as client:
         for one in (SICK, SOUND):
@@ -529,7 +499,7 @@ def left(config: Config, fake: FakeHost) -> tuple[str, str]:
 
 
 def hang(fake: FakeHost) -> Callable[[], object]:
-    return Trouble(fake, ends_in_time=False).over.set
+    return Trouble(fake).over.set
 
 
 def silence(fake: FakeHost) -> Callable[[], object]:
@@ -554,7 +524,7 @@ def double(fake: FakeHost) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("trouble", [hang, silence, take, double])
-def test_a_start_serves_the_groups_that_answer_and_takes_up_the_others_when_they_do(
+def test_a_start_serves_the_groups_that_answer_and_recovers_the_others_later(
     config: Config,
     fake: FakeHost,
     left: tuple[str, str],
@@ -581,15 +551,14 @@ def test_a_start_serves_the_groups_that_answer_and_takes_up_the_others_when_they
 
 
 @pytest.fixture
-def founded(tmp_path: Path) -> tuple[FakeHost, Config]:
+def created(tmp_path: Path) -> tuple[FakeHost, Config]:
     """Two groups that Carver made, each of a disk of its own, by an earlier process."""
     host = FakeHost(tmp_path)
     disks = [host.new_device(900 * MIB) for _ in range(2)]
-    config = configured.carver(
+    config = configuration(
         tmp_path,
-        kubelet_dir=("/",),
-        classes=(DeviceClass("sick", "a", default=True), DeviceClass("sound", "b")),
-        metrics_address=Address("127.0.0.1", 0),
+        DeviceClass("sick", "a", default=True),
+        DeviceClass("sound", "b"),
         definitions=(GroupDefinition("a", (disks[0],)), GroupDefinition("b", (disks[1],))),
     )
     _, laid = laying.lay(host, config)
@@ -613,10 +582,10 @@ class Unread:
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["lvm2 hangs", "the disk does not answer"])
-def test_a_group_of_carver_s_own_whose_disk_hangs_at_the_start_delays_no_other(
-    founded: tuple[FakeHost, Config], soon: None, monkeypatch: pytest.MonkeyPatch, silent: bool
+def test_a_group_created_by_carver_whose_disk_hangs_at_the_start_delays_no_other(
+    created: tuple[FakeHost, Config], soon: None, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    fake, config = founded
+    fake, config = created
     sick = config.definitions[0].devices[0]
     trouble = Unread(fake, sick)
     assert isinstance(fake.disks, FakeDisks)
@@ -651,11 +620,10 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
         return real(kernel, path)
 
     monkeypatch.setattr(loop, "attach", attach)
-    config = configured.carver(
+    config = configuration(
         tmp_path,
-        kubelet_dir=("/",),
-        classes=(DeviceClass("sick", "file", default=True), DeviceClass("sound", "b")),
-        metrics_address=Address("127.0.0.1", 0),
+        DeviceClass("sick", "file", default=True),
+        DeviceClass("sound", "b"),
         definitions=(GroupDefinition("file", file=BackingFile(tmp_path / "file", 64 * MIB)),),
     )
     running = Started(config, fake, monkeypatch)
@@ -671,21 +639,13 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
                 with expect.code("UNAVAILABLE", "call again"):
                     call()
             attached.set()
-            expect.soon(lambda: not service_pending(client))
+            expect.soon(lambda: succeeds(lambda: client.capacity(SICK).available_capacity))
     finally:
         attached.set()
         running.end()
 
 
-def service_pending(client: Client) -> bool:
-    """Whether the class has no room yet."""
-    try:
-        return not client.capacity(SICK).available_capacity
-    except grpc.RpcError:
-        return True
-
-
-def test_a_wipe_that_failed_because_the_group_went_goes_on_when_it_is_back(
+def test_an_erase_goes_on_when_its_group_is_back(
     config: Config, fake: FakeHost, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Started(config, fake, monkeypatch)

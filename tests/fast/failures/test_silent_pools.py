@@ -1,16 +1,15 @@
-"""A thin pool of which the kernel does not tell: device-mapper waits while metadata are written."""
+"""A thin pool without status: device-mapper waits while its metadata are written."""
 
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import configured
 import expect
 import pytest
 from fakes.host import FakeHost
-from fast.failures.test_isolation import SICK, SOUND, code_of, scraped
+from fast.failures.test_isolation import SICK, SOUND, scraped, succeeds
 
 from agent.core import background, inventory
 from agent.core.classes import DeviceClass
@@ -61,7 +60,7 @@ def volumes(client: Client) -> list[csi.Volume]:
 def silent(
     fake: FakeHost, volumes: list[csi.Volume], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[threading.Event]:
-    """The kernel tells nothing of the first pool, and of what is in it, until this is set."""
+    """The first pool, and what is in it, has no status until this is set."""
     over, real = threading.Event(), fake.lvm2.status
 
     def status(group: str, name: str) -> tuple[Status, ...]:
@@ -76,7 +75,7 @@ def silent(
     over.set()
 
 
-def test_a_capacity_that_nobody_can_tell_is_none_and_soon_and_others_are_told(
+def test_the_capacity_of_a_silent_pool_is_unavailable_at_once_and_others_are_known(
     client: Client, service: Service, silent: threading.Event
 ) -> None:
     began = time.monotonic()
@@ -88,26 +87,19 @@ def test_a_capacity_that_nobody_can_tell_is_none_and_soon_and_others_are_told(
     assert client.capacity(THICK).available_capacity
     assert service.context.admission._free == service.context.admission._places
     silent.set()
-    expect.soon(lambda: code_is_ok(client))
+    expect.soon(lambda: succeeds(lambda: client.capacity(SICK)))
 
 
-def code_is_ok(client: Client) -> bool:
-    with ThreadPoolExecutor(1) as caller:
-        return code_of(caller.submit(client.capacity, SICK)) == "OK"
-
-
-def test_a_volume_of_such_a_pool_is_made_when_it_answers_and_meanwhile_those_beside_it(
-    client: Client, silent: threading.Event
-) -> None:
+def test_volumes_beside_a_silent_pool_are_created(client: Client, silent: threading.Event) -> None:
     with expect.code("UNAVAILABLE", "a/pool-sick"):
         client.create("new", EXTENT, block(), parameters=SICK)
     assert client.create("new-beside", EXTENT, block(), parameters=THICK).volume_id
     silent.set()
-    expect.soon(lambda: code_is_ok(client))
+    expect.soon(lambda: succeeds(lambda: client.capacity(SICK)))
     assert client.create("new", EXTENT, block(), parameters=SICK).volume_id
 
 
-def test_a_scrape_leaves_out_what_such_a_pool_would_tell(
+def test_metrics_leave_out_the_values_of_a_silent_pool(
     service: Service, config: Config, silent: threading.Event, tmp_path: Path
 ) -> None:
     for number in range(3):
@@ -120,7 +112,7 @@ def test_a_scrape_leaves_out_what_such_a_pool_would_tell(
         assert found["carver_class_available_bytes", "sound", "b"]
 
 
-def test_its_volumes_are_told_not_to_answer_with_few_threads_and_none_beside_them_is(
+def test_the_volumes_of_a_silent_pool_and_no_others_do_not_respond(
     client: Client,
     volumes: list[csi.Volume],
     silent: threading.Event,
@@ -129,8 +121,8 @@ def test_its_volumes_are_told_not_to_answer_with_few_threads_and_none_beside_the
     monkeypatch.setattr(health, "_DEAD_SECONDS", 0.1)
     sick = sorted(one.volume_id for one in volumes[:-1])
     expect.soon(lambda: sorted(one.volume_id for one in client.unhealthy()) == sick)
-    told = {status.reason for one in client.unhealthy() for status in one.health_statuses}
-    assert told == {"DeviceNotResponding"}
+    found = {status.reason for one in client.unhealthy() for status in one.health_statuses}
+    assert found == {"DeviceNotResponding"}
     at_work = [one for one in threading.enumerate() if one.name == "probe"]
     assert len(at_work) <= background._MOST_AT_ONCE
     silent.set()
