@@ -1,4 +1,4 @@
-"""Two groups, one of which hangs: what is done behind the answers goes on in the other."""
+"""Two groups, one of which hangs: background work goes on in the other."""
 
 import errno
 import shutil
@@ -41,7 +41,7 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """In each group a class of each kind that something is done for unasked."""
+    """In each group a class of each kind that has background work."""
     pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
     raid = Layout("raid1", mirrors=1)
     classes = [
@@ -90,9 +90,21 @@ def hang(fake: FakeHost) -> Iterator[Callable[[], threading.Event]]:
     over.set()
 
 
-def is_of(kind: str) -> bool:
-    """Whether the thread that asks is one that does this behind the answers."""
-    return threading.current_thread().name.startswith(kind)
+class FailsOnce:
+    """The first command of a kind of background work fails with this."""
+
+    def __init__(self, fake: FakeHost, kind: str, problem: Exception) -> None:
+        self.kind, self.problem = kind, problem
+        self.has_failed = False
+        fake.intercept = self
+
+    def __call__(self, _words: Sequence[str]) -> None:
+        if threading.current_thread().name.startswith(self.kind) and not self.has_failed:
+            self.has_failed = True
+            raise self.problem
+
+
+AGAIN = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def filled(client: Client, fake: FakeHost, group: str) -> FakePool:
@@ -105,33 +117,27 @@ def filled(client: Client, fake: FakeHost, group: str) -> FakePool:
     return pool
 
 
-def test_a_pool_grows_while_lvm2_hangs_for_another_group(
-    client: Client, service: Service, fake: FakeHost, hang: Callable[[], threading.Event]
+@pytest.mark.parametrize("what", ["lvm2", "device-mapper"])
+def test_a_pool_grows_while_another_group_hangs(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    hang: Callable[[], threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
     filled(client, fake, "a")
     pool = filled(client, fake, "b")
-    asked = hang()
-    before = pool.length
-    service.autoextender.tasks.start()
-    assert asked.wait(60)
-    expect.soon(lambda: pool.length > before)
-
-
-def test_a_pool_grows_while_device_mapper_hangs_for_another_group(
-    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(client, fake, "a")
-    pool = filled(client, fake, "b")
-    over, asked, real = threading.Event(), threading.Event(), fake.lvm2.status
+    before, over, real = pool.length, threading.Event(), fake.lvm2.status
+    asked = hang() if what == "lvm2" else threading.Event()
 
     def status(group: str, name: str) -> tuple[Status, ...]:
-        if group == "a":
+        if group == "a" and what == "device-mapper":
             asked.set()
             over.wait(60)
         return real(group, name)
 
     monkeypatch.setattr(fake.lvm2, "status", status)
-    before = pool.length
     service.autoextender.tasks.start()
     try:
         assert asked.wait(60)
@@ -140,7 +146,7 @@ def test_a_pool_grows_while_device_mapper_hangs_for_another_group(
         over.set()
 
 
-def test_what_took_its_time_to_fail_is_tried_again_some_time_after_that(
+def test_a_retry_waits_from_the_end_of_the_failed_try(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     filled(client, fake, "a")
@@ -163,7 +169,7 @@ def test_what_took_its_time_to_fail_is_tried_again_some_time_after_that(
 @pytest.mark.parametrize(
     "problem",
     [
-        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        AGAIN,
         OSError(errno.EMFILE, "Too many open files"),
         RuntimeError("can't start new thread"),
     ],
@@ -178,24 +184,16 @@ def test_a_pool_grows_after_a_fork_that_failed(
 ) -> None:
     monkeypatch.setattr("agent.operations.autoextend._SOON_SECONDS", 0.01)
     pool = filled(client, fake, "b")
-    failed: list[Sequence[str]] = []
-
-    def once(words: Sequence[str]) -> Result | None:
-        if is_of("grow") and not failed:
-            failed.append(words)
-            raise problem
-        return None
-
     before = pool.length
     fake.lvm2.groups["b"].seqno += 1
-    fake.intercept = once
+    failing = FailsOnce(fake, "grow", problem)
     service.autoextender.tasks.start()
     expect.soon(lambda: pool.length > before)
-    assert failed
+    assert failing.has_failed
     assert service.autoextender.counts()["data", "failed"] == 1
 
 
-def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
+def test_a_raid_volume_is_repaired_while_another_group_hangs(
     client: Client, service: Service, fake: FakeHost, hang: Callable[[], threading.Event]
 ) -> None:
     for one in GROUPS:
@@ -208,28 +206,20 @@ def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
 
 
-def test_a_repair_that_raises_what_nobody_foresaw_is_tried_again(
+def test_a_repair_is_retried_after_an_unexpected_error(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.operations.repair._RETRY_SECONDS", 0.01)
     client.create("raid-b", EXTENT, block(), parameters={"class": "raid-b"})
     fake.lose_disk("b", 0)
     service.inventory.state()
-    failed: list[Sequence[str]] = []
-
-    def once(words: Sequence[str]) -> Result | None:
-        if is_of("repair") and not failed:
-            failed.append(words)
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return None
-
-    fake.intercept = once
+    failing = FailsOnce(fake, "repair", AGAIN)
     service.auto_repair.tasks.start()
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
-    assert failed
+    assert failing.has_failed
 
 
-def test_inline_volumes_that_were_left_go_while_lvm2_hangs_for_another_group(
+def test_leftover_inline_volumes_are_deleted_while_another_group_hangs(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -250,7 +240,7 @@ def test_inline_volumes_that_were_left_go_while_lvm2_hangs_for_another_group(
     assert fake.lvm2.groups["a"].volumes
 
 
-def test_lvm2_is_told_to_end_where_a_look_for_inline_volumes_takes_too_long(
+def test_the_search_for_inline_volumes_is_bounded(
     service: Service,
     hang: Callable[[], threading.Event],
     monkeypatch: pytest.MonkeyPatch,
@@ -263,7 +253,7 @@ def test_lvm2_is_told_to_end_where_a_look_for_inline_volumes_takes_too_long(
     expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)
 
 
-def test_a_group_snapshot_of_two_groups_keeps_only_the_one_whose_disk_does_not_answer(
+def test_a_group_snapshot_blocks_only_the_group_whose_disk_hangs(
     client: Client,
     config: Config,
     service: Service,
@@ -287,7 +277,7 @@ def test_a_group_snapshot_of_two_groups_keeps_only_the_one_whose_disk_does_not_a
         parameters = {"class": "plain-b"}
         made = hasty.create("new", EXTENT, block(), parameters=parameters)
         hasty.expand(made.volume_id, 2 * EXTENT)
-        # What waits to be held is let go of as soon as it is: nothing is changed meanwhile.
+        # Until the suspend ends and is undone, nothing changes the group.
         with pytest.raises(grpc.RpcError):
             hasty.expand(ids["a"], 2 * EXTENT)
     assert not fake.lvm2.is_suspended("b", "vol-b")

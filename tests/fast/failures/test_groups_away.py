@@ -1,6 +1,6 @@
-"""Group snapshots over several groups, one of which comes late, is lost, or is another by now."""
+"""Group snapshots of several groups, one of which comes late, is lost, or was replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,23 +40,50 @@ def config(tmp_path: Path) -> Config:
 
 
 class Node:
-    """A node whose groups come and go between two starts."""
+    """A node whose groups come and go between two starts, with a group snapshot of both."""
 
     def __init__(self, config: Config, fake: FakeHost) -> None:
         self.config, self.fake = config, fake
         self.number = 0
         self.away: dict[str, FakeGroup] = {}
+        self.restart()
 
-    def start(self, *classes: DeviceClass) -> Client:
-        """Another process, of these classes if any are named."""
+    def restart(self, *classes: DeviceClass) -> None:
+        """Start another process, of these classes if any are named."""
+        if self.number:
+            self.service.stop()
         self.number += 1
         endpoint = self.config.endpoint.with_name(f"{self.number}.sock")
         changed = replace(self.config, endpoint=endpoint, classes=classes or self.config.classes)
         self.service: Service = serving.start(changed, self.fake)
-        return Client(endpoint).__enter__()
+        self.client = Client(endpoint).__enter__()
+
+    def snapshot(self) -> None:
+        """Take a group snapshot of a volume in each group."""
+        first = self.client.create("1", 32 * MIB, block())
+        second = self.client.create("2", 32 * MIB, block(), parameters={"class": "second"})
+        sources = [first.volume_id, second.volume_id]
+        self.taken = self.client.group_snapshot("nightly", sources)
+        self.ids = [one.snapshot_id for one in self.taken.snapshots]
+
+    def find(self) -> csi.VolumeGroupSnapshot:
+        return self.client.find_group_snapshot(self.taken.group_snapshot_id, self.ids)
+
+    def delete(self) -> None:
+        self.client.delete_group_snapshot(self.taken.group_snapshot_id, self.ids)
+
+    def remove_second(self) -> None:
+        """Remove the snapshot in group b by hand."""
+        self.fake.lvm("lvremove", "--yes", "--", f"b/{self.ids[1].rpartition('/')[2]}")
+
+    def forget_record(self, *keys: str) -> None:
+        """Remove tags: as a kill before the record leaves it, or an older version."""
+        for group in self.fake.lvm2.groups.values():
+            for one in group.volumes.values():
+                one.tags = {tag for tag in one.tags if tag.partition("=")[0] not in keys}
 
     def take(self, name: str) -> None:
-        """The group's disks are not there."""
+        """Detach the group's disks."""
         for one in list(self.fake.lvm2.groups[name].volumes.values()):
             self.fake.deactivate(name, one.name)
         self.away[name] = self.fake.lvm2.groups.pop(name)
@@ -70,135 +97,84 @@ class Node:
 
 
 @pytest.fixture
-def node(config: Config, fake: FakeHost) -> Node:
-    return Node(config, fake)
+def bare(config: Config, fake: FakeHost) -> Iterator[Node]:
+    made = Node(config, fake)
+    yield made
+    made.service.stop()
 
 
-def made(caller: Client) -> csi.VolumeGroupSnapshot:
-    sources = [
-        caller.create("1", 32 * MIB, block()).volume_id,
-        caller.create("2", 32 * MIB, block(), parameters={"class": "second"}).volume_id,
-    ]
-    return caller.group_snapshot("nightly", sources)
+@pytest.fixture
+def node(bare: Node) -> Node:
+    bare.snapshot()
+    return bare
 
 
-def ids(taken: csi.VolumeGroupSnapshot) -> list[str]:
-    return [one.snapshot_id for one in taken.snapshots]
-
-
-def forget_record(fake: FakeHost, *keys: str) -> None:
-    """As a kill before the record leaves it, or an older version."""
-    for group in fake.lvm2.groups.values():
-        for one in group.volumes.values():
-            one.tags = {tag for tag in one.tags if tag.partition("=")[0] not in keys}
-
-
-@pytest.mark.parametrize("keys", [set(), OLDER], ids=["as it is taken now", "as it once was"])
+@pytest.mark.parametrize("keys", [set(), OLDER], ids=["of this version", "of an older one"])
 @pytest.mark.parametrize("late", ["a", "b"])
-def test_a_group_that_comes_late_costs_no_snapshot(
-    node: Node, fake: FakeHost, late: str, keys: set[str]
-) -> None:
-    taken = made(node.start())
-    forget_record(fake, *keys)
-    node.service.stop()
+def test_a_group_that_comes_late_costs_no_snapshot(node: Node, late: str, keys: set[str]) -> None:
+    node.forget_record(*keys)
     node.take(late)
-    caller = node.start()
-    assert node.snapshots() == 2
-    with expect.code("FAILED_PRECONDITION", "volume group"):
-        caller.find_group_snapshot(taken.group_snapshot_id, ids(taken))
-    with expect.code("FAILED_PRECONDITION", "volume group"):
-        caller.delete_group_snapshot(taken.group_snapshot_id, ids(taken))
+    node.restart()
+    for call in (node.find, node.delete):
+        assert node.snapshots() == 2
+        with expect.code("FAILED_PRECONDITION", "volume group"):
+            call()
     assert node.snapshots() == 2
     node.bring(late)
-    assert caller.find_group_snapshot(taken.group_snapshot_id, ids(taken)) == taken
-    node.service.stop()
-    caller = node.start()
-    assert caller.find_group_snapshot(taken.group_snapshot_id, ids(taken)) == taken
-    caller.delete_group_snapshot(taken.group_snapshot_id, ids(taken))
+    assert node.find() == node.taken
+    node.restart()
+    assert node.find() == node.taken
+    node.delete()
     assert node.snapshots() == 0
-    node.service.stop()
 
 
-def test_what_was_never_taken_to_its_end_is_undone_once_all_groups_are_there(
-    node: Node, fake: FakeHost
-) -> None:
-    caller = node.start()
-    taken = made(caller)
-    forget_record(fake, "carver.committed")
-    fake.lvm("lvremove", "--yes", "--", f"b/{ids(taken)[1].rpartition('/')[2]}")
-    node.service.stop()
+def test_an_unfinished_group_snapshot_is_undone_once_all_groups_are_there(node: Node) -> None:
+    node.forget_record("carver.committed")
+    node.remove_second()
     node.take("b")
-    node.start()
+    node.restart()
     assert node.snapshots() == 1
-    node.service.stop()
     node.bring("b")
-    caller = node.start()
+    node.restart()
     assert node.snapshots() == 0
     with expect.code("NOT_FOUND"):
-        caller.find_group_snapshot(taken.group_snapshot_id, ids(taken))
-    node.service.stop()
+        node.find()
 
 
-@pytest.mark.parametrize("lost", ["a", "b"])
-def test_what_a_lost_group_had_can_be_given_up(node: Node, fake: FakeHost, lost: str) -> None:
-    taken = made(node.start())
-    node.service.stop()
-    node.take(lost)
+@pytest.mark.parametrize("lost", ["a", "b", "b, replaced by another"])
+def test_a_group_snapshot_with_a_part_in_a_lost_group_can_be_deleted(
+    node: Node, fake: FakeHost, lost: str
+) -> None:
+    node.take(lost[0])
     node.away.clear()
-    left = replace(FIRST, default=True) if lost == "b" else replace(SECOND, default=True)
-    caller = node.start(left)
+    left = [replace(SECOND if lost == "a" else FIRST, default=True)]
+    if "replaced" in lost:
+        fake.lvm2.add_group("b", [100])
+        left.append(SECOND)
+    node.restart(*left)
     assert node.snapshots() == 1
     with expect.code("FAILED_PRECONDITION", "1 of its 2"):
-        caller.find_group_snapshot(taken.group_snapshot_id, ids(taken))
-    caller.delete_group_snapshot(taken.group_snapshot_id, ids(taken))
+        node.find()
+    node.delete()
     assert node.snapshots() == 0
-    node.service.stop()
 
 
-def test_another_group_in_the_place_of_a_lost_one_gives_it_up_too(
-    node: Node, fake: FakeHost
-) -> None:
-    taken = made(node.start())
-    node.service.stop()
-    node.take("b")
-    node.away.clear()
-    fake.lvm2.add_group("b", [100])
-    caller = node.start()
-    assert node.snapshots() == 1
-    with expect.code("FAILED_PRECONDITION", "1 of its 2"):
-        caller.find_group_snapshot(taken.group_snapshot_id, ids(taken))
-    caller.delete_group_snapshot(taken.group_snapshot_id, ids(taken))
-    assert node.snapshots() == 0
-    node.service.stop()
-
-
-def test_a_class_that_is_taken_out_of_the_configuration_costs_no_snapshot(
-    node: Node, fake: FakeHost
-) -> None:
-    taken = made(node.start())
-    node.service.stop()
-    caller = node.start(FIRST)
+def test_a_class_that_leaves_the_configuration_costs_no_snapshot(node: Node) -> None:
+    node.restart(FIRST)
     assert node.snapshots() == 2
     with expect.code("FAILED_PRECONDITION", "volume group b"):
-        caller.delete_group_snapshot(taken.group_snapshot_id, ids(taken))
-    node.service.stop()
-    caller = node.start()
-    assert caller.find_group_snapshot(taken.group_snapshot_id, ids(taken)) == taken
-    node.service.stop()
+        node.delete()
+    node.restart()
+    assert node.find() == node.taken
 
 
-def test_one_of_an_older_version_is_put_on_record_at_the_next_start(
-    node: Node, fake: FakeHost
-) -> None:
-    taken = made(node.start())
-    forget_record(fake, *OLDER)
+def test_a_group_snapshot_of_an_older_version_is_recorded_at_the_next_start(node: Node) -> None:
+    node.forget_record(*OLDER)
+    node.restart()
     node.service.stop()
-    node.start()
-    node.service.stop()
-    fake.lvm("lvremove", "--yes", "--", f"b/{ids(taken)[1].rpartition('/')[2]}")
-    node.start()
+    node.remove_second()
+    node.restart()
     assert node.snapshots() == 1
-    node.service.stop()
 
 
 def refuse(node: Node) -> None:
@@ -211,11 +187,10 @@ def hang(node: Node) -> None:
 
 
 @pytest.mark.parametrize("is_away", [lambda node: node.take("b"), refuse, hang])
-def test_what_moves_or_comes_in_one_group_is_told_of_whatever_another_is(
-    node: Node, fake: FakeHost, is_away: Callable[[Node], None]
+def test_the_status_of_a_move_is_known_whatever_another_group_is(
+    bare: Node, is_away: Callable[[Node], None]
 ) -> None:
-    caller = node.start()
-    volume = caller.create("1", 32 * MIB, block()).volume_id
-    is_away(node)
+    volume = bare.client.create("1", 32 * MIB, block()).volume_id
+    is_away(bare)
     request = carver.NameRequest(name="1")
-    assert caller.stub(TransferStub).MoveStatus(request).volume_id == volume
+    assert bare.client.stub(TransferStub).MoveStatus(request).volume_id == volume
