@@ -483,15 +483,6 @@ def test_a_volume_grows_and_never_shrinks(client: Client) -> None:
     assert client.expand(volume.volume_id, EXTENT).capacity_bytes == 3 * EXTENT
 
 
-@pytest.mark.variation
-def test_a_volume_does_not_grow_beyond_its_group(client: Client) -> None:
-    volume = create(client)
-    free = client.capacity().available_capacity
-    with expect.code("OUT_OF_RANGE", str(free)):
-        client.expand(volume.volume_id, EXTENT + free + 1)
-    assert client.expand(volume.volume_id, EXTENT + free).capacity_bytes == EXTENT + free
-
-
 @pytest.mark.parametrize(("required", "limit"), [(2 * EXTENT + 1, 2 * EXTENT + 2), (1, EXTENT)])
 @pytest.mark.variation
 def test_growth_above_the_limit_is_out_of_range(client: Client, required: int, limit: int) -> None:

@@ -154,19 +154,6 @@ def test_a_minimum_alone_takes_one_more_command_at_creation(
     assert tuning(host, group) == Tuning(AUTO, 1024, 0)
 
 
-@pytest.mark.variation
-def test_only_given_parameters_are_changed(client: Client, host: AnyHost, group: str) -> None:
-    mutable = {"readAhead": "1MiB", **OF_RECOVERY}
-    volume = create(client, "raid1", {"readAhead": "1MiB"})
-    client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB"})
-    client.modify(volume.volume_id, {"minimumRecoveryRate": "100KiB"})
-    assert tuning(host, group) == Tuning(MIB, 100, 2048)
-    # What sidecars tell of the claim is no parameter.
-    client.modify(volume.volume_id, {"csi.storage.k8s.io/pvc/name": "db-0"})
-    client.modify(volume.volume_id, {"csi.storage.k8s.io/pvc/name": "db-0", **mutable})
-    assert tuning(host, group) == Tuning(MIB, 100, 2048)
-
-
 @pytest.mark.parametrize(
     ("mutable", "words"),
     [

@@ -1,8 +1,13 @@
 """Mistakes found in other drivers for local volumes. Each test has the mistake's name.
 
-Three more are shown by tests of other names: in test_controller.py, a repeated create of another
-size is accepted, and capacity is computed otherwise than create allocates; below, by the volume
-that is removed and made anew, volumes are not active after a reboot.
+More of them are shown elsewhere:
+
+- test_access_modes.py: a block publish stacks a mount at each retry
+- test_controller.py: a repeated create of another size is accepted; capacity is computed otherwise
+  than create allocates
+- test_lifecycle.py: read-only is ignored; an expansion fails because the size matches; a file
+  system is not grown because the volume was large enough already
+- below, by the inactive volume: volumes are not active after a reboot
 """
 
 import threading
@@ -99,30 +104,6 @@ def test_data_formatted_away_because_a_stale_database_was_asked(
     assert not any(words[0].startswith("mkfs") for words in host.commands)
 
 
-def test_block_publish_that_stacks_a_mount_at_each_retry(
-    client: Client, host: AnyHost, staging: Path, target: Path
-) -> None:
-    volume = client.create("pvc-1", 16 * MIB, block())
-    client.stage(volume, staging, block())
-    for _ in range(3):
-        client.publish(volume, staging, target, block())
-    assert len(table.read(host.kernel).at(str(target))) == 1
-    client.unpublish(volume.volume_id, target)
-    assert table.read(host.kernel).at(str(target)) == ()
-
-
-@pytest.mark.parametrize("capability", [mounted("ext4"), block()], ids=["mount", "block"])
-def test_read_only_ignored(
-    client: Client, host: AnyHost, staging: Path, target: Path, capability: csi.VolumeCapability
-) -> None:
-    volume = client.create("pvc-1", 64 * MIB, capability)
-    client.stage(volume, staging, capability)
-    client.publish(volume, staging, target, capability, read_only=True)
-    assert table.read(host.kernel).at(str(target))[-1].read_only
-    if capability.HasField("block"):
-        assert host.kernel.device_is_read_only(str(target))
-
-
 @pytest.mark.variation
 def test_mount_options_ignored(client: Client, host: AnyHost, staging: Path, target: Path) -> None:
     capability = mounted("ext4", ["noatime", "nosuid", "commit=30"])
@@ -188,25 +169,6 @@ def test_no_lock_per_volume(
                 call()
     staged.result()
     client.stage(volume, staging)
-
-
-@pytest.mark.variation
-def test_expansion_that_fails_for_ever_because_the_size_matches(
-    client: Client, volume: csi.Volume
-) -> None:
-    for _ in range(3):
-        assert client.expand(volume.volume_id, 128 * MIB).capacity_bytes == 128 * MIB
-
-
-@pytest.mark.variation
-def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
-    client: Client, staged: csi.Volume, staging: Path
-) -> None:
-    before = client.stats(staged.volume_id, staging).usage[0].total
-    client.expand(staged.volume_id, 128 * MIB)
-    assert client.stats(staged.volume_id, staging).usage[0].total == before
-    client.node_expand(staged.volume_id, staging, 128 * MIB)
-    assert client.stats(staged.volume_id, staging).usage[0].total > before + 32 * MIB
 
 
 @pytest.mark.variation
