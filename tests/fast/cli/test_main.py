@@ -128,6 +128,22 @@ sys.exit(main.main(words))
 """
 
 
+def run_without_reader(
+    script: str, *words: str, also_stderr: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a script whose standard output is a pipe that was closed at its other end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        return subprocess.run(
+            [sys.executable, "-c", script, *words],
+            stdout=pipe,
+            stderr=pipe if also_stderr else subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+
 @pytest.mark.starts_programs
 @pytest.mark.parametrize(
     ("lines", "form", "verdict", "code", "closed"),
@@ -143,17 +159,9 @@ def test_a_reader_that_ends_early_does_not_fail_a_check(
     file: str, lines: int, form: list[str], verdict: str, code: int, closed: str
 ) -> None:
     """As in `carver doctor | true`; 3000 checks are more than a pipe holds."""
-    reading, writing = os.pipe()
-    os.close(reading)
     words = [str(lines), verdict, "doctor", "--config", file, *form]
-    with os.fdopen(writing, "wb") as pipe:
-        ended = subprocess.run(
-            [sys.executable, "-c", PRINTING, *words],
-            stdout=pipe,
-            stderr=pipe if closed == "both" else subprocess.PIPE,
-            check=False,
-        )
-    assert (ended.returncode, ended.stderr or b"") == (code, b"")
+    ended = run_without_reader(PRINTING, *words, also_stderr=closed == "both")
+    assert (ended.returncode, ended.stderr or "") == (code, "")
 
 
 # What `carver snapshot send` does, without a snapshot.
@@ -173,16 +181,7 @@ sys.exit(main.main(["completion", "bash"]))
 @pytest.mark.starts_programs
 @pytest.mark.parametrize("size", [1, 1 << 20])
 def test_a_stream_whose_reader_ends_fails_with_a_reason(size: int) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "wb") as pipe:
-        ended = subprocess.run(
-            [sys.executable, "-c", SENDING, str(size)],
-            stdout=pipe,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+    ended = run_without_reader(SENDING, str(size))
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
     assert "its reader has ended" in line
