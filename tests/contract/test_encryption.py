@@ -7,16 +7,15 @@ import configured
 import expect
 import pytest
 from csi_client import Client
+from encrypted import Box
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
-from lvm import report, tags
-from lvm.devices import Device
 from lvm.layout import Layout
 from lvm.thin import Policy
-from mount import luks, table
+from mount import table
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -65,44 +64,16 @@ def create(
     return client.create("pvc-1", size, capability, parameters={"class": name})
 
 
-def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Device:
-    device = host.devices.find(group, name)
-    assert device is not None
-    return device
-
-
-def own_tags(host: AnyHost, group: str, name: str = "vol-pvc-1") -> dict[str, str]:
-    return dict(tags.decode(report.read(host.lvm).group(group).volume(name).tags))
-
-
-def opened(host: AnyHost, group: str) -> str:
-    """The device by which the open volume is used."""
-    found = mapping(host, group)
-    assert found is not None
-    return found.path
-
-
-def mapping(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Device | None:
-    device = host.devices.find(group, name)
-    return None if device is None else host.devices.mapping(device)
-
-
-def used(host: AnyHost, group: str) -> int:
-    found = report.read(host.lvm).group(group)
-    return found.extents - found.free_extents
-
-
-def holds(host: AnyHost, device: str, text: bytes) -> bool:
-    size = host.kernel.device_size_bytes(device)
-    return any(text in host.read_bytes(device, at, 4 * MIB) for at in range(0, size, 4 * MIB))
+@pytest.fixture
+def box(client: Client, host: AnyHost, group: str) -> Box:
+    return Box(client, host, group)
 
 
 @pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs", "block"], usual=["ext4"]))
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
-    client: Client, host: AnyHost, group: str, name: str, fs_type: str
+    client: Client, box: Box, name: str, fs_type: str
 ) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
     before = client.capacity({"class": "plain"}).available_capacity
     fs_type = fs_type.removeprefix("block")
     size = SIZES.get(fs_type, 48 * MIB)
@@ -111,47 +82,44 @@ def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     assert volume.capacity_bytes >= size
     assert volume.volume_context["carver/encryption"] == "luks2"
 
-    client.stage(volume, staging, capability, KEY)
-    client.publish(volume, staging, target, capability)
-    device = opened(host, group)
-    assert host.kernel.device_size_bytes(device) == volume.capacity_bytes
-    header = luks.read(host.kernel, logical(host, group).path)
-    assert header is not None
+    box.stage(volume, KEY, capability)
+    client.publish(volume, box.staging, box.target, capability)
+    device = box.opened()
+    assert box.host.kernel.device_size_bytes(device) == volume.capacity_bytes
+    header = box.header()
     assert header.offset_bytes % LAYOUTS[name].stripes == 0
     assert header.key_derivation == ("argon2id",)
     if not fs_type:
-        host.write_bytes(device, 8 * MIB, MARK.ljust(BLOCK_BYTES, b"\0"))
-        assert holds(host, device, MARK)
-        assert not holds(host, logical(host, group).path, MARK)
+        box.host.write_bytes(device, 8 * MIB, MARK.ljust(BLOCK_BYTES, b"\0"))
+        assert box.holds(device, MARK)
+        assert not box.holds(box.logical(), MARK)
 
-    grown = client.node_expand(volume.volume_id, target, size + 48 * MIB, KEY).capacity_bytes
+    grown = client.node_expand(volume.volume_id, box.target, size + 48 * MIB, KEY).capacity_bytes
     assert grown >= size + 48 * MIB
-    assert host.kernel.device_size_bytes(device) == grown
-    assert client.stats(volume.volume_id, target).usage[0].total > (size + 48 * MIB) * 0.5
+    assert box.host.kernel.device_size_bytes(device) == grown
+    assert client.stats(volume.volume_id, box.target).usage[0].total > (size + 48 * MIB) * 0.5
 
     taken = client.snapshot("snap-1", volume.volume_id)
     assert taken.size_bytes == grown
-    there = host.directory / "copy"
+    there = box.host.directory / "copy"
     for source in (of_snapshot(taken.snapshot_id), of_volume(volume.volume_id)):
         copy = client.create("copy", 0, capability, parameters={"class": name}, source=source)
         assert copy.capacity_bytes == grown
         client.stage(copy, there, capability, KEY)
         if not fs_type:
-            copied = mapping(host, group, "vol-copy")
-            assert copied is not None
-            assert holds(host, copied.path, MARK)
+            assert box.holds(box.opened("vol-copy"), MARK)
         client.unstage(copy.volume_id, there)
         client.delete(copy.volume_id)
     client.delete_snapshot(taken.snapshot_id)
 
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    assert mapping(host, group) is None
+    client.unpublish(volume.volume_id, box.target)
+    box.unstage(volume)
+    assert box.mapping() is None
     client.delete(volume.volume_id)
     assert client.volumes() == []
     if name != "thin":
         assert client.capacity({"class": "plain"}).available_capacity == before
-        assert used(host, group) == 0
+        assert box.used_extents() == 0
 
 
 def test_all_of_the_capacity_can_be_claimed(client: Client) -> None:
@@ -165,236 +133,213 @@ def test_all_of_the_capacity_can_be_claimed(client: Client) -> None:
         create(client, size=4 * MIB + free)
 
 
-def test_without_a_key_nothing_is_written(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_without_a_key_nothing_is_written(client: Client, box: Box) -> None:
     volume = create(client)
-    device = logical(host, group).path
-    before = host.read_bytes(device, 0, 4 * MIB)
+    device = box.logical()
+    before = box.host.read_bytes(device, 0, 4 * MIB)
     for capability in (mounted("ext4"), block()):
         with expect.code("INVALID_ARGUMENT", "passphrase", "node-stage-secret"):
-            client.stage(volume, staging, capability)
-    assert not staging.exists()
-    assert host.read_bytes(device, 0, 4 * MIB) == before
-    client.stage(volume, staging, mounted("ext4"), KEY)
+            box.stage(volume, None, capability)
+    assert not box.staging.exists()
+    assert box.host.read_bytes(device, 0, 4 * MIB) == before
+    box.stage(volume, KEY)
     # A staged volume needs no key.
-    client.stage(volume, staging, mounted("ext4"))
+    box.stage(volume)
 
 
 @pytest.fixture
-def sealed(client: Client, staging: Path) -> csi.Volume:
+def sealed(client: Client, box: Box) -> csi.Volume:
     """A volume that was staged by a key, and is closed."""
     volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.unstage(volume.volume_id, staging)
+    box.stage(volume, KEY)
+    box.unstage(volume)
     return volume
 
 
-def test_a_wrong_key_changes_nothing(
-    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
-) -> None:
-    device = logical(host, group).path
-    before = host.read_bytes(device, 0, 4 * MIB)
+def test_a_wrong_key_changes_nothing(client: Client, box: Box, sealed: csi.Volume) -> None:
+    device = box.logical()
+    before = box.host.read_bytes(device, 0, 4 * MIB)
     with expect.code("UNAUTHENTICATED", "the key does not open"):
-        client.stage(sealed, staging, mounted("ext4"), OTHER)
-    assert mapping(host, group) is None
-    assert host.read_bytes(device, 0, 4 * MIB) == before
-    client.stage(sealed, staging, mounted("ext4"), KEY)
+        box.stage(sealed, OTHER)
+    assert box.mapping() is None
+    assert box.host.read_bytes(device, 0, 4 * MIB) == before
+    box.stage(sealed, KEY)
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("secrets", [{"passphrase": ""}, {"passphrase": "x" * 3000}])
 def test_a_key_that_is_empty_or_too_long_is_refused(
-    client: Client, staging: Path, secrets: dict[str, str]
+    client: Client, box: Box, secrets: dict[str, str]
 ) -> None:
     volume = create(client)
     with expect.code("INVALID_ARGUMENT", "secrets[passphrase]", "1 to 2048 bytes"):
-        client.stage(volume, staging, mounted("ext4"), secrets)
+        box.stage(volume, secrets)
 
 
-def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(client: Client, box: Box) -> None:
     volume = create(client, "plain")
-    before = host.read_bytes(logical(host, group).path, 0, 4 * MIB)
+    before = box.host.read_bytes(box.logical(), 0, 4 * MIB)
     for capability in (mounted("ext4"), block()):
         with expect.code("INVALID_ARGUMENT", "is not encrypted"):
-            client.stage(volume, staging, capability, KEY)
-    assert host.read_bytes(logical(host, group).path, 0, 4 * MIB) == before
-    client.stage(volume, staging, mounted("ext4"), {"user": "alice"})
+            box.stage(volume, KEY, capability)
+    assert box.host.read_bytes(box.logical(), 0, 4 * MIB) == before
+    box.stage(volume, {"user": "alice"})
 
 
 @pytest.mark.variation
-def test_the_device_of_a_closed_encrypted_volume_is_not_published(
-    client: Client, staging: Path, target: Path
-) -> None:
+def test_the_device_of_a_closed_encrypted_volume_is_not_published(client: Client, box: Box) -> None:
     volume = create(client, fs_type="")
     # As with a PersistentVolume made by hand, whose attributes say nothing.
     bare = csi.Volume(volume_id=volume.volume_id)
     with expect.code("INVALID_ARGUMENT", "is encrypted"):
-        client.stage(bare, staging, block())
+        box.stage(bare, None, block())
     with expect.code("FAILED_PRECONDITION", "is encrypted, and not open"):
-        client.publish(bare, staging, target, block())
-    assert not target.exists()
-    client.stage(bare, staging, block(), KEY)
-    client.publish(bare, staging, target, block())
+        client.publish(bare, box.staging, box.target, block())
+    assert not box.target.exists()
+    box.stage(bare, KEY, block())
+    client.publish(bare, box.staging, box.target, block())
 
 
-def test_a_lost_header_is_never_made_anew(
-    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
-) -> None:
-    host.erase(logical(host, group).path)
+def test_a_lost_header_is_never_made_anew(client: Client, box: Box, sealed: csi.Volume) -> None:
+    box.host.erase(box.logical())
     for zero in range(0, 4 * MIB, MIB):
-        host.write_bytes(logical(host, group).path, zero, bytes(MIB))
+        box.host.write_bytes(box.logical(), zero, bytes(MIB))
     with expect.code("FAILED_PRECONDITION", "header", "header restore"):
-        client.stage(sealed, staging, mounted("ext4"), KEY)
-    assert host.read_bytes(logical(host, group).path, 0, 4 * MIB) == bytes(4 * MIB)
+        box.stage(sealed, KEY)
+    assert box.host.read_bytes(box.logical(), 0, 4 * MIB) == bytes(4 * MIB)
     client.delete(sealed.volume_id)
 
 
 @pytest.mark.variation
 def test_the_ends_of_a_new_volume_are_blank_and_keep_what_is_written(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, box: Box
 ) -> None:
     """Noise may read as a file system, and a volume with one is never formatted."""
     volume = create(client, fs_type="")
-    below = logical(host, group).path
+    below = box.logical()
     ends = (0, volume.capacity_bytes - END_BYTES)
     leftover = bytes(range(256)) * (BLOCK_BYTES // 256)
     for at in ends:
         # Where the header is, there is nothing yet.
-        begin = host.kernel.device_size_bytes(below) - volume.capacity_bytes
-        host.write_bytes(below, begin + at, leftover)
-    client.stage(volume, staging, block(), KEY)
-    within = opened(host, group)
+        begin = box.host.kernel.device_size_bytes(below) - volume.capacity_bytes
+        box.host.write_bytes(below, begin + at, leftover)
+    box.stage(volume, KEY, block())
+    within = box.opened()
     for at in ends:
-        assert host.read_bytes(within, at, END_BYTES) == bytes(END_BYTES)
-        host.write_bytes(within, at, MARK.ljust(BLOCK_BYTES, b"\0"))
-    client.unstage(volume.volume_id, staging)
-    client.stage(volume, staging, block(), KEY)
+        assert box.host.read_bytes(within, at, END_BYTES) == bytes(END_BYTES)
+        box.host.write_bytes(within, at, MARK.ljust(BLOCK_BYTES, b"\0"))
+    box.unstage(volume)
+    box.stage(volume, KEY, block())
     for at in ends:
-        assert host.read_bytes(within, at, END_BYTES).startswith(MARK)
-    client.unstage(volume.volume_id, staging)
+        assert box.host.read_bytes(within, at, END_BYTES).startswith(MARK)
+    box.unstage(volume)
 
 
 @pytest.mark.variation
 def test_a_header_of_another_volume_is_not_opened(
-    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
+    client: Client, box: Box, sealed: csi.Volume
 ) -> None:
     other = client.create("other", 48 * MIB, mounted("ext4"), parameters={"class": "linear"})
-    client.stage(other, staging, mounted("ext4"), KEY)
-    client.unstage(other.volume_id, staging)
-    header = host.read_bytes(logical(host, group, "vol-other").path, 0, 4 * MIB)
-    host.write_bytes(logical(host, group).path, 0, header)
+    box.stage(other, KEY)
+    box.unstage(other)
+    header = box.host.read_bytes(box.logical("vol-other"), 0, 4 * MIB)
+    box.host.write_bytes(box.logical(), 0, header)
     with expect.code("FAILED_PRECONDITION", "there is another header"):
-        client.stage(sealed, staging, mounted("ext4"), KEY)
+        box.stage(sealed, KEY)
 
 
-def test_other_contents_than_a_header_are_left_alone(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_other_contents_than_a_header_are_left_alone(client: Client, box: Box) -> None:
     volume = create(client)
-    host.write(logical(host, group).path, "ext4")
+    box.host.write(box.logical(), "ext4")
     with expect.code("FAILED_PRECONDITION", "ext4"):
-        client.stage(volume, staging, mounted("ext4"), KEY)
+        box.stage(volume, KEY)
 
 
-def test_a_new_key_replaces_the_previous_one(
-    client: Client, host: AnyHost, group: str, staging: Path, sealed: csi.Volume
-) -> None:
+def test_a_new_key_replaces_the_previous_one(client: Client, box: Box, sealed: csi.Volume) -> None:
     for _ in range(2):  # until kubelet has the secret without the old one
-        client.stage(sealed, staging, mounted("ext4"), BOTH)
-        client.unstage(sealed.volume_id, staging)
+        box.stage(sealed, BOTH)
+        box.unstage(sealed)
     with expect.code("UNAUTHENTICATED"):
-        client.stage(sealed, staging, mounted("ext4"), KEY)
-    client.stage(sealed, staging, mounted("ext4"), OTHER)
-    header = luks.read(host.kernel, logical(host, group).path)
-    assert header is not None
+        box.stage(sealed, KEY)
+    box.stage(sealed, OTHER)
+    header = box.header()
     assert len(header.slots) == 1
 
 
 @pytest.mark.variation
-def test_a_volume_that_neither_of_two_keys_opens_stays_closed(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_a_volume_that_neither_of_two_keys_opens_stays_closed(client: Client, box: Box) -> None:
     volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), {"passphrase": "a third"})
-    client.unstage(volume.volume_id, staging)
+    box.stage(volume, {"passphrase": "a third"})
+    box.unstage(volume)
     with expect.code("UNAUTHENTICATED"):
-        client.stage(volume, staging, mounted("ext4"), BOTH)
-    assert mapping(host, group) is None
+        box.stage(volume, BOTH)
+    assert box.mapping() is None
 
 
 @pytest.mark.variation
 def test_a_key_file_opens_a_volume_without_a_secret(
-    client: Client, host: AnyHost, group: str, staging: Path, target: Path, config: Config
+    client: Client, box: Box, config: Config
 ) -> None:
     volume = create(client, "filed")
-    client.stage(volume, staging, mounted("ext4"))
-    assert client.node_expand(volume.volume_id, staging, 64 * MIB).capacity_bytes == 64 * MIB
-    assert host.kernel.device_size_bytes(opened(host, group)) == 64 * MIB
-    client.unstage(volume.volume_id, staging)
+    box.stage(volume)
+    assert client.node_expand(volume.volume_id, box.staging, 64 * MIB).capacity_bytes == 64 * MIB
+    assert box.host.kernel.device_size_bytes(box.opened()) == 64 * MIB
+    box.unstage(volume)
     [file] = [one.key_file for one in config.classes if one.key_file]
     file.chmod(0o444)
     with expect.code("FAILED_PRECONDITION", "key_file", "chmod 0400"):
-        client.stage(volume, staging, mounted("ext4"))
+        box.stage(volume)
 
 
 @pytest.mark.variation
-def test_growth_without_a_key_is_completed_by_the_next_stage(
-    client: Client, group: str, staging: Path
-) -> None:
+def test_growth_without_a_key_is_completed_by_the_next_stage(client: Client, box: Box) -> None:
     volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    box.stage(volume, KEY)
     with expect.code("FAILED_PRECONDITION", "node-expand-secret"):
-        client.node_expand(volume.volume_id, staging, 96 * MIB)
-    client.unstage(volume.volume_id, staging)
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    assert client.node_expand(volume.volume_id, staging, 96 * MIB).capacity_bytes == 96 * MIB
-    assert client.stats(volume.volume_id, staging).usage[0].total > 60 * MIB
+        client.node_expand(volume.volume_id, box.staging, 96 * MIB)
+    box.unstage(volume)
+    box.stage(volume, KEY)
+    assert client.node_expand(volume.volume_id, box.staging, 96 * MIB).capacity_bytes == 96 * MIB
+    assert client.stats(volume.volume_id, box.staging).usage[0].total > 60 * MIB
 
 
 @pytest.mark.variation
 def test_an_unused_mapping_is_reopened_by_its_key_only_and_deleted(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, box: Box
 ) -> None:
     volume = create(client, fs_type="")
-    client.stage(volume, staging, block(), KEY)
-    assert mapping(host, group) is not None
+    box.stage(volume, KEY, block())
+    assert box.mapping() is not None
     with expect.code("UNAUTHENTICATED"):
-        client.stage(volume, staging, block(), OTHER)
-    client.stage(volume, staging, block(), KEY)
+        box.stage(volume, OTHER, block())
+    box.stage(volume, KEY, block())
     client.delete(volume.volume_id)
-    assert used(host, group) == 0
+    assert box.used_extents() == 0
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
-def test_a_half_open_volume_counts_as_closed(
-    client: Client, host: AnyHost, group: str, staging: Path, is_used: bool
-) -> None:
+def test_a_half_open_volume_counts_as_closed(client: Client, box: Box, is_used: bool) -> None:
     volume = create(client)
-    host.half_open(logical(host, group))
-    assert mapping(host, group) is None
+    box.host.half_open(box.device())
+    assert box.mapping() is None
     if is_used:
-        client.stage(volume, staging, mounted("ext4"), KEY)
-        client.unstage(volume.volume_id, staging)
+        box.stage(volume, KEY)
+        box.unstage(volume)
     client.delete(volume.volume_id)
-    assert used(host, group) == 0
+    assert box.used_extents() == 0
 
 
-def test_a_volume_in_use_is_neither_deleted_nor_closed(
-    client: Client, host: AnyHost, group: str, staging: Path, target: Path
-) -> None:
+def test_a_volume_in_use_is_neither_deleted_nor_closed(client: Client, box: Box) -> None:
     volume = create(client)
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.publish(volume, staging, target, mounted("ext4"))
+    box.stage(volume, KEY)
+    client.publish(volume, box.staging, box.target, mounted("ext4"))
     with expect.code("FAILED_PRECONDITION", "mounted"):
         client.delete(volume.volume_id)
-    client.unstage(volume.volume_id, staging)
-    assert mapping(host, group) is not None
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    assert mapping(host, group) is None
+    box.unstage(volume)
+    assert box.mapping() is not None
+    client.unpublish(volume.volume_id, box.target)
+    box.unstage(volume)
+    assert box.mapping() is None
 
 
 def test_a_copy_is_encrypted_exactly_if_its_source_is(client: Client) -> None:
@@ -409,74 +354,66 @@ def test_a_copy_is_encrypted_exactly_if_its_source_is(client: Client) -> None:
 
 
 @pytest.mark.variation
-def test_a_storage_class_may_encrypt_though_its_class_does_not(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_a_storage_class_may_encrypt_though_its_class_does_not(client: Client, box: Box) -> None:
     parameters = {"class": "plain", "carver/encryption": "luks2"}
     volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=parameters)
-    assert own_tags(host, group)["encryption"] == "luks2"
+    assert box.tags()["encryption"] == "luks2"
     assert client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=parameters) == volume
     with expect.code("ALREADY_EXISTS", "encryption"):
         client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters={"class": "plain"})
     with expect.code("INVALID_ARGUMENT", "luks2"):
         client.create("pvc-2", 1, mounted("ext4"), parameters={"encryption": "rot13"})
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    box.stage(volume, KEY)
 
 
-def test_an_inline_volume_is_encrypted_by_the_secret_of_its_pod(
-    client: Client, host: AnyHost, group: str, target: Path
-) -> None:
+def test_an_inline_volume_is_encrypted_by_the_secret_of_its_pod(client: Client, box: Box) -> None:
     attributes = {"carver/class": "linear", "carver/size": "48MiB"}
     with expect.code("INVALID_ARGUMENT", "there is no key"):
-        client.publish_inline("csi-1", target, attributes, mounted("ext4"))
-    assert used(host, group) == 0
-    client.publish_inline("csi-1", target, attributes, mounted("ext4"), secrets=KEY)
-    assert mapping(host, group, "eph-csi-1") is not None
-    client.publish_inline("csi-1", target, attributes, mounted("ext4"), secrets=KEY)
-    client.unpublish("csi-1", target)
-    assert used(host, group) == 0
-    assert table.read(host.kernel).under(str(host.directory)) == ()
+        client.publish_inline("csi-1", box.target, attributes, mounted("ext4"))
+    assert box.used_extents() == 0
+    client.publish_inline("csi-1", box.target, attributes, mounted("ext4"), secrets=KEY)
+    assert box.mapping("eph-csi-1") is not None
+    client.publish_inline("csi-1", box.target, attributes, mounted("ext4"), secrets=KEY)
+    client.unpublish("csi-1", box.target)
+    assert box.used_extents() == 0
+    assert table.read(box.host.kernel).under(str(box.host.directory)) == ()
 
 
 @pytest.mark.variation
-def test_a_class_says_which_work_queues_are_bypassed(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_a_class_says_which_work_queues_are_bypassed(client: Client, box: Box) -> None:
     flags = {"--perf-no_read_workqueue", "--perf-no_write_workqueue"}
     for name, expected in (("bypassing", flags), ("linear", set())):
         volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters={"class": name})
-        host.commands.clear()
-        client.stage(volume, staging, mounted("ext4"), KEY)
-        assert mapping(host, group) is not None
-        assert flags & {word for words in host.commands for word in words} == expected
+        box.host.commands.clear()
+        box.stage(volume, KEY)
+        assert box.mapping() is not None
+        assert flags & {word for words in box.host.commands for word in words} == expected
         # It grows with the flags that it has.
-        client.node_expand(volume.volume_id, staging, 64 * MIB, KEY)
-        client.unstage(volume.volume_id, staging)
+        client.node_expand(volume.volume_id, box.staging, 64 * MIB, KEY)
+        box.unstage(volume)
         client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
-def test_the_commands_of_opening_and_closing(
-    client: Client, host: AnyHost, staging: Path, target: Path
-) -> None:
+def test_the_commands_of_opening_and_closing(client: Client, box: Box) -> None:
     def cost() -> list[str]:
-        run = [words[2:] if words[0] == "env" else words for words in host.commands]
-        host.commands.clear()
+        run = [words[2:] if words[0] == "env" else words for words in box.host.commands]
+        box.host.commands.clear()
         return [" ".join(one[: 1 + (one[0] in ("lvm", "cryptsetup"))]) for one in run]
 
     volume = create(client)
     cost()
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    box.stage(volume, KEY)
     first = cost()
     assert first == [
         *("lvm fullreport", "cryptsetup luksFormat", "cryptsetup open", "mkfs.ext4"),
         "lvm lvchange",
     ]
-    client.stage(volume, staging, mounted("ext4"), KEY)
-    client.publish(volume, staging, target, mounted("ext4"))
-    client.unpublish(volume.volume_id, target)
+    box.stage(volume, KEY)
+    client.publish(volume, box.staging, box.target, mounted("ext4"))
+    client.unpublish(volume.volume_id, box.target)
     assert cost() == []
-    client.unstage(volume.volume_id, staging)
+    box.unstage(volume)
     assert cost() == ["cryptsetup close"]
-    client.unstage(volume.volume_id, staging)
+    box.unstage(volume)
     assert cost() == []

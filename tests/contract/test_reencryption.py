@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import chosen
 import expect
 import grpc
 import pytest
+from encrypted import Box
 from real.any import AnyHost
 
 from agent.cli import status
@@ -16,12 +16,8 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import report, tags
-from lvm.devices import Device
 from lvm.layout import Layout
 from lvm.thin import Policy
-from mount import luks
-from mount.luks import Header
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -55,47 +51,29 @@ def service(service: Service) -> Service:
     return service
 
 
-def device(host: AnyHost, group: str, name: str) -> Device:
-    found = host.devices.find(group, f"vol-{name}")
-    assert found is not None
-    return found
+@pytest.fixture
+def box(client: Client, host: AnyHost, group: str) -> Box:
+    return Box(client, host, group)
 
 
-def header(host: AnyHost, group: str, name: str) -> Header:
-    found = luks.read(host.kernel, device(host, group, name).path)
-    assert found is not None
-    return found
-
-
-def own_tags(host: AnyHost, group: str, name: str) -> dict[str, str]:
-    return dict(tags.decode(report.read(host.lvm).group(group).volume(f"vol-{name}").tags))
-
-
-def opened(host: AnyHost, group: str, name: str) -> str:
-    """The device by which an open volume is used."""
-    mapping = host.devices.mapping(device(host, group, name))
-    assert mapping is not None
-    return mapping.path
-
-
-def inside(host: AnyHost, group: str, name: str) -> bytes:
+def inside(box: Box, name: str) -> bytes:
     """What an open volume holds where the mark was written."""
-    return host.read_bytes(opened(host, group, name), AT, BLOCK_BYTES)
+    return box.host.read_bytes(box.opened(f"vol-{name}"), AT, BLOCK_BYTES)
 
 
-def outside(host: AnyHost, group: str, name: str) -> bytes:
+def outside(box: Box, name: str) -> bytes:
     """The same place on the disk."""
-    at = header(host, group, name).offset_bytes + AT
-    return host.read_bytes(device(host, group, name).path, at, BLOCK_BYTES)
+    at = box.header(f"vol-{name}").offset_bytes + AT
+    return box.host.read_bytes(box.logical(f"vol-{name}"), at, BLOCK_BYTES)
 
 
 @pytest.fixture
-def source(client: Client, host: AnyHost, group: str, staging: Path, name: str) -> csi.Volume:
+def source(client: Client, box: Box, name: str) -> csi.Volume:
     """A raw volume with a mark, in no use."""
     made = client.create("source", SIZE, block(), parameters={"class": name})
-    client.stage(made, staging, block(), KEY)
-    host.write_bytes(opened(host, group, "source"), AT, MARK)
-    client.unstage(made.volume_id, staging)
+    box.stage(made, KEY, block())
+    box.host.write_bytes(box.opened("vol-source"), AT, MARK)
+    box.unstage(made)
     return made
 
 
@@ -131,24 +109,22 @@ def copy(client: Client, source: csi.Volume, of: str = "own") -> csi.Volume:
     )
 
 
-def begin(client: Client, service: Service, source: csi.Volume, staging: Path) -> csi.Volume:
+def begin(client: Client, box: Box, service: Service, source: csi.Volume) -> csi.Volume:
     """A copy whose re-encryption is under way, for which no call waits."""
     service.reencrypter.grace_seconds = 0
     made = copy(client, source)
     with expect.code("ABORTED"):
-        client.stage(made, staging, block(), KEY)
+        box.stage(made, KEY, block())
     return made
 
 
 @pytest.fixture
-def killed(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
-) -> csi.Volume:
+def killed(client: Client, box: Box, source: csi.Volume) -> csi.Volume:
     """A copy whose re-encryption was killed in its midst."""
     made = copy(client, source)
-    path = device(host, group, "copy").path
-    with host.killed_reencryption(path), expect.code("INTERNAL"):
-        client.stage(made, staging, block(), KEY)
+    path = box.logical("vol-copy")
+    with box.host.killed_reencryption(path), expect.code("INTERNAL"):
+        box.stage(made, KEY, block())
     return made
 
 
@@ -172,50 +148,50 @@ def at_last(call: Callable[[], object]) -> set[str]:
 )
 @pytest.mark.parametrize("kind", chosen.kinds(["snapshot", "volume"], usual=["snapshot"]))
 def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume, of: str, kind: str
+    client: Client, box: Box, source: csi.Volume, of: str, kind: str
 ) -> None:
     what = of_volume(source.volume_id)
     if kind == "snapshot":
         what = of_snapshot(client.snapshot("snap", source.volume_id).snapshot_id)
     made = client.create("copy", 0, block(), parameters={"class": of}, source=what)
     assert made.capacity_bytes == source.capacity_bytes
-    assert outside(host, group, "copy") == outside(host, group, "source")
-    client.stage(made, staging, block(), KEY)
-    assert inside(host, group, "copy") == MARK
-    assert outside(host, group, "copy") != outside(host, group, "source")
-    own = header(host, group, "copy")
+    assert outside(box, "copy") == outside(box, "source")
+    box.stage(made, KEY, block())
+    assert inside(box, "copy") == MARK
+    assert outside(box, "copy") != outside(box, "source")
+    own = box.header("vol-copy")
     assert not own.is_reencrypting
     assert len(own.slots) == 1
-    assert own.uuid != header(host, group, "source").uuid
-    assert own.offset_bytes == header(host, group, "source").offset_bytes
-    assert "sharedKey" not in own_tags(host, group, "copy")
-    assert own_tags(host, group, "copy")["sealed"] == own.uuid
+    assert own.uuid != box.header("vol-source").uuid
+    assert own.offset_bytes == box.header("vol-source").offset_bytes
+    assert "sharedKey" not in box.tags("vol-copy")
+    assert box.tags("vol-copy")["sealed"] == own.uuid
     # It is done once.
-    client.unstage(made.volume_id, staging)
-    before = outside(host, group, "copy")
-    client.stage(made, staging, block(), KEY)
-    assert outside(host, group, "copy") == before
-    client.unstage(made.volume_id, staging)
+    box.unstage(made)
+    before = outside(box, "copy")
+    box.stage(made, KEY, block())
+    assert outside(box, "copy") == before
+    box.unstage(made)
     client.delete(made.volume_id)
-    client.stage(source, staging, block(), KEY)
-    assert inside(host, group, "source") == MARK
+    box.stage(source, KEY, block())
+    assert inside(box, "source") == MARK
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
 def test_without_the_option_a_copy_keeps_the_sources_master_key(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, source: csi.Volume
 ) -> None:
     made = copy(client, source, "shared")
-    client.stage(made, staging, block(), KEY)
-    assert inside(host, group, "copy") == MARK
-    assert outside(host, group, "copy") == outside(host, group, "source")
+    box.stage(made, KEY, block())
+    assert inside(box, "copy") == MARK
+    assert outside(box, "copy") == outside(box, "source")
 
 
 @pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
 def test_a_storage_class_may_re_encrypt_though_its_class_does_not(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, source: csi.Volume
 ) -> None:
     parameters = {"class": "plain", "carver/encryption": "luks2", "carver/reencrypt": "true"}
 
@@ -232,9 +208,9 @@ def test_a_storage_class_may_re_encrypt_though_its_class_does_not(
     assert validated(client, made, parameters).confirmed.parameters == parameters
     # A missing parameter is not compared.
     assert validated(client, made, without).HasField("confirmed")
-    client.stage(made, staging, block(), KEY)
-    assert inside(host, group, "copy") == MARK
-    assert outside(host, group, "copy") != outside(host, group, "source")
+    box.stage(made, KEY, block())
+    assert inside(box, "copy") == MARK
+    assert outside(box, "copy") != outside(box, "source")
     refused = validated(client, source, {"carver/reencrypt": "true"})
     assert not refused.HasField("confirmed")
     assert "reencrypt" in refused.message
@@ -242,11 +218,11 @@ def test_a_storage_class_may_re_encrypt_though_its_class_does_not(
 
 @pytest.mark.variation
 def test_a_storage_class_cannot_turn_off_the_re_encryption_of_its_class(
-    client: Client, host: AnyHost, group: str, source: csi.Volume
+    client: Client, box: Box, source: csi.Volume
 ) -> None:
     made = copy(client, source)
     assert made.volume_context["carver/reencrypt"] == "true"
-    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
+    assert box.tags("vol-copy")["sharedKey"] == "yes"
     with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "true"):
         client.create("third", 0, block(), parameters={"carver/reencrypt": "false"})
 
@@ -264,25 +240,23 @@ def test_what_is_not_encrypted_cannot_be_re_encrypted(client: Client, key: str) 
 
 @pytest.mark.variation
 def test_a_new_volume_and_a_copy_of_an_unused_one_have_their_own_key_anyway(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, box: Box
 ) -> None:
     new = client.create("source", SIZE, mounted("ext4"))
-    assert "sharedKey" not in own_tags(host, group, "source")
+    assert "sharedKey" not in box.tags("vol-source")
     made = client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
-    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
-    client.stage(made, staging, mounted("ext4"), KEY)
-    assert "sharedKey" not in own_tags(host, group, "copy")
+    assert box.tags("vol-copy")["sharedKey"] == "yes"
+    box.stage(made, KEY)
+    assert "sharedKey" not in box.tags("vol-copy")
     client.snapshot("snap", made.volume_id)
 
 
 @pytest.mark.variation
-def test_a_file_system_on_a_copy_is_usable(
-    client: Client, host: AnyHost, group: str, staging: Path
-) -> None:
+def test_a_file_system_on_a_copy_is_usable(client: Client, box: Box) -> None:
     volume = client.create("source", SIZE, mounted("ext4"))
-    client.stage(volume, staging, mounted("ext4"), KEY)
+    box.stage(volume, KEY)
     made = client.create("copy", 0, mounted("ext4"), source=of_volume(volume.volume_id))
-    there = host.directory / "copy"
+    there = box.host.directory / "copy"
     client.stage(made, there, mounted("ext4"), KEY)
     assert client.stats(made.volume_id, there).usage[0].total > SIZE // 2
     # A staged copy is not re-encrypted again, and needs no key.
@@ -291,115 +265,108 @@ def test_a_file_system_on_a_copy_is_usable(
 
 @pytest.mark.variation
 def test_a_call_that_does_not_wait_gets_the_progress(
-    client: Client,
-    service: Service,
-    config: Config,
-    host: AnyHost,
-    staging: Path,
-    source: csi.Volume,
+    client: Client, box: Box, service: Service, config: Config, source: csi.Volume
 ) -> None:
     service.reencrypter.grace_seconds = 0
     made = copy(client, source)
-    assert overview(host, config)["copy"] == ("luks2", "not begun")
-    said = at_last(lambda: client.stage(made, staging, block(), KEY))
+    assert overview(box.host, config)["copy"] == ("luks2", "not begun")
+    said = at_last(lambda: box.stage(made, KEY, block()))
     assert all("master key of its own" in one for one in said)
-    assert overview(host, config) == {"copy": ("luks2", ""), "source": ("luks2", "")}
-    assert inside(host, config.classes[0].group, "copy") == MARK
+    assert overview(box.host, config) == {"copy": ("luks2", ""), "source": ("luks2", "")}
+    assert inside(box, "copy") == MARK
 
 
 @pytest.mark.variation
-def test_a_wrong_key_begins_nothing(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
-) -> None:
+def test_a_wrong_key_begins_nothing(client: Client, box: Box, source: csi.Volume) -> None:
     made = copy(client, source)
-    where = device(host, group, "copy").path
-    before = host.read_bytes(where, 0, 16 * MIB)
+    where = box.logical("vol-copy")
+    before = box.host.read_bytes(where, 0, 16 * MIB)
     with expect.code("UNAUTHENTICATED"):
-        client.stage(made, staging, block(), OTHER)
-    assert host.read_bytes(where, 0, 16 * MIB) == before
-    client.stage(made, staging, block(), KEY)
+        box.stage(made, OTHER, block())
+    assert box.host.read_bytes(where, 0, 16 * MIB) == before
+    box.stage(made, KEY, block())
 
 
 @pytest.mark.variation
 def test_the_sources_old_key_does_not_open_the_copy(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, source: csi.Volume
 ) -> None:
     made = copy(client, source)
     # The secret has a new key when the copy is first used.
-    client.stage(made, staging, block(), BOTH)
-    client.unstage(made.volume_id, staging)
+    box.stage(made, BOTH, block())
+    box.unstage(made)
     with expect.code("UNAUTHENTICATED"):
-        client.stage(made, staging, block(), KEY)
-    client.stage(made, staging, block(), OTHER)
-    assert inside(host, group, "copy") == MARK
-    client.unstage(made.volume_id, staging)
-    client.stage(source, staging, block(), KEY)
+        box.stage(made, KEY, block())
+    box.stage(made, OTHER, block())
+    assert inside(box, "copy") == MARK
+    box.unstage(made)
+    box.stage(source, KEY, block())
 
 
 @pytest.mark.variation
 def test_a_copy_without_its_own_key_is_not_copied(
-    client: Client, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, source: csi.Volume
 ) -> None:
     made = copy(client, source)
     with expect.code("FAILED_PRECONDITION", "master key of its own"):
         client.snapshot("snap", made.volume_id)
     with expect.code("FAILED_PRECONDITION", "master key of its own"):
         client.create("third", 0, block(), source=of_volume(made.volume_id))
-    client.stage(made, staging, block(), KEY)
+    box.stage(made, KEY, block())
     client.snapshot("snap", made.volume_id)
 
 
 @pytest.mark.variation
 def test_a_re_encryption_stopped_by_unstage_continues_at_the_next_stage(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:
-    with host.slow_reencryption():
-        made = begin(client, service, source, staging)
+    with box.host.slow_reencryption():
+        made = begin(client, box, service, source)
         with expect.code("ABORTED"):
-            client.stage(made, staging, block(), KEY)
+            box.stage(made, KEY, block())
         assert service.reencrypter.jobs.counts()["running"] == 1, "both calls wait for the same"
         # On a slow machine cryptsetup may take a while before it can be stopped.
-        at_last(lambda: client.unstage(made.volume_id, staging))
+        at_last(lambda: box.unstage(made))
         assert service.reencrypter.jobs.counts()["running"] == 0
-    assert host.devices.mapping(device(host, group, "copy")) is None
-    at_last(lambda: client.stage(made, staging, block(), KEY))
-    assert inside(host, group, "copy") == MARK
+    assert box.mapping("vol-copy") is None
+    at_last(lambda: box.stage(made, KEY, block()))
+    assert inside(box, "copy") == MARK
 
 
 @pytest.mark.variation
 def test_a_copy_can_be_deleted_during_its_re_encryption(
-    client: Client, service: Service, host: AnyHost, staging: Path, source: csi.Volume
+    client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:
-    with host.slow_reencryption():
-        made = begin(client, service, source, staging)
+    with box.host.slow_reencryption():
+        made = begin(client, box, service, source)
         at_last(lambda: client.delete(made.volume_id))
     assert [one.volume_id for one in client.volumes()] == [source.volume_id]
 
 
 @pytest.mark.variation
 def test_a_copy_may_grow_during_its_re_encryption(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:
-    with host.slow_reencryption():
-        made = begin(client, service, source, staging)
+    with box.host.slow_reencryption():
+        made = begin(client, box, service, source)
     client.expand(made.volume_id, 2 * SIZE)
-    at_last(lambda: client.stage(made, staging, block(), KEY))
-    assert inside(host, group, "copy") == MARK
-    assert host.kernel.device_size_bytes(opened(host, group, "copy")) == 2 * SIZE
+    at_last(lambda: box.stage(made, KEY, block()))
+    assert inside(box, "copy") == MARK
+    assert box.host.kernel.device_size_bytes(box.opened("vol-copy")) == 2 * SIZE
 
 
 @pytest.mark.variation
 def test_a_killed_re_encryption_is_recovered_and_continues(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, killed: csi.Volume
+    client: Client, box: Box, service: Service, killed: csi.Volume
 ) -> None:
     assert service.reencrypter.jobs.counts()["failed"] == 1
-    assert header(host, group, "copy").is_reencrypting
-    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
+    assert box.header("vol-copy").is_reencrypting
+    assert box.tags("vol-copy")["sharedKey"] == "yes"
     with expect.code("UNAUTHENTICATED"):
-        client.stage(killed, staging, block(), OTHER)
-    client.stage(killed, staging, block(), KEY)
-    assert inside(host, group, "copy") == MARK
-    assert not header(host, group, "copy").is_reencrypting
+        box.stage(killed, OTHER, block())
+    box.stage(killed, KEY, block())
+    assert inside(box, "copy") == MARK
+    assert not box.header("vol-copy").is_reencrypting
 
 
 @pytest.mark.variation
