@@ -134,28 +134,6 @@ def test_an_unreferenced_volume_is_an_orphan_after_the_grace_period(node: Node) 
     assert node.sure() == {lost: Kind.VOLUME}
 
 
-@pytest.mark.parametrize("driver", ["lvm.csi.carver", "another.name"])
-def test_a_volume_of_a_persistent_volume_is_no_orphan(node: Node, driver: str) -> None:
-    csi = {"driver": driver, "volumeHandle": node.volume("by-hand")}
-    node.api.add(VOLUMES, "pv", spec={"csi": csi})
-    assert node.after_a_grace() == {}
-
-
-def test_a_persistent_volume_refers_by_its_name_too(node: Node) -> None:
-    # As when the group was renamed: then the handle says another id.
-    node.volume("pvc-1")
-    node.named("old@00000000/vol-pvc-1", "restored")
-    assert node.after_a_grace() == {}
-
-
-def test_a_claim_refers_to_its_volume(node: Node) -> None:
-    claim = node.api.add(CLAIMS, "db", spec={})
-    node.volume(f"pvc-{claim['metadata']['uid']}")
-    node.volume("chosen")
-    node.api.add(CLAIMS, "web", spec={"volumeName": "chosen"})
-    assert node.after_a_grace() == {}
-
-
 def test_a_recreated_volume_of_the_same_name_starts_again(node: Node) -> None:
     lost = node.volume("pvc-1")
     node.look()
@@ -165,17 +143,23 @@ def test_a_recreated_volume_of_the_same_name_starts_again(node: Node) -> None:
     assert node.sure() == {}
 
 
-def test_a_volume_without_carver_s_tags_is_no_orphan(node: Node) -> None:
+def test_volumes_that_are_referenced_or_not_carver_s_are_no_orphans(node: Node) -> None:
+    for driver in ("lvm.csi.carver", "another.name"):
+        csi = {"driver": driver, "volumeHandle": node.volume(f"of-{driver}")}
+        node.api.add(VOLUMES, f"pv-{driver}", spec={"csi": csi})
+    # As when the group was renamed: then the handle says another id.
+    node.volume("pvc-1")
+    node.named("old@00000000/vol-pvc-1", "restored")
+    claim = node.api.add(CLAIMS, "db", spec={})
+    node.volume(f"pvc-{claim['metadata']['uid']}")
+    node.volume("chosen")
+    node.api.add(CLAIMS, "web", spec={"volumeName": "chosen"})
     rows = {"vol-mine": {}, "others": {"name": "x"}, "vol-2": {"state": "ready"}}
     for name, own_tags in rows.items():
         volumes.create(node.host.lvm, "data", volumes.New(name, 4 * MIB, own_tags))
-    assert node.volumes() == set(rows)
-    assert node.after_a_grace() == {}
-
-
-def test_a_group_that_is_not_carver_s_is_not_looked_at(node: Node) -> None:
     node.host.lvm2.add_group("other", [100])
     volumes.create(node.host.lvm, "other", volumes.New("vol-x", 4 * MIB, {"name": "x"}))
+    assert len(node.volumes()) == 8
     assert node.after_a_grace() == {}
 
 
@@ -297,22 +281,14 @@ def test_a_half_removed_staging_directory_is_an_orphan(node: Node) -> None:
     assert not gone.exists()
 
 
-@pytest.mark.parametrize("handle", ["gone@00000000/vol-1", "data@00000000/vol-1"])
-def test_a_directory_of_a_missing_group_is_no_orphan(node: Node, handle: str) -> None:
-    staged(node, handle)
-    assert node.after_a_grace() == {}
-
-
-def test_a_directory_of_a_referenced_volume_is_no_orphan(node: Node) -> None:
+def test_directories_that_are_no_orphans(node: Node) -> None:
     node.named(node.volume("other"))
-    handle = an_id(node, "vol-gone")
-    node.named(handle, "pvc-gone")
-    staged(node, handle)
-    assert node.after_a_grace() == {}
-
-
-def test_another_driver_s_directory_is_no_orphan(node: Node) -> None:
-    node.named(node.volume("other"))
+    # Of groups that are missing.
+    staged(node, "gone@00000000/vol-1")
+    staged(node, "data@00000000/vol-1")
+    referenced = an_id(node, "vol-referenced")
+    node.named(referenced, "pvc-referenced")
+    staged(node, referenced)
     staged(node, an_id(node, "vol-gone"), "another.driver")
     (staged(node, an_id(node, "vol-lost")) / "vol_data.json").write_text("{")
     assert node.after_a_grace() == {}
