@@ -18,6 +18,8 @@ from model.machine import Machine
 from model.operations import Outcome, State
 from model.stopping import Switch
 
+from agent.csi.client import Client as Caller
+
 _KILLABLE = Path(__file__).with_name("killable.py")
 _START_SECONDS = 120
 _LOG_CHARACTERS = 4000
@@ -38,7 +40,7 @@ def until(is_so: Callable[[], object], problem: str, seconds: float = 60) -> Non
         time.sleep(0.2)
 
 
-def await_begun(client: Client) -> None:
+def await_begun(client: Caller) -> None:
     """Wait until a service that was just started admits calls that need lvm2."""
 
     def is_admitted() -> bool:

@@ -150,19 +150,13 @@ PROMISES = (
     Promise(RESIDENT_AFTER, unit="MiB", target=96),
 )
 
-OWN = (
-    Promise(own(CREATE), unit="µs", target=2000),
-    Promise(own(REPEATED), unit="µs"),
-    Promise(own(CAPACITY), unit="µs"),
-    Promise(own(GET_VOLUME), unit="µs"),
-    Promise(own(STAGE), unit="µs"),
-    Promise(own(PUBLISH), unit="µs", target=800),
-    Promise(own(STATS), unit="µs", target=400),
-    Promise(own(UNPUBLISH), unit="µs"),
-    Promise(own(UNSTAGE), unit="µs"),
-    Promise(own(DELETE), unit="µs"),
-    Promise(own("ListVolumes of 400"), unit="µs"),
-    Promise(own("ListVolumes of 800"), unit="µs"),
+OWN = tuple(
+    Promise(own(call), unit="µs", target=target)
+    for call, target in (
+        *((CREATE, 2000), (REPEATED, None), (CAPACITY, None), (GET_VOLUME, None), (STAGE, None)),
+        *((PUBLISH, 800), (STATS, 400), (UNPUBLISH, None), (UNSTAGE, None), (DELETE, None)),
+        *(("ListVolumes of 400", None), ("ListVolumes of 800", None)),
+    )
 )
 
 
@@ -232,10 +226,11 @@ class Samples:
 
 
 def of_pairs(samples: Samples) -> Iterator[Row]:
-    for promise in PROMISES:
-        if promise.name in BESIDE and samples.has(promise.name, promise.beside):
-            carver, beside = samples.median(promise.name), samples.median(promise.beside)
-            yield _ratio(promise, carver, beside, len(samples.seconds[promise.name]), samples)
+    for name, beside in BESIDE.items():
+        if samples.has(name, beside):
+            carver, by_hand = samples.median(name), samples.median(beside)
+            count, commands = len(samples.seconds[name]), samples.commands.get(name)
+            yield _row(name, carver / by_hand, count, (carver, by_hand), commands)
 
 
 def of_life(samples: Samples) -> Iterator[Row]:
@@ -243,7 +238,7 @@ def of_life(samples: Samples) -> Iterator[Row]:
     if samples.has(*LIVED, *by_hand):
         carver, beside = (sum(samples.median(name) for name in names) for names in (LIVED, by_hand))
         rounds = min(len(samples.seconds[call]) for call in LIVED)
-        yield _ratio(promised(LIFE), carver, beside, rounds, samples)
+        yield _row(LIFE, carver / beside, rounds, (carver, beside))
 
 
 def of_growth(volumes: int, empty: Samples, full: Samples) -> Iterator[Row]:
@@ -252,48 +247,42 @@ def of_growth(volumes: int, empty: Samples, full: Samples) -> Iterator[Row]:
         if all(one.has(call, LVCREATE) for one in (empty, full)):
             carver = full.median(call) / empty.median(call)
             beside = full.median(LVCREATE) / empty.median(LVCREATE)
-            promise = promised(grown(call, volumes))
-            yield Row(
-                *(promise.name, promise.beside, promise.unit),
-                *(carver / beside, promise.target, len(full.seconds[call])),
-                carver_ms=full.median(call) * 1000,
-                beside_ms=full.median(LVCREATE) * 1000,
-            )
+            seconds = full.median(call), full.median(LVCREATE)
+            yield _row(grown(call, volumes), carver / beside, len(full.seconds[call]), seconds)
 
 
 def of_snapshots(empty: Samples, full: Samples, idle_percent: float) -> Iterator[Row]:
-    """What many snapshots cost a call, and a service that nobody asks."""
+    """What many snapshots cost a call, and an idle service."""
     if all(one.has(CAPACITY) for one in (empty, full)):
         among, alone = full.median(CAPACITY), empty.median(CAPACITY)
-        promise = promised(AMONG_SNAPSHOTS)
-        yield Row(
-            *(promise.name, promise.beside, promise.unit),
-            *(among / alone, promise.target, len(full.seconds[CAPACITY])),
-            carver_ms=among * 1000,
-            beside_ms=alone * 1000,
-        )
+        count = len(full.seconds[CAPACITY])
+        yield _row(AMONG_SNAPSHOTS, among / alone, count, (among, alone))
     yield from of_value(IDLE, [idle_percent])
 
 
 def of_value(name: str, values: Sequence[float], commands: Commands | None = None) -> Iterator[Row]:
     """A figure that is compared to nothing but its target: the median, in the promise's unit."""
     if values:
-        promise = promised(name)
-        yield Row(
-            *(promise.name, promise.beside, promise.unit),
-            *(median(values), promise.target, len(values)),
-            commands=commands,
-        )
+        yield _row(name, median(values), len(values), commands=commands)
 
 
 def promised(name: str) -> Promise:
     return {one.name: one for one in (*PROMISES, *OWN)}[name]
 
 
-def _ratio(promise: Promise, carver: float, beside: float, count: int, samples: Samples) -> Row:
+def _row(
+    name: str,
+    value: float,
+    count: int,
+    seconds: tuple[float, float] | None = None,
+    commands: Commands | None = None,
+) -> Row:
+    """A figure; `seconds` are Carver's and those of what it is compared to."""
+    promise = promised(name)
+    carver_ms, beside_ms = (one * 1000 for one in seconds) if seconds else (None, None)
     return Row(
-        *(promise.name, promise.beside, promise.unit, carver / beside, promise.target, count),
-        carver_ms=carver * 1000,
-        beside_ms=beside * 1000,
-        commands=samples.commands.get(promise.name),
+        *(name, promise.beside, promise.unit, value, promise.target, count),
+        carver_ms=carver_ms,
+        beside_ms=beside_ms,
+        commands=commands,
     )

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import psutil
+from faults.process import await_begun
 from performance.rows import Commands
 from resident import Resident
 
@@ -121,10 +121,9 @@ def served(place: Path, group: str, settings: str, *, counting: bool = False) ->
     with log.open("wb") as target:
         running = subprocess.Popen(words, stderr=target, cwd=tree, env=dict(os.environ))
     try:
-        deadline = started + _START_SECONDS
-        _await_served(socket, running, log, deadline)
+        _await_served(socket, running, log, started + _START_SECONDS)
         with Client(socket, timeout_seconds=_CALL_SECONDS) as client:
-            _await_begun(client, deadline)
+            await_begun(client)
             seconds = time.monotonic() - started
             yield Served(client, psutil.Process(running.pid), log, seconds)
     finally:
@@ -137,15 +136,3 @@ def _await_served(socket: Path, running: subprocess.Popen[bytes], log: Path, end
         if running.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"Carver does not serve: {log.read_text()}")
         time.sleep(_LOOK_SECONDS)
-
-
-def _await_begun(client: Client, deadline: float) -> None:
-    while True:
-        try:
-            client.capacity()
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
-                raise
-            time.sleep(_LOOK_SECONDS)
-            continue
-        return
