@@ -1,4 +1,4 @@
-"""Devices that are kept open: read and written past the page cache, wherever one begins."""
+"""Devices that are kept open: read and written past the page cache, at any offset."""
 
 import errno
 import mmap
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mount import calls
+from mount import blocks, calls
+from mount.blocks import PIECE_BYTES
 from mount.kernel import Kernel
 
 KIB = 1 << 10
@@ -44,7 +45,7 @@ def test_any_range_is_read_and_written_and_what_is_around_it_stays(
         disk.write_bytes(before)
 
 
-def test_what_is_behind_the_end_is_neither_read_nor_written(disk: Path) -> None:
+def test_what_is_past_the_end_is_neither_read_nor_written(disk: Path) -> None:
     before = disk.read_bytes()
     with Kernel().opened(str(disk), to_write=True) as opened:
         for offset in (SIZE - 512, SIZE - 100, SIZE):
@@ -75,30 +76,22 @@ def zero_out(disk: Path) -> None:
         opened.zero_out(0, 4096)
 
 
-def test_a_device_that_guarantees_zeroes_in_a_hole_gets_none_written(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = Zeroing(monkeypatch, 0)
-    zero_out(disk)
-    assert device.asked == ["hole"]
-
-
-@pytest.mark.parametrize("failure", [errno.EOPNOTSUPP, errno.EINVAL, errno.EREMOTEIO])
-def test_any_other_device_has_zeroes_written(
+@pytest.mark.parametrize("failure", [0, errno.EOPNOTSUPP, errno.EINVAL, errno.EREMOTEIO])
+def test_only_a_device_without_zeroes_in_a_hole_has_them_written(
     disk: Path, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
     device = Zeroing(monkeypatch, failure)
     zero_out(disk)
-    assert device.asked == ["hole", "zeroes"]
+    assert device.asked == (["hole", "zeroes"] if failure else ["hole"])
 
 
-def test_a_device_that_takes_neither_is_told_of(
+def test_a_device_that_takes_neither_is_an_error(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Zeroing(monkeypatch, errno.EOPNOTSUPP, errno.EIO)
-    with pytest.raises(OSError, match="disk") as told:
+    with pytest.raises(OSError, match="disk") as caught:
         zero_out(disk)
-    assert told.value.errno == errno.EIO
+    assert caught.value.errno == errno.EIO
 
 
 def test_nothing_but_a_block_device_is_zeroed(disk: Path) -> None:
@@ -106,3 +99,33 @@ def test_nothing_but_a_block_device_is_zeroed(disk: Path) -> None:
     with pytest.raises(OSError, match="disk"):
         zero_out(disk)
     assert disk.read_bytes() == before
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without direct I/O, which disks have, but not each file system."""
+    monkeypatch.setattr("os.O_DIRECT", 0)
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_reader_reads_from_any_block_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    held = bytes(range(256)) * (PIECE_BYTES // 128)
+    disk.write_bytes(held)
+    with Kernel().reader(str(disk)) as reader:
+        assert reader.device == str(disk)
+        assert reader.read(0, PIECE_BYTES) == held[:PIECE_BYTES]
+        assert reader.read(4096, 512) == held[4096:4608]
+        assert reader.read(PIECE_BYTES, PIECE_BYTES) == held[PIECE_BYTES:]
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_read_past_the_end_is_an_error(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.write_bytes(bytes(4096 + 512))
+    with blocks.opened(str(disk)) as reader:
+        # The last block is not whole.
+        assert reader.read(4096, 512) == bytes(512)
+        with pytest.raises(OSError, match="512 of 4096 bytes at 4096") as caught:
+            reader.read(4096, 4096)
+    assert caught.value.errno == errno.EIO

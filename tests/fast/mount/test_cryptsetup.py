@@ -1,22 +1,27 @@
-"""What cryptsetup is told: keys at standard input only, and how its endings are understood."""
+"""How cryptsetup is run: keys at standard input only, and what its exit codes mean."""
 
 import io
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import BinaryIO
 
 import pytest
 
 from mount import errors, luks
-from mount.command import Result
+from mount.command import Result, Runner
 from mount.luks import Cryptsetup
 
 KEY = bytearray(b"correct horse battery staple")
 
 
+def cryptsetup(program: Runner, *, waits_for_udev: bool = True) -> Cryptsetup:
+    return Cryptsetup(program, waits_for_udev=waits_for_udev)
+
+
 class Program:
-    """Ends as it is told to, and remembers what it was given."""
+    """Ends with this exit code, and remembers what it was given."""
 
     def __init__(self, exit_code: int = 0, stderr: str = "") -> None:
         self.words: tuple[str, ...] = ()
@@ -43,7 +48,7 @@ ACTIONS: dict[str, Callable[[Cryptsetup], object]] = {
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_key_is_read_at_standard_input_and_is_no_word(action: str) -> None:
     program = Program()
-    ACTIONS[action](Cryptsetup(program, waits_for_udev=True))
+    ACTIONS[action](cryptsetup(program))
     assert program.words[:2] == ("cryptsetup", action)
     assert program.stdin.startswith(KEY)
     assert {"--batch-mode", "--key-file", "--disable-external-tokens"} <= set(program.words)
@@ -51,18 +56,18 @@ def test_a_key_is_read_at_standard_input_and_is_no_word(action: str) -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_key_that_does_not_fit_is_told_from_a_failure(action: str) -> None:
+def test_a_key_that_does_not_fit_is_another_error_than_a_failure(action: str) -> None:
     with pytest.raises(errors.WrongKey, match="/dev/x"):
-        ACTIONS[action](Cryptsetup(Program(2), waits_for_udev=True))
+        ACTIONS[action](cryptsetup(Program(2)))
     with pytest.raises(errors.CryptFailed, match="no luck"):
-        ACTIONS[action](Cryptsetup(Program(1, "no luck"), waits_for_udev=True))
+        ACTIONS[action](cryptsetup(Program(1, "no luck")))
     with pytest.raises(errors.CryptFailed, match="64 MiB"):
-        ACTIONS[action](Cryptsetup(Program(3), waits_for_udev=True))
+        ACTIONS[action](cryptsetup(Program(3)))
 
 
 def test_what_a_header_is_made_with() -> None:
     program = Program()
-    ACTIONS["luksFormat"](Cryptsetup(program, waits_for_udev=True))
+    ACTIONS["luksFormat"](cryptsetup(program))
     said = " ".join(program.words)
     assert "--type luks2 --cipher aes-xts-plain64 --key-size 512 --hash sha256" in said
     assert "--pbkdf argon2id --pbkdf-memory 65536 --pbkdf-parallel 4" in said
@@ -88,9 +93,8 @@ class Streamed:
 
 def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> None:
     program, key, checks = Streamed(), bytearray(b"sesame"), iter([None])
-    device = Cryptsetup(Program(), waits_for_udev=True)
     with pytest.raises(StopIteration):
-        device.reencrypt(program, "/dev/x", key, 1, lambda: next(checks))
+        cryptsetup(Program()).reencrypt(program, "/dev/x", key, 1, lambda: next(checks))
     assert program.is_ended
     assert program.stdin == b"sesame"
     assert key == bytes(6), "it is overwritten once cryptsetup has it"
@@ -99,39 +103,34 @@ def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> Non
     assert said.startswith("cryptsetup reencrypt ")
     assert "--key-slot 1" in said
     assert "--pbkdf-memory 65536" in said
-    assert "--batch-mode" not in said, "in which it does not tell how far it is"
+    assert "--batch-mode" not in said, "in which it does not report how far it is"
 
 
 def test_one_that_was_ended_goes_on_by_the_key_of_any_slot() -> None:
     program = Streamed()
-    device = Cryptsetup(Program(), waits_for_udev=False)
+    device = cryptsetup(Program(), waits_for_udev=False)
     device.reencrypt(program, "/dev/x", bytearray(b"sesame"), None, lambda: None)
     assert program.words[:4] == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "reencrypt")
     assert "--resume-only" in program.words
     assert "--key-slot" not in program.words
 
 
-def test_which_work_queues_are_passed_by() -> None:
+@pytest.mark.parametrize("bypass", [set(), {"write", "read"}])
+def test_which_work_queues_are_passed_by(bypass: set[str]) -> None:
     program = Program()
-    device = Cryptsetup(program, waits_for_udev=True)
-    device.open("/dev/x", KEY, "name", discard=False)
-    assert not any("workqueue" in one for one in program.words)
-    device.open("/dev/x", KEY, "name", discard=False, bypass={"write", "read"})
+    cryptsetup(program).open("/dev/x", KEY, "name", discard=False, bypass=bypass)
     found = [one for one in program.words if "workqueue" in one]
-    assert found == ["--perf-no_read_workqueue", "--perf-no_write_workqueue"]
+    assert found == [f"--perf-no_{one}_workqueue" for one in sorted(bypass)]
 
 
-def test_where_udev_does_not_answer_it_is_not_waited_for() -> None:
+def test_a_device_in_use_is_busy_when_it_is_closed() -> None:
     program = Program()
-    Cryptsetup(program, waits_for_udev=False).close("name")
+    cryptsetup(program, waits_for_udev=False).close("name")
     assert program.words == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "close", "--", "name")
-
-
-def test_one_that_is_in_use_is_not_closed() -> None:
     with pytest.raises(errors.CryptBusy, match="name is in use"):
-        Cryptsetup(Program(5), waits_for_udev=True).close("name")
+        cryptsetup(Program(5)).close("name")
     with pytest.raises(errors.CryptFailed):
-        Cryptsetup(Program(4), waits_for_udev=True).close("name")
+        cryptsetup(Program(4)).close("name")
 
 
 def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +142,12 @@ def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -
         assert ended.wait(20)
         return Result(0, "", "")
 
-    slow = Cryptsetup(wait, waits_for_udev=True)
-    threads = [threading.Thread(target=slow.kill, args=("/dev/x", KEY, 1)) for _ in range(2)]
-    for one in threads:
-        one.start()
-    assert inside.acquire(timeout=20)
-    assert inside.acquire(timeout=20)
-    with pytest.raises(errors.CryptPending, match="call again"):
-        slow.kill("/dev/x", KEY, 1)
-    ended.set()
-    for one in threads:
-        one.join()
+    slow = cryptsetup(wait)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(slow.kill, "/dev/x", KEY, 1)
+            assert inside.acquire(timeout=20)
+        with pytest.raises(errors.CryptPending, match="call again"):
+            slow.kill("/dev/x", KEY, 1)
+        ended.set()
     slow.kill("/dev/x", KEY, 1)

@@ -43,7 +43,7 @@ STAGES = {
 }
 
 
-def told(segments: dict[str, Any], *, is_reencrypting: bool) -> dict[str, Any]:
+def metadata(segments: dict[str, Any], *, is_reencrypting: bool) -> dict[str, Any]:
     """What a header says; slot 1 is of the new master key, and 3 of one that never came to be."""
     slots = {one: {"type": "luks2", "kdf": {"type": "argon2id"}} for one in ("0", "1", "3")}
     digests = {
@@ -58,7 +58,7 @@ def told(segments: dict[str, Any], *, is_reencrypting: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_how_far_a_re_encryption_is(stage: str) -> None:
     segments, (is_reencrypting, renewed_bytes, is_torn) = STAGES[stage]
-    found = luks._header("u", told(segments, is_reencrypting=is_reencrypting))
+    found = luks._header("u", metadata(segments, is_reencrypting=is_reencrypting))
     assert found.offset_bytes == OFFSET
     assert found.is_reencrypting == is_reencrypting
     assert found.renewed_bytes == renewed_bytes
@@ -66,18 +66,18 @@ def test_how_far_a_re_encryption_is(stage: str) -> None:
 
 
 def test_a_slot_of_no_data_opens_nothing() -> None:
-    found = luks._header("u", told({"0": segment("dynamic")}, is_reencrypting=False))
+    found = luks._header("u", metadata({"0": segment("dynamic")}, is_reencrypting=False))
     assert (found.slots, found.unbound) == ((0,), (1, 3))
-    found = luks._header("u", told(STAGES["ended"][0], is_reencrypting=True))
+    found = luks._header("u", metadata(STAGES["ended"][0], is_reencrypting=True))
     assert (found.slots, found.unbound) == ((0, 1), (3,))
 
 
-HEADER = b"".join(cryptsetup.copies("own", told(STAGES["none"][0], is_reencrypting=False)))
+HEADER = b"".join(cryptsetup.copies("own", metadata(STAGES["none"][0], is_reencrypting=False)))
 
 
 @dataclass
 class Disk:
-    """A device whose header somebody writes meanwhile: so often each copy is met half written."""
+    """A device whose header is written meanwhile: so often each copy is read half written."""
 
     torn: int
     reads: int = 0

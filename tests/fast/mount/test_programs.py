@@ -30,9 +30,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(programs, "_by_subprocess", lambda words, seconds, _: own(words, seconds))
 
 
-def test_a_program_s_output_and_exit_code_are_its_result() -> None:
-    result = Programs()("sh", "-c", "echo out; echo err >&2; exit 3")
+def test_a_program_s_output_and_exit_code_are_its_result_and_are_observed() -> None:
+    seen: list[Finished] = []
+    words = ("sh", "-c", "echo out; echo err >&2; exit 3")
+    result = Programs(observe=seen.append)(*words)
     assert (result.exit_code, result.stdout, result.stderr) == (3, "out\n", "err\n")
+    assert [(one.words, one.exit_code) for one in seen] == [(words, 3)]
 
 
 def test_words_are_never_a_shell_line() -> None:
@@ -61,7 +64,7 @@ def test_a_program_is_ended_with_term_when_its_time_is_over() -> None:
     assert finished[0].exit_code != 9
 
 
-def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
+def test_a_program_that_does_not_end_at_term_does_not_hold_up_its_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, "_GRACE_SECONDS", 0.1)
@@ -80,12 +83,6 @@ def test_no_program_is_started_when_no_time_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
-def test_every_program_is_observed() -> None:
-    seen: list[Finished] = []
-    Programs(observe=seen.append)("false")
-    assert [(one.words, one.exit_code) for one in seen] == [(("false",), 1)]
-
-
 def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[tuple[str, ...]] = []
 
@@ -100,7 +97,7 @@ def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.M
     assert words == [(*programs.HOST_NAMESPACES, "lvm", "version"), ("mkfs.ext4", "--", "/dev/x")]
 
 
-def test_lvm_is_confined_to_its_devices_and_told_where_udev_is_missing() -> None:
+def test_lvm_gets_its_devices_and_settings_as_options() -> None:
     words: list[tuple[str, ...]] = []
 
     def run(*given: str) -> command.Result:

@@ -51,7 +51,7 @@ def rendered(*mounts: Mount) -> Table:
     return Table("".join(render(one) + "\n" for one in mounts))
 
 
-def test_every_field_of_a_line_is_told() -> None:
+def test_every_field_of_a_line_is_parsed() -> None:
     first, second, third = Table(EXAMPLE).mounts
 
     assert first == Mount(
@@ -69,30 +69,21 @@ def test_every_field_of_a_line_is_told() -> None:
     assert second.path == "/mnt2/a b\\c"
     assert second.propagation == ("shared:7", "master:2")
     assert third.propagation == ()
-
-
-def test_read_only_is_told_of_the_mount_and_of_the_superblock() -> None:
-    line = "1 1 8:1 / / {} - ext4 /dev/sda1 {}\n"
-
-    def read_only(own: str, superblock: str) -> bool:
-        return Table(line.format(own, superblock)).mounts[0].read_only
-
-    assert not read_only("rw", "rw,errors=remount-ro")
-    assert read_only("ro", "rw")
-    assert read_only("rw", "ro")
-
-
-def test_a_mount_shows_itself_in_one_phrase() -> None:
-    _, second, third = Table(EXAMPLE).mounts
-
     assert str(second) == "/dev/dm-3 (xfs, ro)"
     assert str(third) == "devtmpfs[/dm-3] (devtmpfs, rw)"
+    [sourceless] = Table("1 1 0:5 / / rw - tmpfs  rw\n").mounts
+    assert sourceless.source == ""
 
 
-def test_an_empty_source_is_read_as_such() -> None:
-    (found,) = Table("1 1 0:5 / / rw -  tmpfs  rw\n".replace("-  tmpfs", "- tmpfs")).mounts
-
-    assert found.source == ""
+@pytest.mark.parametrize(
+    ("own", "superblock", "read_only"),
+    [("rw", "rw,errors=remount-ro", False), ("ro", "rw", True), ("rw", "ro", True)],
+)
+def test_a_mount_is_read_only_by_itself_or_by_its_superblock(
+    own: str, superblock: str, read_only: bool
+) -> None:
+    [found] = Table(f"1 1 8:1 / / {own} - ext4 /dev/sda1 {superblock}\n").mounts
+    assert found.read_only == read_only
 
 
 @pytest.mark.parametrize(
@@ -105,7 +96,7 @@ def test_an_empty_source_is_read_as_such() -> None:
         "36 35 98:0 /mnt1 /mnt2 rw - ext3 /dev/root",
     ],
 )
-def test_a_line_that_is_none_is_an_error_that_shows_it(line: str) -> None:
+def test_the_error_of_another_line_shows_it(line: str) -> None:
     with pytest.raises(ValueError, match="not a line of mountinfo"):
         _ = Table(line).mounts
 
@@ -124,14 +115,14 @@ def test_any_text_is_a_table_or_a_value_error(text: str) -> None:
 
 
 @given(st.permutations([mount(5, 1, "/a"), mount(6, 5, "/a"), mount(7, 6, "/a")]))
-def test_stacked_mounts_are_told_bottom_to_top_in_any_order(mounts: list[Mount]) -> None:
+def test_stacked_mounts_are_listed_bottom_to_top_in_any_order(mounts: list[Mount]) -> None:
     found = rendered(*mounts).at("/a")
 
     assert [one.mount_id for one in found] == [5, 6, 7]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))
-def test_even_a_table_that_cannot_be_is_told_whole(links: list[tuple[int, int]]) -> None:
+def test_even_a_table_that_cannot_be_is_listed_whole(links: list[tuple[int, int]]) -> None:
     mounts = tuple(mount(own, parent, "/a") for own, parent in dict.fromkeys(links))
 
     assert set(rendered(*mounts).at("/a")) == set(mounts)

@@ -1,11 +1,9 @@
 """What keeps a block device from being taken, beside what it holds."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import configured
 import pytest
-from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 from laying import lay
 
@@ -17,64 +15,40 @@ from mount.kernel import Kernel
 MIB = 1 << 20
 
 
-def swap(device: FakeDevice) -> None:
-    device.swap = True
-
-
-def held(device: FakeDevice) -> None:
-    device.held = 1
-
-
-def part(device: FakeDevice) -> None:
-    device.holders = ["dm-7"]
-
-
-def partitioned(device: FakeDevice) -> None:
-    device.partitions = ["sdb1", "sdb2"]
-
-
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("name", "value", "words"),
     [
-        (swap, "is used as swap"),
-        (held, "is in exclusive use"),
-        (part, "is a part of dm-7"),
-        (partitioned, r"has partitions \(sdb1, sdb2\)"),
+        ("swap", True, "is used as swap"),
+        ("held", 1, "is in exclusive use"),
+        ("holders", ["dm-7"], "is a part of dm-7"),
+        ("partitions", ["sdb1", "sdb2"], r"has partitions \(sdb1, sdb2\)"),
     ],
 )
-def test_a_device_that_is_used_is_named_with_its_user(
-    tmp_path: Path, spoil: Callable[[FakeDevice], None], words: str
+def test_the_error_of_a_used_device_names_its_user(
+    tmp_path: Path, name: str, value: object, words: str
 ) -> None:
     host = FakeHost(tmp_path)
     device = host.new_device(MIB)
     mounts.require_unused(host.kernel, device)
-    spoil(host.block.get(device))
+    setattr(host.block.get(device), name, value)
     with pytest.raises(errors.NotVacant, match=f"{device} {words}"):
         mounts.require_unused(host.kernel, device)
 
 
-class OwnFiles(Kernel):
-    """The kernel, with a directory for a device's in sysfs and a file for /proc/swaps."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._directory = directory
-
-    def _sysfs(self, device: str) -> Path:
-        return self._directory / device
-
-
-def test_the_kernel_tells_partitions_and_holders_by_sysfs(tmp_path: Path) -> None:
+def test_partitions_and_holders_are_read_from_sysfs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for file in ("sda1/partition", "sda2/partition", "queue/zoned", "holders/dm-1"):
         (tmp_path / "sda" / file).parent.mkdir(parents=True)
         (tmp_path / "sda" / file).touch()
-    kernel = OwnFiles(tmp_path)
+    kernel = Kernel()
+    monkeypatch.setattr(kernel, "_sysfs", lambda device: tmp_path / device)
     assert kernel.device_partitions("sda") == ["sda1", "sda2"]
     assert kernel.device_holders("sda") == ["dm-1"]
     assert kernel.device_holders("sdb") == []
 
 
-def test_the_kernel_tells_swap_by_number_whatever_the_device_is_called(
+def test_swap_is_recognised_by_its_number_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swaps = tmp_path / "swaps"
