@@ -1,4 +1,4 @@
-"""Volumes of which a part takes no zeroes when they are deleted: kept, given up, or mended."""
+"""Volumes with a part that cannot be erased: kept, given up, or erased later."""
 
 import errno
 import threading
@@ -61,8 +61,9 @@ def names(fake: FakeHost) -> set[str]:
     return set(fake.lvm2.groups["data"].volumes)
 
 
-def tags(fake: FakeHost) -> set[str]:
-    return fake.lvm2.groups["data"].volumes["vol-pvc-1"].tags
+def ended(service: Service) -> None:
+    """Wait until no erase is under way."""
+    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
 
 
 @pytest.fixture
@@ -75,13 +76,39 @@ def volume(client: Client, fake: FakeHost) -> csi.Volume:
 
 
 def again(service: Service, volume: csi.Volume) -> None:
-    """What is done a minute after a wipe failed; returns when it came to its end."""
+    """Retry a failed erase, and wait for its end."""
     jobs = service.eraser.jobs
     failed = jobs._jobs[volume.volume_id]
     wait([failed.ended], 20)
     service.inventory.state()
     jobs._retry_now(failed)
-    wait([one.ended for one in list(jobs._jobs.values())], 20)
+    ended(service)
+
+
+def lose(fake: FakeHost, *, give_up: bool = False) -> None:
+    """Lose the first disk, and give the volume up if asked."""
+    fake.lose_disk("data", 0)
+    if give_up:
+        fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+
+
+def raid(client: Client, fake: FakeHost, device_class: str = "raid") -> csi.Volume:
+    made = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": device_class})
+    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+    return made
+
+
+@pytest.fixture
+def dead(fake: FakeHost) -> threading.Event:
+    """While this is set, a failed image is not brought back by a refresh."""
+    is_dead = threading.Event()
+    is_dead.set()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        return Result(0, "", "") if "--refresh" in words and is_dead.is_set() else None
+
+    fake.intercept = intercept
+    return is_dead
 
 
 def test_a_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
@@ -91,24 +118,22 @@ def test_a_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     volume: csi.Volume,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fake.lose_disk("data", 0)
+    lose(fake)
     client.delete(volume.volume_id)
     assert client.volumes() == []
-    assert "carver.state=wiping" in tags(fake)
-    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
-    again(service, volume)
-    again(service, volume)
+    group = fake.lvm2.groups["data"]
+    assert "carver.state=wiping" in group.volumes["vol-pvc-1"].tags
+    for _ in range(2):
+        again(service, volume)
     assert names(fake) == {"vol-pvc-1"}
-    told = [one for one in caplog.messages if "missing disk" in one]
-    assert len(told) == 1, "and not each minute"
-    disk = fake.lvm2.groups["data"].disks[0]
-    assert disk.uuid in told[0]
-    assert "lvchange --addtag carver.givenUp=yes data/vol-pvc-1" in told[0]
+    [logged] = [one for one in caplog.messages if "missing disk" in one]
+    assert group.disks[0].uuid in logged
+    assert "lvchange --addtag carver.givenUp=yes data/vol-pvc-1" in logged
     client.delete(volume.volume_id)
     assert names(fake) == {"vol-pvc-1"}
 
 
-def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_grow_with_all(
+def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
     service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, number = fake.lvm2.groups["data"], 100
@@ -121,7 +146,7 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
     fake.lose_disk("data", 0)
     assert service.eraser.resume() == number
     jobs = service.eraser.jobs
-    wait([job.ended for job in jobs._jobs.values()], 60)
+    ended(service)
     made, make = Counter[str](), records._as_volume
 
     def counted(*words: Any) -> records.Volume:
@@ -129,72 +154,66 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
         return make(*words)
 
     def state(*groups: str, **options: bool) -> report.Report:
-        made["looks"] += "quick" in options
-        return look(*groups)
+        made["reads"] += "quick" in options
+        return read(*groups)
 
-    look = service.inventory.state
+    read = service.inventory.state
     monkeypatch.setattr(service.inventory, "state", state)
     monkeypatch.setattr(records, "_as_volume", counted)
     jobs._retry_now(*jobs._jobs.values())
-    wait([job.ended for job in list(jobs._jobs.values())], 60)
+    ended(service)
     assert len(jobs._jobs) == number
     assert made["volumes"] <= 5 * number
-    assert made["looks"] <= 10
+    assert made["reads"] <= 10
 
 
-def test_it_goes_on_when_the_disk_is_back(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_erase_goes_on_when_the_disk_is_back(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    config: Config,
+    restarts: bool,
 ) -> None:
-    fake.lose_disk("data", 0)
+    lose(fake)
     client.delete(volume.volume_id)
-    fake.bring_disk("data", 0)
-    again(service, volume)
+    if restarts:
+        service.stop()
+        fake.bring_disk("data", 0)
+        following = serving.start(config, fake)
+        ended(following)
+        following.stop()
+    else:
+        fake.bring_disk("data", 0)
+        again(service, volume)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_what_can_be_reached_of_one_that_is_given_up_is_overwritten(
+@pytest.mark.parametrize("is_deleted_first", [True, False])
+def test_the_reachable_part_of_a_given_up_volume_is_erased(
     client: Client,
     service: Service,
     fake: FakeHost,
     volume: csi.Volume,
     caplog: pytest.LogCaptureFixture,
+    is_deleted_first: bool,
 ) -> None:
-    fake.lose_disk("data", 0)
-    client.delete(volume.volume_id)
+    lose(fake, give_up=not is_deleted_first)
     media = fake.lvm2.groups["data"].volumes["vol-pvc-1"].media
-    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
-    again(service, volume)
+    client.delete(volume.volume_id)
+    if is_deleted_first:
+        fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+        again(service, volume)
+    ended(service)
     assert names(fake) == set()
     assert list(media.blocks) == [0], "on the lost disk"
-    [disk, *_] = fake.lvm2.groups["data"].disks
-    assert [one for one in caplog.messages if "was not overwritten" in one and disk.uuid in one]
+    uuid = fake.lvm2.groups["data"].disks[0].uuid
+    assert [one for one in caplog.messages if "was not overwritten" in one and uuid in one]
 
 
-def test_one_that_is_given_up_before_it_is_deleted_goes_likewise(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
-) -> None:
-    fake.lose_disk("data", 0)
-    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
-    client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
-    assert names(fake) == set()
-
-
-def test_a_restart_goes_on_with_one_that_waits(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, config: Config
-) -> None:
-    fake.lose_disk("data", 0)
-    client.delete(volume.volume_id)
-    service.stop()
-    fake.bring_disk("data", 0)
-    following = serving.start(config, fake)
-    wait([one.ended for one in list(following.eraser.jobs._jobs.values())], 20)
-    assert names(fake) == set()
-    following.stop()
-
-
-def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
+def test_retried_erases_share_one_read_of_the_group(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     ids = [client.create(f"pvc-{number}", EXTENT, block()).volume_id for number in range(3)]
@@ -208,15 +227,12 @@ def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
     fake.commands.clear()
     for job in failed:
         jobs._retry_now(job)
-    wait([one.ended for one in list(jobs._jobs.values())], 20)
+    ended(service)
     assert fake.commands == []
 
 
-def test_an_image_that_takes_no_writes_is_brought_back_before_it_is_overwritten(
-    client: Client, fake: FakeHost
-) -> None:
-    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
-    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+def test_a_failed_image_is_refreshed_before_it_is_erased(client: Client, fake: FakeHost) -> None:
+    volume = raid(client, fake)
     fake.fail_image("data", "vol-pvc-1", 2)
     client.delete(volume.volume_id)
     assert names(fake) == set()
@@ -224,20 +240,10 @@ def test_an_image_that_takes_no_writes_is_brought_back_before_it_is_overwritten(
 
 
 def test_a_volume_with_an_image_that_stays_dead_is_kept(
-    client: Client, fake: FakeHost, service: Service
+    client: Client, fake: FakeHost, dead: threading.Event
 ) -> None:
-    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
-    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+    volume = raid(client, fake)
     fake.fail_image("data", "vol-pvc-1", 2)
-    dead = threading.Event()
-    dead.set()
-
-    def intercept(words: Sequence[str]) -> Result | None:
-        if "--refresh" in words and dead.is_set():
-            return Result(0, "", "")
-        return None
-
-    fake.intercept = intercept
     with expect.code("FAILED_PRECONDITION", "images", "AD"):
         client.delete(volume.volume_id)
     assert names(fake) == {"vol-pvc-1"}
@@ -246,10 +252,10 @@ def test_a_volume_with_an_image_that_stays_dead_is_kept(
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_a_raid_with_an_image_on_a_missing_disk_is_kept_until_it_is_whole_or_given_up(
+def test_a_raid_with_an_image_on_a_missing_disk_is_kept_until_it_is_given_up(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
+    volume = raid(client, fake)
     fake.lose_disk("data", 2)
     client.delete(volume.volume_id)
     assert names(fake) == {"vol-pvc-1"}
@@ -258,68 +264,50 @@ def test_a_raid_with_an_image_on_a_missing_disk_is_kept_until_it_is_whole_or_giv
     assert names(fake) == set()
 
 
-class Bad:
-    """A part of a volume on a disk that is there, which fails while this is so."""
-
-    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fails = True
-        zero_out = fake.kernel.zero_out
-
-        def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
-            if self.fails and offset <= SIZE - EXTENT < offset + length:
-                raise OSError(errno.EIO, "I/O error", device)
-            zero_out(device, offset, length, held=held)
-
-        monkeypatch.setattr(fake.kernel, "zero_out", refuse)
-
-
-def test_with_a_lost_disk_nothing_is_given_up_of_one_that_is_there_and_fails(
+def test_a_disk_that_is_there_and_fails_is_not_given_up_with_a_lost_one(
     client: Client,
     service: Service,
     fake: FakeHost,
     volume: csi.Volume,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bad = Bad(fake, monkeypatch)
-    fake.lose_disk("data", 0)
-    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
-    client.delete(volume.volume_id)
-    again(service, volume)
-    assert names(fake) == {"vol-pvc-1"}
-    bad.fails = False
+    zero_out = fake.kernel.zero_out
+
+    def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
+        if offset <= SIZE - EXTENT < offset + length:
+            raise OSError(errno.EIO, "I/O error", device)
+        zero_out(device, offset, length, held=held)
+
+    lose(fake, give_up=True)
+    with monkeypatch.context() as failing:
+        failing.setattr(fake.kernel, "zero_out", refuse)
+        client.delete(volume.volume_id)
+        again(service, volume)
+        assert names(fake) == {"vol-pvc-1"}
     media = fake.lvm2.groups["data"].volumes["vol-pvc-1"].media
     again(service, volume)
     assert names(fake) == set()
     assert list(media.blocks) == [0], "on the lost disk"
 
 
-def test_what_is_striped_over_a_lost_disk_is_overwritten_with_all_that_is_free(
+def test_a_volume_striped_over_a_lost_disk_is_erased_with_all_free_extents(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", SIZE, block(), parameters={"class": "striped"})
     fake.lose_disk("data", 1)
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
     client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
+    ended(service)
     assert names(fake) == set()
     assert fake.lvm2.groups["data"].tags == {"carver.sweep=yes"}
 
 
-def test_an_image_that_takes_no_writes_is_not_given_up_with_a_lost_disk(
-    client: Client, service: Service, fake: FakeHost
+def test_a_failed_image_is_not_given_up_with_a_lost_disk(
+    client: Client, service: Service, fake: FakeHost, dead: threading.Event
 ) -> None:
-    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid3"})
-    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
-    fake.lose_disk("data", 0)
-    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    volume = raid(client, fake, "raid3")
+    lose(fake, give_up=True)
     fake.fail_image("data", "vol-pvc-1", 1)
-    dead = threading.Event()
-    dead.set()
-
-    def intercept(words: Sequence[str]) -> Result | None:
-        return Result(0, "", "") if "--refresh" in words and dead.is_set() else None
-
-    fake.intercept = intercept
     client.delete(volume.volume_id)
     again(service, volume)
     assert names(fake) == {"vol-pvc-1"}
@@ -329,14 +317,13 @@ def test_an_image_that_takes_no_writes_is_not_given_up_with_a_lost_disk(
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_what_was_given_up_is_overwritten_when_its_disk_comes_back_all_the_same(
+def test_a_given_up_part_is_erased_when_its_disk_comes_back(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
     group = fake.lvm2.groups["data"]
-    fake.lose_disk("data", 0)
-    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    lose(fake, give_up=True)
     client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
+    ended(service)
     assert group.tags == {f"carver.sweepDisks={group.disks[0].uuid}"}
     fake.bring_disk("data", 0)
     jobs = service.freed_eraser.jobs

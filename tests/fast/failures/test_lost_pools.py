@@ -66,6 +66,22 @@ def reduce(fake: FakeHost) -> None:
     fake.lvm("vgreduce", "--removemissing", "--", "data")
 
 
+def lose(client: Client, fake: FakeHost, service: Service | None = None) -> None:
+    """Delete a thin volume on a lost disk; with the service, give its pool up, too."""
+    volume = make(client, fake, "a")
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    if service is not None:
+        fake.lvm(*GIVE_UP, "data/pool-thin")
+        serving.again(service)
+
+
+def snapshot_of(client: Client, fake: FakeHost) -> tuple[str, str]:
+    """The ids of a plain volume and of its snapshot."""
+    volume = make(client, fake, "a", "plain")
+    return volume, client.snapshot("1", volume).snapshot_id
+
+
 def test_a_thin_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     client: Client, service: Service, fake: FakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,50 +92,43 @@ def test_a_thin_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     client.delete(volume)
     assert client.volumes() == []
     assert names(fake) == {"pool-thin", "vol-a"}
-    [told] = {one for one in caplog.messages if "givenUp" in one}
-    assert "lvchange --addtag carver.givenUp=yes data/pool-thin" in told
+    [logged] = {one for one in caplog.messages if "givenUp" in one}
+    assert "lvchange --addtag carver.givenUp=yes data/pool-thin" in logged
 
 
 def test_it_goes_with_its_pool_when_the_disk_is_back(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = make(client, fake, "a")
-    fake.lose_disk("data", 0)
-    client.delete(volume)
+    lose(client, fake)
     fake.bring_disk("data", 0)
     serving.again(service)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_a_pool_that_is_given_up_goes_when_all_that_is_in_it_was_deleted(
+def test_a_given_up_pool_goes_when_all_its_volumes_were_deleted(
     client: Client, service: Service, fake: FakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = make(client, fake, "a"), make(client, fake, "b")
-    snapshot = client.snapshot("1", one)
+    snapshot = client.snapshot("1", one).snapshot_id
     lost = fake.lvm2.groups["data"].disks[0]
     fake.lose_disk("data", 0)
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     client.delete(one)
     fake.lvm(*GIVE_UP, "data/pool-thin")
     serving.again(service)
-    assert names(fake) == {"pool-thin", "vol-a", "vol-b", "snap-1"}, "b is somebody's"
+    assert names(fake) == {"pool-thin", "vol-a", "vol-b", "snap-1"}, "b is in use"
     assert client.snapshots() == []
     client.delete(other)
     serving.again(service)
     assert names(fake) == set()
-    told = [one for one in caplog.messages if "given up" in one and lost.uuid in one]
-    assert len(told) == 1
+    [_] = [one for one in caplog.messages if "given up" in one and lost.uuid in one]
 
 
-def test_the_extents_of_what_was_given_up_are_overwritten_before_anyone_gets_them(
+def test_given_up_extents_are_erased_before_their_next_use(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = make(client, fake, "a")
-    fake.lose_disk("data", 0)
-    client.delete(volume)
-    fake.lvm(*GIVE_UP, "data/pool-thin")
-    serving.again(service)
+    lose(client, fake, service)
     group = fake.lvm2.groups["data"]
     assert "carver.sweep=yes" in group.tags
     reduce(fake)
@@ -133,14 +142,10 @@ def test_the_extents_of_what_was_given_up_are_overwritten_before_anyone_gets_the
     client.create("b", 8 * EXTENT, block())
 
 
-def test_a_restart_goes_on_with_what_is_to_be_overwritten(
+def test_a_restart_goes_on_with_the_erase_of_free_extents(
     client: Client, service: Service, fake: FakeHost, config: Config
 ) -> None:
-    volume = make(client, fake, "a")
-    fake.lose_disk("data", 0)
-    client.delete(volume)
-    fake.lvm(*GIVE_UP, "data/pool-thin")
-    serving.again(service)
+    lose(client, fake, service)
     service.stop()
     reduce(fake)
     following = serving.start(config, fake)
@@ -150,15 +155,14 @@ def test_a_restart_goes_on_with_what_is_to_be_overwritten(
     following.stop()
 
 
-def test_a_snapshot_is_deleted_while_a_disk_is_missing_and_overwritten_later(
+def test_a_snapshot_deleted_while_a_disk_is_missing_is_erased_later(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = make(client, fake, "a", "plain")
-    snapshot = client.snapshot("1", volume)
+    volume, snapshot = snapshot_of(client, fake)
     fake.lose_disk("data", 2)
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     assert client.snapshots() == []
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     assert names(fake) == {"vol-a", "snap-1"}
     fake.bring_disk("data", 2)
     serving.again(service)
@@ -168,15 +172,14 @@ def test_a_snapshot_is_deleted_while_a_disk_is_missing_and_overwritten_later(
     assert names(fake) == set()
 
 
-def test_a_volume_with_a_deleted_snapshot_is_overwritten_after_it(
+def test_a_volume_is_erased_after_its_deleted_snapshot(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = make(client, fake, "a", "plain")
-    snapshot = client.snapshot("1", volume)
+    volume, snapshot = snapshot_of(client, fake)
     fake.lose_disk("data", 0)
     with expect.code("FAILED_PRECONDITION", "snap-1"):
         client.delete(volume)
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     client.delete(volume)
     assert names(fake) == {"vol-a", "snap-1"}
     fake.bring_disk("data", 0)
@@ -185,13 +188,12 @@ def test_a_volume_with_a_deleted_snapshot_is_overwritten_after_it(
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_a_volume_with_one_is_deleted_on_record_also_when_nothing_is_overwritten_any_more(
+def test_a_volume_with_a_deleted_snapshot_is_deleted_also_without_erase(
     client: Client, service: Service, fake: FakeHost, config: Config
 ) -> None:
-    volume = make(client, fake, "a", "plain")
-    snapshot = client.snapshot("1", volume)
+    volume, snapshot = snapshot_of(client, fake)
     fake.lose_disk("data", 2)
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     service.stop()
     other = replace(config, wipe="none", endpoint=config.endpoint.with_name("2.sock"))
     following = serving.start(other, fake, eraser=20)
@@ -204,7 +206,7 @@ def test_a_volume_with_one_is_deleted_on_record_also_when_nothing_is_overwritten
     assert names(fake) == set()
 
 
-def test_a_volume_that_is_there_is_never_taken_for_deleted(
+def test_a_volume_that_is_there_is_never_reported_as_deleted(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = make(client, fake, "a", "plain")
@@ -218,13 +220,12 @@ def test_a_volume_that_is_there_is_never_taken_for_deleted(
     assert names(fake) == {"vol-a"}
 
 
-def test_a_volume_that_is_given_up_goes_with_its_deleted_snapshots(
+def test_a_given_up_volume_goes_with_its_deleted_snapshots(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    volume = make(client, fake, "a", "plain")
-    snapshot = client.snapshot("1", volume)
+    volume, snapshot = snapshot_of(client, fake)
     fake.lose_disk("data", 0)
-    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete_snapshot(snapshot)
     client.delete(volume)
     fake.lvm(*GIVE_UP, "data/vol-a")
     serving.again(service)
@@ -235,7 +236,7 @@ def test_a_volume_that_is_given_up_goes_with_its_deleted_snapshots(
     assert fake.lvm2.groups["data"].tags == set()
 
 
-def test_a_disk_whose_pool_was_given_up_is_replaced(
+def test_a_disk_with_a_given_up_pool_can_be_replaced(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = make(client, fake, "a")
@@ -283,7 +284,7 @@ class Trial:
                 self.host.lvm("vgreduce", "--removemissing", "--", self.group.name)
 
 
-def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_step_all_is_erased(tmp_path: Path) -> None:
     whole, counting = Trial(tmp_path / "whole"), Switch()
     whole.run(counting)
     whole.machine.stop()
