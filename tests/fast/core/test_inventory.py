@@ -60,16 +60,6 @@ def test_groups_that_hang_are_waited_for_together(
         assert set(read.result(20).groups) == {*SICK, "sound"}
 
 
-def test_a_group_that_hangs_has_its_cached_state(
-    node: tuple[Inventory, Hanging], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 0.05)
-    known, hanging = node
-    for _ in range(20):
-        assert set(known.state("sound").groups) == {*SICK, "sound"}
-    hanging.over.set()
-
-
 def test_tags_are_read_once_for_each_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

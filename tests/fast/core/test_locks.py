@@ -18,6 +18,7 @@ from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from mount import command
 from mount.command import Result
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 # As good as for ever: what is waited for comes, or the test has failed.
@@ -177,33 +178,29 @@ def test_unstaging_waits_for_staging(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.parametrize("capability", [mounted("ext4"), block()], ids=["mounted", "block"])
 def test_deleting_waits_for_the_last_unmount(
-    client: Client, fake: FakeHost, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
+    client: Client,
+    fake: FakeHost,
+    patient: Service,
+    tmp_path: Path,
+    pool: ThreadPoolExecutor,
+    capability: csi.VolumeCapability,
 ) -> None:
     staging, target = tmp_path / "staging", tmp_path / "target"
-    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
-    client.stage(volume, staging, mounted("ext4"))
-    client.publish(volume, staging, target, mounted("ext4"))
+    volume = client.create("pvc-1", 64 * MIB, capability)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability)
     fake.commands.clear()
     deletes = pool.submit(client.delete, volume.volume_id)
     waiting(patient.context.locks, 1)
-    client.unpublish(volume.volume_id, target)
-    assert not deletes.done()
-    assert fake.commands == []
-    client.unstage(volume.volume_id, staging)
-    deletes.result(LONG)
-    assert client.volumes() == []
-
-
-def test_deleting_waits_for_a_raw_block_volume_to_be_unpublished(
-    client: Client, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
-) -> None:
-    volume = client.create("pvc-1", 64 * MIB, block())
-    client.stage(volume, tmp_path / "staging", block())
-    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
-    deletes = pool.submit(client.delete, volume.volume_id)
-    waiting(patient.context.locks, 1)
-    client.unpublish(volume.volume_id, tmp_path / "target")
+    if capability.HasField("mount"):
+        client.unpublish(volume.volume_id, target)
+        assert not deletes.done()
+        assert fake.commands == []
+        client.unstage(volume.volume_id, staging)
+    else:
+        client.unpublish(volume.volume_id, target)
     deletes.result(LONG)
     assert client.volumes() == []
 

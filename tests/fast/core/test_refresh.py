@@ -1,9 +1,10 @@
-"""The report that those who watch glimpse at is read anew when a disk changed, or with time."""
+"""The cached state is refreshed when a disk changed, and with time."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import expect
 import pytest
 import pyudev
 from fakes.host import FakeHost
-from fakes.known import inventory
 
 from agent.core.inventory import Inventory
 from agent.core.volume_groups import VolumeGroups
@@ -24,7 +24,7 @@ from mount.command import Result
 
 
 class Events:
-    """What udev tells, one answer for each wait; then it is over."""
+    """udev's events, one answer for each wait; then it is over."""
 
     def __init__(self, *answers: set[DiskEvent] | Exception) -> None:
         self.answers = list(answers)
@@ -43,7 +43,7 @@ class Events:
 
 
 class Known(Inventory):
-    """Counts what the thread asks of it."""
+    """Counts the calls of the background threads."""
 
     def __init__(self, fake: FakeHost) -> None:
         super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, []), fake.devices)
@@ -78,36 +78,20 @@ def run(watch: Watch, until: threading.Event, then: Callable[[], object]) -> Non
         assert not task.is_alive
 
 
-def test_a_disk_that_changed_makes_the_report_old(known: Known) -> None:
+def test_a_changed_disk_outdates_the_state(known: Known) -> None:
     events: Any = Events({DiskEvent()}, set(), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
     assert known.outdated == [None, "/dev/sdb"]
     assert set(known.renewed) == {60.0}
 
 
-def test_without_udev_the_clock_alone_tells(known: Known) -> None:
+def test_without_udev_the_state_is_refreshed_with_time(known: Known) -> None:
     run(Watch(known, lambda: None), known.turned, lambda: None)
     assert known.outdated == []
     assert set(known.renewed) == {60.0}
 
 
-def test_a_group_that_is_not_there_is_told_once_and_once_that_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake = FakeHost(tmp_path)
-    fake.lvm2.add_group("data")
-    known = inventory(fake.lvm2, "data", "other")
-    for _ in range(3):
-        known.state()
-    assert caplog.text.count("volume group other is not on this node") == 1
-    assert "data" not in caplog.text
-    fake.lvm2.add_group("other")
-    for _ in range(3):
-        known.state()
-    assert caplog.text.count("volume group other is on this node again") == 1
-
-
-def test_a_look_that_fails_is_logged_and_tried_again(
+def test_a_failed_refresh_is_logged_once_and_retried(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
@@ -116,20 +100,20 @@ def test_a_look_that_fails_is_logged_and_tried_again(
     turns: list[None] = []
     watch = Watch(known, lambda: events, lambda: turns.append(None))
     watch.start()
-    # What else is to be done is done all the same.
+    # The other task goes on.
     expect.soon(lambda: len(known.renewed) >= 3 and len(turns) >= 3)
     watch.stop()
     events.go_on.set()
     assert len([one for one in caplog.messages if "LVM is not watched" in one]) == 1
 
 
-def test_whatever_udev_s_library_raises_the_clock_goes_on(
+def test_errors_of_udev_s_library_do_not_stop_the_refresh(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
     events: Any = Events(ValueError("an odd device"), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
-    assert known.outdated == [None, "/dev/sdb"], "what it told before may be lost"
+    assert known.outdated == [None, "/dev/sdb"], "earlier events may be lost"
     assert "an odd device" in caplog.text
 
     def fail() -> DiskEvents | None:
@@ -139,9 +123,22 @@ def test_whatever_udev_s_library_raises_the_clock_goes_on(
     run(Watch(known, fail), known.turned, lambda: None)
 
 
+@dataclass
+class Sick:
+    """Two groups that were read a minute ago; commands on one are passed to `answer`."""
+
+    fake: FakeHost
+    known: Inventory
+    answer: Callable[[], Result | None]
+    asked: int = 0
+
+    def refresh(self) -> list[Future[Group | None]]:
+        self.known.keep_fresh()
+        return self.known.refresh(60.0)
+
+
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[FakeHost, VolumeGroups, Inventory]]:
-    """Two groups, looked at a minute ago, of which somebody glimpses."""
+def two(tmp_path: Path) -> Iterator[Sick]:
     fake = FakeHost(tmp_path)
     fake.lvm2.add_group("sick")
     fake.lvm2.add_group("sound")
@@ -153,45 +150,32 @@ def two(tmp_path: Path) -> Iterator[tuple[FakeHost, VolumeGroups, Inventory]]:
         one.tried_seconds -= 61
         fake.lvm2.groups[one.name].seqno += 1
     fake.commands.clear()
-    yield fake, volume_groups, known
+    made = Sick(fake, known, lambda: None)
+    [disk] = volume_groups.lvm("sick").devices
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if disk not in " ".join(words):
+            return None
+        made.asked += 1
+        return made.answer()
+
+    fake.intercept = intercept
+    yield made
     volume_groups.stop()
 
 
-def test_a_group_that_fails_at_once_is_asked_once_a_minute_as_one_that_answers(
-    two: tuple[FakeHost, VolumeGroups, Inventory],
-) -> None:
-    fake, volume_groups, known = two
-    asked: list[Sequence[str]] = []
-    [sick] = volume_groups.lvm("sick").devices
-
-    def refuse(words: Sequence[str]) -> Result | None:
-        if sick not in " ".join(words):
-            return None
-        asked.append(words)
-        return Result(5, "", "  Cannot process volume group sick")
-
-    fake.intercept = refuse
+def test_a_group_that_fails_is_read_once_a_minute_too(two: Sick) -> None:
+    two.answer = lambda: Result(5, "", "  Cannot process volume group sick")
     for _ in range(30):
-        known.keep_fresh()
-        wait(known.refresh(60.0), 20)
-    assert len(asked) == 1
-    assert len(fake.commands) == 1
+        wait(two.refresh(), 20)
+    assert two.asked == 1
+    assert len(two.fake.commands) == 1
 
 
-def test_while_a_group_hangs_the_other_is_looked_at_and_nothing_waits(
-    two: tuple[FakeHost, VolumeGroups, Inventory],
-) -> None:
-    fake, volume_groups, known = two
+def test_a_group_that_hangs_does_not_delay_the_other_s_refresh(two: Sick) -> None:
     over = threading.Event()
-    [sick] = volume_groups.lvm("sick").devices
-
-    def hang(words: Sequence[str]) -> None:
-        if sick in " ".join(words):
-            assert over.wait(20)
-
-    fake.intercept = hang
-    known.keep_fresh()
-    hanging, other = known.refresh(60.0)
+    two.answer = lambda: None if over.wait(20) else pytest.fail("it hung to the end")
+    hanging, other = two.refresh()
     other.result(20)
     assert not hanging.done()
     over.set()
@@ -211,7 +195,7 @@ class Changed(dict[str, str]):
 
 
 class Monitor:
-    """pyudev's, with the devices that it will tell of."""
+    """pyudev's, with the devices of its events."""
 
     def __init__(self, *devices: Changed | OSError | None) -> None:
         self.devices = list(devices)
@@ -236,33 +220,37 @@ class Monitor:
         return None
 
 
-def listening(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *monitors: Monitor | OSError
-) -> DiskEvents:
-    """By the first of the monitors, then, if need be, by the next."""
-    left = list(monitors)
+Listen = Callable[..., DiskEvents]
 
-    def from_netlink(_context: object) -> Monitor:
-        monitor = left.pop(0)
-        if isinstance(monitor, OSError):
-            raise monitor
-        return monitor
 
-    (tmp_path / "control").write_bytes(b"")
-    monkeypatch.setattr(pyudev, "Context", lambda: "context")
-    monkeypatch.setattr(pyudev.Monitor, "from_netlink", from_netlink)
-    events = DiskEvents.open(tmp_path / "control")
-    assert events is not None
-    return events
+@pytest.fixture
+def listen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Listen:
+    """Events by the first of the monitors given, and by the next where that fails."""
+
+    def by(*monitors: Monitor | OSError) -> DiskEvents:
+        left = list(monitors)
+
+        def from_netlink(_context: object) -> Monitor:
+            monitor = left.pop(0)
+            if isinstance(monitor, OSError):
+                raise monitor
+            return monitor
+
+        (tmp_path / "control").write_bytes(b"")
+        monkeypatch.setattr(pyudev, "Context", lambda: "context")
+        monkeypatch.setattr(pyudev.Monitor, "from_netlink", from_netlink)
+        events = DiskEvents.open(tmp_path / "control")
+        assert events is not None
+        return events
+
+    return by
 
 
 def lost() -> OSError:
     return OSError(105, "No buffer space available")
 
 
-def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_events_of_logical_volumes_do_not_count(listen: Listen) -> None:
     monitor = Monitor(
         Changed("add", "/dev/sdb"),
         None,
@@ -270,37 +258,33 @@ def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
         None,
         Changed("change", "/dev/dm-1", DM_UUID="CRYPT-abc"),
     )
-    events = listening(monkeypatch, tmp_path, monitor)
+    events = listen(monitor)
     assert monitor.started
     found = [events.wait(0.0) for _ in range(4)]
     assert found == [{DiskEvent()}, set(), {DiskEvent("/dev/dm-1")}, set()]
 
 
-def test_all_events_that_are_there_are_heard_at_once_and_each_of_them_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told = [Changed("change", f"/dev/sd{n % 3}") for n in range(300)]
-    events = listening(monkeypatch, tmp_path, Monitor(*told, Changed("remove", "/dev/sda")))
+def test_all_pending_events_are_read_at_once(listen: Listen) -> None:
+    sent = [Changed("change", f"/dev/sd{n % 3}") for n in range(300)]
+    events = listen(Monitor(*sent, Changed("remove", "/dev/sda")))
     every = {DiskEvent("/dev/sd0"), DiskEvent("/dev/sd1"), DiskEvent("/dev/sd2"), DiskEvent()}
     assert events.wait(0.0) == every
     assert events.wait(0.0) == set()
 
 
-def test_events_without_end_do_not_hold_who_waits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wait_ends_though_events_do_not(monkeypatch: pytest.MonkeyPatch, listen: Listen) -> None:
     monkeypatch.setattr(module, "_MOST_SECONDS", 0.05)
     monitor = Monitor()
     monkeypatch.setattr(monitor, "poll", lambda timeout: Changed("change", "/dev/sda"))
-    events = listening(monkeypatch, tmp_path, monitor)
+    events = listen(monitor)
     assert events.wait(0.0) == {DiskEvent("/dev/sda")}
 
 
-def test_after_more_events_than_the_socket_could_hold_others_are_heard_by_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_after_lost_events_another_socket_is_opened(
+    listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = Monitor(Changed("change", "/dev/sda"), lost()), Monitor(None)
-    events = listening(monkeypatch, tmp_path, first, second)
+    events = listen(first, second)
     assert events.wait(0.0) == {DiskEvent()}, "any disk may have changed"
     second.devices += [Changed("change", "/dev/sdb"), None]
     assert [events.wait(0.0) for _ in range(3)] == [set(), {DiskEvent("/dev/sdb")}, set()]
@@ -308,14 +292,14 @@ def test_after_more_events_than_the_socket_could_hold_others_are_heard_by_anothe
     assert caplog.text.count("are lost") == 1
 
 
-def test_where_nobody_can_listen_anew_it_is_tried_at_each_turn_and_costs_no_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_socket_that_cannot_be_opened_is_retried_at_each_turn(
+    monkeypatch: pytest.MonkeyPatch, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     none = OSError(24, "Too many open files")
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     last = Monitor(Changed("change", "/dev/sdb"))
-    events = listening(monkeypatch, tmp_path, Monitor(lost()), none, none, last)
+    events = listen(Monitor(lost()), none, none, last)
     assert [events.wait(2.0) for _ in range(4)] == [
         {DiskEvent()},
         set(),
@@ -326,11 +310,9 @@ def test_where_nobody_can_listen_anew_it_is_tried_at_each_turn_and_costs_no_time
     assert caplog.text.count("Too many open files") == 1
 
 
-def test_the_events_of_a_logical_volume_that_comes_and_goes_do_not_count_either(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # As udev told them of lvcreate and lvremove; then the node is another's.
-    told = [
+def test_events_of_a_created_and_removed_logical_volume_do_not_count(listen: Listen) -> None:
+    # As udev sent them of lvcreate and lvremove; then the node is another's.
+    sent = [
         Changed("add", "/dev/dm-6"),
         Changed("change", "/dev/dm-6", DM_UUID="LVM-abc"),
         Changed("remove", "/dev/dm-6", DM_UUID="LVM-abc"),
@@ -339,22 +321,19 @@ def test_the_events_of_a_logical_volume_that_comes_and_goes_do_not_count_either(
         Changed("change", "/dev/dm-6", DM_UUID="mpath-abc"),
         Changed("remove", "/dev/dm-6"),
     ]
-    one_by_one = [each for one in told for each in (one, None)]
-    events = listening(monkeypatch, tmp_path, Monitor(*one_by_one))
-    found: list[object] = [events.wait(0.0) for _ in told]
+    one_by_one = [each for one in sent for each in (one, None)]
+    events = listen(Monitor(*one_by_one))
+    found: list[object] = [events.wait(0.0) for _ in sent]
     assert found == [set()] * 5 + [{DiskEvent("/dev/dm-6")}, {DiskEvent()}]
 
 
-def test_where_udev_does_not_run_there_are_no_events(tmp_path: Path) -> None:
-    assert DiskEvents.open(tmp_path / "control") is None
-
-
-def test_without_its_library_there_are_no_events(
+def test_without_udev_or_its_library_there_are_no_events(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing() -> None:
         raise ImportError("No library named udev")
 
+    assert DiskEvents.open(tmp_path / "control") is None
     (tmp_path / "control").write_bytes(b"")
     monkeypatch.setattr(pyudev, "Context", missing)
     assert DiskEvents.open(tmp_path / "control") is None

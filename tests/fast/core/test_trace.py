@@ -108,35 +108,17 @@ def test_waits_for_the_volume_and_the_group_are_steps() -> None:
     assert not again.steps
 
 
-def test_a_call_is_kept_with_its_steps_and_logged_with_them_on_debug(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # A fake's programs take no time.
     monkeypatch.setattr(trace, "_SHORTEST_SECONDS", 0.0)
     fake = FakeHost(tmp_path)
-    group = fake.new_group(100)
-    config = configured.carver(tmp_path, group)
-    caplog.set_level(logging.DEBUG, "carver.calls")
-    service = serving.start(config, fake)
-    try:
-        with Client(config.endpoint) as client:
-            client.create("a", 32 << 20, mounted())
-    finally:
-        service.stop()
-    [created] = [one for one in service.traces.slowest(9) if one.method == "CreateVolume"]
-    assert created.code == "OK"
-    assert (PROGRAM, "lvm lvcreate") in steps(created)
-    assert created.seconds >= sum(one.seconds for one in created.steps)
-    lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
-    assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
-
-
-def test_carver_trace_shows_each_step_of_the_slowest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(trace, "_SHORTEST_SECONDS", 0.0)
-    fake = FakeHost(tmp_path)
     config = configured.carver(tmp_path, fake.new_group(100))
+    caplog.set_level(logging.DEBUG, "carver.calls")
     service = serving.start(config, fake)
     try:
         with Client(config.endpoint) as client:
@@ -150,6 +132,12 @@ def test_carver_trace_shows_each_step_of_the_slowest(
                 client.slowest_calls(0)
     finally:
         service.stop()
+    [created] = [one for one in service.traces.slowest(9) if one.method == "CreateVolume"]
+    assert created.code == "OK"
+    assert (PROGRAM, "lvm lvcreate") in steps(created)
+    assert created.seconds >= sum(one.seconds for one in created.steps)
+    lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
+    assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
     assert " CreateVolume " in text
     assert ": program lvm lvcreate " in text
     assert slowest["steps"]

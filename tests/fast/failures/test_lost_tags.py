@@ -1,4 +1,4 @@
-"""Tags that someone took away or wrote over, and names that are not Carver's: nothing breaks."""
+"""Lost or overwritten tags, and volumes of others with Carver's names: nothing breaks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def start(config: Config, fake: FakeHost) -> Service:
-    """Beside the one that made what it finds."""
+    """A second process, on what the first one made."""
     return serving.start(replace(config, endpoint=config.endpoint.with_name("2.sock")), fake)
 
 
@@ -54,7 +54,7 @@ def made(client: Client, service: Service, fake: FakeHost) -> dict[str, set[str]
     return {one.name: set(one.tags) for one in found}
 
 
-def test_a_tag_that_is_lost_or_written_over_breaks_no_list_and_no_start(
+def test_a_lost_or_overwritten_tag_breaks_no_list_and_no_start(
     client: Client, made: dict[str, set[str]], config: Config, fake: FakeHost
 ) -> None:
     volumes = fake.lvm2.groups["data"].volumes
@@ -64,7 +64,7 @@ def test_a_tag_that_is_lost_or_written_over_breaks_no_list_and_no_start(
             key = tag.partition("=")[0]
             for others in (own - {tag}, own - {tag} | {f"{key}=&ff&zz"}):
                 if not name.startswith("pool") and key in ("carver.name", "carver.state"):
-                    continue  # then it is nobody's, or being wiped, as the tag says
+                    continue  # then it is not Carver's, or is being erased
                 volumes[name].tags = set(others)
                 client.volumes()
                 client.snapshots()
@@ -75,7 +75,7 @@ def test_a_tag_that_is_lost_or_written_over_breaks_no_list_and_no_start(
         volumes[name].tags = set(own)
 
 
-def test_what_a_killed_process_had_no_time_to_write_is_written_by_the_next_call(
+def test_a_tag_that_a_killed_process_did_not_write_is_written_by_the_next_call(
     client: Client, config: Config, fake: FakeHost, tmp_path: Path
 ) -> None:
     staging = tmp_path / "staging"
@@ -90,7 +90,7 @@ def test_what_a_killed_process_had_no_time_to_write_is_written_by_the_next_call(
     assert "carver.formatted=ext4" in fake.lvm2.groups["data"].volumes["vol-1"].tags
 
 
-def test_a_snapshot_whose_size_was_lost_is_as_large_as_its_origin(
+def test_a_snapshot_without_its_size_is_as_large_as_its_origin(
     client: Client, made: dict[str, set[str]], fake: FakeHost
 ) -> None:
     snapshot = fake.lvm2.groups["data"].volumes["snap-1"]
@@ -99,7 +99,7 @@ def test_a_snapshot_whose_size_was_lost_is_as_large_as_its_origin(
     assert client.snapshots() == before
 
 
-def test_a_pool_of_someone_else_is_not_made_use_of_and_not_overwritten(
+def test_a_pool_that_is_not_carver_s_is_not_used_and_not_erased(
     client: Client, service: Service, fake: FakeHost, config: Config
 ) -> None:
     group = fake.lvm2.groups["data"]
@@ -118,26 +118,27 @@ def test_a_pool_of_someone_else_is_not_made_use_of_and_not_overwritten(
     assert pool.media.read(0, len(OWN)) == OWN
 
 
-def test_a_volume_that_is_called_as_a_pool_is_not_taken_for_one(
-    client: Client, fake: FakeHost
-) -> None:
-    # All of a pool's tags but one: with that it would be what lvm2 leaves that dies over a pool.
-    tags = ("--addtag", "carver.class=thin", "--addtag", "carver.chunk=65536")
+def create_by_hand(fake: FakeHost, name: str, size_bytes: int, *tags: str) -> None:
     fake.lvm(
         *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
-        *("--type", "linear", *tags, "--size", f"{EXTENT}b", "--name", "pool-thin", "--", "data"),
+        *("--type", "linear", *tags, "--size", f"{size_bytes}b", "--name", name, "--", "data"),
     )
+
+
+def test_a_volume_with_the_name_of_a_pool_is_not_used_as_one(
+    client: Client, fake: FakeHost
+) -> None:
+    # All of a pool's tags but one: with that it would be what a killed lvm2 leaves of a pool.
+    tags = ("--addtag", "carver.class=thin", "--addtag", "carver.chunk=65536")
+    create_by_hand(fake, "pool-thin", EXTENT, *tags)
     with expect.code("RESOURCE_EXHAUSTED", "data/pool-thin"):
         client.create("2", EXTENT, block(), parameters=THIN)
 
 
-def test_a_volume_that_is_called_as_what_overwrites_a_pool_is_not_overwritten(
+def test_a_volume_with_the_name_of_the_one_that_erases_a_pool_is_not_erased(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
-    fake.lvm(
-        *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
-        *("--type", "linear", "--size", f"{SIZE}b", "--name", "wipe-thin", "--", "data"),
-    )
+    create_by_hand(fake, "wipe-thin", SIZE)
     group = fake.lvm2.groups["data"]
     group.volumes["wipe-thin"].media.write(0, OWN)
     client.delete(client.create("1", EXTENT, block(), parameters=THIN).volume_id)

@@ -1,4 +1,4 @@
-"""While a disk of a group is missing lvm2 makes and extends nothing there: told as want of room."""
+"""While a disk of a group is missing, lvm2 creates and extends nothing: there is no room."""
 
 from pathlib import Path
 

@@ -1,13 +1,15 @@
-"""What was deleted stays so when the power fails right after: no free extent has it again."""
+"""Deleted data stay erased when the power fails right after."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import configured
 import pytest
 import serving
 from fakes.host import FakeHost
+from fakes.lvm import FakeVolume
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -90,86 +92,97 @@ def test_no_sector_of_a_deleted_snapshot_comes_back(
 
 
 DIRTY = {
-    "cache": DeviceClass("plain", "data", default=True, cache=Cache(mode="writeback")),
-    "writecache": DeviceClass(
-        "plain", "data", default=True, cache=Cache("writecache", "writeback")
-    ),
+    kind: DeviceClass("plain", "data", default=True, cache=Cache(kind, "writeback"))
+    for kind in ("cache", "writecache")
 }
 
 
-@pytest.mark.parametrize("kind", DIRTY)
-def test_a_dirty_cache_is_written_back_before_it_is_parted_and_nobody_waits_for_that(
-    tmp_path: Path, fake: FakeHost, kind: str
-) -> None:
-    config = configured.carver(tmp_path, kubelet_dir=("/",), classes=(DIRTY[kind],))
-    running = serving.start(config, fake, eraser=0)
-    running.eraser.look_seconds, running.eraser.write_back_seconds = 0.01, 60
-    with Client(config.endpoint) as client:
-        volume = client.create("pvc-1", SIZE, block())
-        write(fake, "vol-pvc-1")
-        held = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
-        held.dirty_blocks = 1_000_000
-        client.delete(volume.volume_id)
-        while held.dirty_blocks == 1_000_000:
-            pass
-        client.create("pvc-2", SIZE, block())
-        assert held.cache, "it is still written back"
-        held.dirty_blocks = 1
-        wait([one.ended for one in list(running.eraser.jobs._jobs.values())], 20)
-        assert set(fake.lvm2.groups["data"].volumes) == {"vol-pvc-2"}
-        assert MARKER not in fake.freed_bytes("data")
-    running.stop()
+@dataclass
+class Dirty:
+    """A service with a class of dirty caches, and one without a cache."""
+
+    service: Service
+    client: Client
+    fake: FakeHost
+
+    def create(self, name: str, dirty_blocks: int) -> FakeVolume:
+        """A volume with data, so many blocks of which are only in the cache."""
+        self.client.create(name, SIZE, block())
+        write(self.fake, f"vol-{name}")
+        made = self.fake.lvm2.groups["data"].volumes[f"vol-{name}"]
+        made.dirty_blocks = dirty_blocks
+        return made
+
+    def delete(self, *names: str) -> None:
+        for one in self.client.volumes():
+            if one.volume_id.rpartition("vol-")[2] in names:
+                self.client.delete(one.volume_id)
 
 
-@pytest.mark.parametrize("kind", DIRTY)
-def test_caches_that_are_never_written_back_keep_no_other_volume_from_being_wiped(
-    tmp_path: Path, fake: FakeHost, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    classes = (DIRTY[kind], DeviceClass("linear", "data"))
+@pytest.fixture(params=DIRTY)
+def dirty(tmp_path: Path, fake: FakeHost, request: pytest.FixtureRequest) -> Iterator[Dirty]:
+    classes = (DIRTY[request.param], DeviceClass("linear", "data"))
     config = configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
     running = serving.start(config, fake, eraser=0)
-    running.eraser.look_seconds = running.eraser.write_back_seconds = 0.01
+    running.eraser.look_seconds = 0.01
     with Client(config.endpoint) as client:
-        stuck = [client.create(f"pvc-{number}", SIZE, block()) for number in range(3)]
-        other = client.create("other", SIZE, block(), parameters={"class": "linear"})
-        volumes = fake.lvm2.groups["data"].volumes
-        held = [volumes[f"vol-pvc-{number}"] for number in range(3)]
-        for one in held:
-            one.dirty_blocks = 10**9
-        for made in (*stuck, other):
-            client.delete(made.volume_id)
-        for _ in range(3):
-            jobs = running.eraser.jobs
-            _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
-            assert not waiting
-            jobs._retry_now(*jobs._jobs.values())
-        assert "vol-other" not in volumes
-        told = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]
-        assert len(told) == len(stuck), "once for each, not each minute"
-        for one in held:
-            one.dirty_blocks = 0
-        serving.again(running)
-        assert volumes == {}
+        yield Dirty(running, client, fake)
     running.stop()
 
 
-def test_where_lvm2_knows_no_cleaner_a_cache_is_written_back_while_it_is_parted(
-    tmp_path: Path, fake: FakeHost
+def test_a_dirty_cache_is_written_back_in_the_background_before_it_is_detached(
+    dirty: Dirty, fake: FakeHost
 ) -> None:
-    config = configured.carver(tmp_path, kubelet_dir=("/",), classes=(DIRTY["cache"],))
-    running = serving.start(config, fake, eraser=20)
-    with Client(config.endpoint) as client:
-        volume = client.create("pvc-1", SIZE, block())
-        held = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
-        held.dirty_blocks = 1
+    dirty.service.eraser.write_back_seconds = 60
+    held = dirty.create("pvc-1", 1_000_000)
+    dirty.delete("pvc-1")
+    while held.dirty_blocks == 1_000_000:
+        pass
+    dirty.create("pvc-2", 0)
+    assert held.cache, "it is still written back"
+    held.dirty_blocks = 1
+    wait([one.ended for one in list(dirty.service.eraser.jobs._jobs.values())], 20)
+    assert set(fake.lvm2.groups["data"].volumes) == {"vol-pvc-2"}
+    assert MARKER not in fake.freed_bytes("data")
 
-        def refuse(words: Sequence[str]) -> Result | None:
-            if "--cachepolicy" not in words:
-                return None
-            held.dirty_blocks = 0
-            return Result(3, "", "  unrecognised\n")
 
-        fake.intercept = refuse
-        client.delete(volume.volume_id)
+def test_caches_that_are_never_written_back_delay_no_other_volume_s_erase(
+    dirty: Dirty, fake: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    dirty.service.eraser.write_back_seconds = 0.01
+    names = [f"pvc-{number}" for number in range(3)]
+    held = [dirty.create(one, 10**9) for one in names]
+    dirty.client.create("other", SIZE, block(), parameters={"class": "linear"})
+    dirty.delete(*names)
+    dirty.delete("other")
+    for _ in range(3):
+        jobs = dirty.service.eraser.jobs
+        _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
+        assert not waiting
+        jobs._retry_now(*jobs._jobs.values())
+    volumes = fake.lvm2.groups["data"].volumes
+    assert "vol-other" not in volumes
+    logged = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]
+    assert len(logged) == len(names), "once for each, not each minute"
+    for one in held:
+        one.dirty_blocks = 0
+    serving.again(dirty.service)
+    assert volumes == {}
+
+
+@pytest.mark.parametrize("dirty", ["cache"], indirect=True)
+def test_without_a_cleaner_a_cache_is_written_back_while_it_is_detached(
+    dirty: Dirty, fake: FakeHost
+) -> None:
+    dirty.service.eraser.grace_seconds = 20
+    held = dirty.create("pvc-1", 1)
+
+    def refuse(words: Sequence[str]) -> Result | None:
+        if "--cachepolicy" not in words:
+            return None
+        held.dirty_blocks = 0
+        return Result(3, "", "  unrecognised\n")
+
+    fake.intercept = refuse
+    dirty.delete("pvc-1")
     assert fake.lvm2.groups["data"].volumes == {}
-    running.stop()
