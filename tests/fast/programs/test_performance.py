@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
-from xml.etree import ElementTree
 
 import configured
 import nodes
@@ -301,29 +300,6 @@ def test_the_page_and_its_picture_are_of_what_was_recorded_last() -> None:
     page = run.PAGE.read_text()
     assert tables.recorded(page, runs) == page
     assert plot.svg(runs) == run.PICTURE.read_text()
-
-
-# The picture
-
-
-def test_the_picture_is_well_formed_and_shows_missed_targets_in_red(measured: Run) -> None:
-    drawn = ElementTree.fromstring(plot.svg([measured, measured]))  # noqa: S314
-
-    circles = [one for one in drawn.iter() if one.tag.endswith("circle")]
-    fills = [one.get("fill") for one in circles]
-    texts = [one.text for one in drawn.iter() if one.tag.endswith("text")]
-    kept, missed = (plot.colour(one) for one in measured.rows[:2])
-    assert kept != missed
-    # The first is the legend's.
-    assert fills[1:] == [kept, missed]
-    assert "0.50 / 0.50" in texts
-    assert f"{rows.CREATE} : {rows.LVCREATE}" in texts
-
-
-def test_the_scale_is_logarithmic_and_ends_at_its_edges() -> None:
-    assert plot.place(0.2) - plot.place(0.1) == pytest.approx(plot.place(2) - plot.place(1))
-    assert plot.place(0) == plot.place(0.001)
-    assert plot.place(99) == plot.place(10)
 
 
 # The service that is measured
