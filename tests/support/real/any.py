@@ -3,6 +3,8 @@
 from fakes.host import FakeHost
 from real.host import RealHost
 
+from lvm import report
+
 AnyHost = FakeHost | RealHost
 
 
@@ -11,3 +13,18 @@ def device(host: AnyHost, group: str, name: str) -> str:
     found = host.devices.find(group, name)
     assert found is not None, name
     return found.path
+
+
+def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
+    """A logical volume, as lvm2 reports it now."""
+    return report.read(host.lvm).group(group).volume(name)
+
+
+def names(host: AnyHost, group: str) -> set[str]:
+    """The names of a group's logical volumes."""
+    return set(report.read(host.lvm).group(group).volumes)
+
+
+def lvm2_commands(host: AnyHost) -> list[str]:
+    """The lvm2 commands since `host.commands` was cleared."""
+    return [words[1] for words in host.commands if words[0] == "lvm"]
