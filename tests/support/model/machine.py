@@ -108,10 +108,7 @@ class Machine:
         self.service.stop()
 
     def restart(self, switch: Switch | None = None) -> None:
-        """End the process in good order and start another.
-
-        Where that is to be killed, nobody waits long for work that died with it.
-        """
+        """End the process in good order and start another; one to be killed waits briefly."""
         self.stop()
         if switch is not None:
             self.grace_seconds = 30 if switch.stop_at < 0 else 0.2
@@ -335,7 +332,7 @@ class Machine:
         """What is seen of Carver on the machine, by its own means and not by asking Carver."""
         kernel, group = self.host.kernel, self._settled()
         names, places, loops, mappings = {}, [], [], []
-        # A pool is nobody's volume; what is free in it is what it has not promised.
+        # A pool is no volume; its free bytes are those that it has not promised.
         volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
         for logical in volumes:
             name = tags.decode(logical.tags).get("name", f"?{logical.name}")

@@ -1,7 +1,7 @@
-"""What happens to lvm2's shell while a service has it open, at a command of the test's choosing.
+"""Failures of lvm2's shell while a service has it open, at a command that the test chooses.
 
-Each mishap carries out one exchange: it says the line, or does not, and has the session see what it
-would see. A stopped shell's time is over at once: nobody has to wait for that.
+Each mishap makes one exchange: it sends the line, or not, and lets the session see the result. The
+time of a stopped shell is over at once, so that tests need not wait.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from model.spoken import Spoken
+from model.stopping import Spoken
 
 from lvm import session
 from mount.command import Conversation, ConversationOver, Result
@@ -153,7 +153,7 @@ class Shells:
 
     @property
     def was_looked_first(self) -> bool:
-        """Whether nothing more was done to what a change was about of which nobody knew, unseen."""
+        """Whether a report came before the next change of an object whose change was uncertain."""
         assert self.happened_at is not None
         at, *later = self.log[self.happened_at :]
         blindly = itertools.takewhile(lambda one: not _is_look(one), later)
@@ -163,7 +163,7 @@ class Shells:
 
     @property
     def changes(self) -> list[str]:
-        """What was told lvm2 that changes something."""
+        """The commands that change something."""
         return [one for one in self.log if _changes(one)]
 
 

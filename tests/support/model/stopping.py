@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
-from model.spoken import Spoken
-
 from lvm.devices import Devices
 from mount.command import Conversation, Converse, Result, Runner, Stream
 from mount.errors import CommandTimedOut
@@ -46,6 +44,19 @@ def _named(words: Sequence[str]) -> str:
     """What a step is called, by its program."""
     said = words[2:] if words[0] == "env" else words
     return " ".join(said[:2]) if said[0] in ("lvm", "cryptsetup") else said[0]
+
+
+class Spoken:
+    """The seam `mount.command.Conversation`; `say` sends each line and returns the answer."""
+
+    def __init__(self, one: Conversation, say: Callable[[str, float | None], str]) -> None:
+        self._one, self._say = one, say
+        self.is_waiting, self.end = one.is_waiting, one.end
+
+    def exchange(self, line: str | None, seconds: float | None) -> str:
+        if line is None:
+            return self._one.exchange(None, seconds)
+        return self._say(line, seconds)
 
 
 class Killed(BaseException):
@@ -102,11 +113,11 @@ class Switch:
         ) -> Conversation:
             begun = converse(*words, prompt=prompt, environment=environment, report=report)
 
-            def tell(line: str, seconds: float | None) -> str:
+            def say(line: str, seconds: float | None) -> str:
                 name = f"lvm {line.partition(' ')[0]}"
                 return self._step(name, lambda: begun.exchange(line, seconds))
 
-            return Spoken(begun, tell)
+            return Spoken(begun, say)
 
         return start
 
