@@ -1,4 +1,4 @@
-"""Disks that are found and read side by side: one that does not answer holds up no other."""
+"""Disks are found and read side by side: one that does not answer delays no other."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Eve
         event.set()
 
 
-def test_a_scan_tells_of_all_devices_but_blank_ones(machine: Machine) -> None:
+def test_a_scan_has_all_devices_but_blank_ones(machine: Machine) -> None:
     data = machine.add("sda", Image())
     damaged = machine.add("sdb", Image(uuid="?" * 32))
     gone = machine.add("sdc", None)
@@ -89,21 +89,10 @@ def test_a_scan_tells_of_all_devices_but_blank_ones(machine: Machine) -> None:
     }
 
 
-def test_of_the_disks_that_are_named_alone_no_other_is_looked_at(machine: Machine) -> None:
+def test_a_scan_of_named_disks_reads_no_other(machine: Machine) -> None:
     named, other = machine.add("sda", Image()), machine.add("sdb", None)
     Path(other).unlink()
     assert machine.disks.scan(only=[named]).keys() == {named}
-
-
-def test_a_named_disk_on_a_loop_device_is_known_by_what_that_is_over(machine: Machine) -> None:
-    for name in ("loop0", "loop1"):
-        machine.add(name, None)
-    crypt = machine.put("dm-0", Image())
-    machine.sysfs.add("dm-0", "253:0", on=("loop0",), dm__uuid="CRYPT-x")
-    machine.backings = {"loop0": 0}
-    assert isinstance(machine.disks.scan(only=[crypt])[crypt], PhysicalLabel)
-    machine.backings = {"loop1": 0}
-    assert machine.disks.scan(only=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
 
 
 def test_a_name_with_an_exclamation_mark_is_a_directory_s(machine: Machine) -> None:
@@ -113,7 +102,7 @@ def test_a_name_with_an_exclamation_mark_is_a_directory_s(machine: Machine) -> N
     }
 
 
-def test_loop_devices_are_asked_what_they_are_over(machine: Machine) -> None:
+def test_the_backing_of_each_loop_device_is_read(machine: Machine) -> None:
     machine.sysfs.add("sda", "8:9")
     machine.put("sda", None)
     paths = {name: machine.add(name, Image()) for name in ("loop0", "loop1", "loop2")}
@@ -122,9 +111,15 @@ def test_loop_devices_are_asked_what_they_are_over(machine: Machine) -> None:
     assert isinstance(found[paths["loop0"]], PhysicalLabel)
     assert found[paths["loop1"]] == Excluded(Why.SECOND_VIEW, "sda")
     assert found[paths["loop2"]] == Excluded(Why.UNKNOWN, "loop2")
+    # Also where only a device above it is named.
+    crypt = machine.put("dm-0", Image())
+    machine.sysfs.add("dm-0", "253:0", on=("loop0",), dm__uuid="CRYPT-x")
+    assert isinstance(machine.disks.scan(only=[crypt])[crypt], PhysicalLabel)
+    machine.backings = {"loop1": 0}
+    assert machine.disks.scan(only=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
 
 
-def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
+def test_a_disk_that_hangs_delays_neither_the_others_nor_the_next_scan(
     machine: Machine, hanging: dict[str, threading.Event]
 ) -> None:
     whole, stuck = machine.add("sda", Image()), machine.add("sdb", Image(uuid=UUIDS[1]))
@@ -145,7 +140,7 @@ def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
     assert isinstance(machine.disks.scan()[stuck], PhysicalLabel)
 
 
-def test_a_fingerprint_is_of_all_the_disks_or_none(machine: Machine) -> None:
+def test_a_fingerprint_needs_all_disks_and_metadata(machine: Machine) -> None:
     first = machine.add("sda", Image())
     second = machine.add("sdb", Image([], uuid=UUIDS[1]))
     both = machine.disks.fingerprint([first, second])
@@ -163,15 +158,11 @@ def test_a_fingerprint_is_of_all_the_disks_or_none(machine: Machine) -> None:
     assert machine.disks.fingerprint([first, second]) is None
     Path(first).unlink()
     assert machine.disks.fingerprint([first, second]) is None
-
-
-def test_disks_without_metadata_prove_nothing(machine: Machine) -> None:
-    empty = machine.add("sda", Image([]))
-    assert machine.disks.fingerprint([empty]) is None
+    assert machine.disks.fingerprint([machine.add("sdc", Image([]))]) is None
     assert machine.disks.fingerprint([]) is None
 
 
-def test_a_mistake_of_ours_is_not_taken_for_a_disk_s(
+def test_a_programming_error_is_not_taken_for_a_disk_s(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = machine.add("sda", Image())
@@ -180,7 +171,7 @@ def test_a_mistake_of_ours_is_not_taken_for_a_disk_s(
         machine.disks.fingerprint([path])
 
 
-def test_a_disk_is_told_from_another_that_has_its_name_later(machine: Machine) -> None:
+def test_each_attachment_of_a_disk_has_its_sequence_number(machine: Machine) -> None:
     disk, other, array = machine.add("sda", Image()), machine.add("sdb", None), "cciss/c0d0"
     (machine.sysfs.root / "class/block/sda/diskseq").write_text("7\n")
     machine.sysfs.add("cciss!c0d0", "104:0", diskseq="3")

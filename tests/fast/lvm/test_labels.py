@@ -47,7 +47,7 @@ def texts(directory: Path, image: Image) -> int:
     return len(mark.texts)
 
 
-def test_a_label_tells_of_the_disk_and_of_its_group(tmp_path: Path) -> None:
+def test_a_label_names_the_disk_and_its_group(tmp_path: Path) -> None:
     added = {"system_id": "node 1", "lock_type": "sanlock"}
     status = frozenset({"RESIZEABLE", "READ", "WRITE", "EXPORTED"})
     text = metadata(7, ', "EXPORTED"', **added)
@@ -66,7 +66,7 @@ def test_a_label_is_found_in_each_of_the_first_four_sectors(tmp_path: Path, sect
     assert look(tmp_path, Image(sector=sector)).uuid == DASHED[0]
 
 
-def test_a_label_behind_a_damaged_one_is_heeded(tmp_path: Path) -> None:
+def test_a_label_behind_a_damaged_one_counts(tmp_path: Path) -> None:
     image = Image(sector=2).bytes()
     image[512:520] = b"LABELONE"
     assert isinstance(labels.read(put(tmp_path, image)), PhysicalLabel)
@@ -86,54 +86,47 @@ def test_a_blank_disk_has_no_label(tmp_path: Path, size: int) -> None:
         (Image([Area()], extension=(2, 0)), False),
         (Image([], extension=(2, 1)), True),
         (Image([Area(text=metadata(), flags=1)]), True),
-        # Before there was a second version, nobody told.
+        # The flag is the second version's.
         (Image([], extension=(1, 1)), False),
     ],
     ids=["in no group", "no metadata area", "metadata ignored", "an old lvm2's"],
 )
-def test_a_disk_may_tell_of_itself_alone(tmp_path: Path, image: Image, is_used: bool) -> None:
+def test_a_disk_may_name_no_group(tmp_path: Path, image: Image, is_used: bool) -> None:
     label = look(tmp_path, image)
     assert (label.uuid, label.group, label.is_used) == (DASHED[0], None, is_used)
     assert texts(tmp_path, image) == 0
 
 
-def test_of_two_metadata_areas_the_newer_is_heeded_and_both_are_proof(tmp_path: Path) -> None:
-    for first, last in ((4, 5), (5, 4), (5, 5)):
-        areas = [Area(text=metadata(first)), Area(LAST, text=metadata(last))]
-        group = look(tmp_path, Image(areas)).group
-        assert group is not None
-        assert group.seqno == 5
-        assert texts(tmp_path, Image(areas)) == 2
-
-
-def test_an_area_is_found_where_the_label_says(tmp_path: Path) -> None:
-    # As on a machine with pages of 64 KiB; and where it begins within a block.
-    for start in (65536, 6656):
-        image = Image([Area(start, text=metadata(3))])
-        group = look(tmp_path, image).group
-        assert group is not None
-        assert group.seqno == 3
-        assert texts(tmp_path, image) == 1
-
-
-@pytest.mark.parametrize("before_the_end", [1, 511, 512, 700])
-def test_text_goes_on_behind_the_header_where_the_area_ends(
-    tmp_path: Path, before_the_end: int
+@pytest.mark.parametrize(
+    "areas",
+    [
+        *(
+            [Area(text=metadata(a)), Area(LAST, text=metadata(b))]
+            for a, b in ((8, 9), (9, 8), (9, 9))
+        ),
+        # As on a machine with pages of 64 KiB; and where it begins within a block.
+        *([Area(start, text=metadata(9))] for start in (65536, 6656)),
+        # Text that goes on behind the header, where the area ends.
+        *([Area(offset=AREA_BYTES - one, text=metadata(9))] for one in (1, 511, 512, 700)),
+    ],
+)
+def test_the_newest_text_of_all_areas_counts_and_each_is_in_the_mark(
+    tmp_path: Path, areas: list[Area]
 ) -> None:
-    area = Area(offset=AREA_BYTES - before_the_end, text=metadata(9))
-    label = look(tmp_path, Image([area]))
+    label = look(tmp_path, Image(areas))
     assert label.group is not None
     assert (label.group.seqno, label.damage) == (9, ())
+    assert texts(tmp_path, Image(areas)) == len(areas)
 
 
-def test_what_is_precommitted_is_neither_told_nor_proof(tmp_path: Path) -> None:
+def test_precommitted_text_is_ignored(tmp_path: Path) -> None:
     plain, begun = Image(), Image([Area(text=metadata(), precommitted=(4096, 900, 77))])
     assert look(tmp_path, begun) == look(tmp_path, plain)
     before = labels.mark(put(tmp_path, plain.bytes()))
     assert labels.mark(put(tmp_path, begun.bytes())) == before
 
 
-def test_each_commit_is_seen_in_the_mark_and_nothing_else(tmp_path: Path) -> None:
+def test_each_commit_changes_the_mark_and_nothing_else_does(tmp_path: Path) -> None:
     disk = put(tmp_path, Image().bytes())
     first = labels.mark(disk)
     assert first == labels.mark(disk)
@@ -161,7 +154,7 @@ def test_each_commit_is_seen_in_the_mark_and_nothing_else(tmp_path: Path) -> Non
         (Image([Area(4096 * number) for number in range(1, 28)]), "past its sector"),
     ],
 )
-def test_a_damaged_label_is_told(tmp_path: Path, image: Image, problem: str) -> None:
+def test_a_damaged_label_is_reported(tmp_path: Path, image: Image, problem: str) -> None:
     disk = put(tmp_path, image.bytes())
     found = labels.read(disk)
     assert isinstance(found, Damaged)
@@ -191,7 +184,7 @@ DAMAGES: dict[str, tuple[Area, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_of_one_area_is_told_beside_what_the_other_says(tmp_path: Path, damage: str) -> None:
+def test_damage_of_one_area_is_reported_beside_the_other_area(tmp_path: Path, damage: str) -> None:
     area, problem = DAMAGES[damage]
     alone = look(tmp_path, Image([area]))
     assert (alone.uuid, alone.group) == (DASHED[0], None)
@@ -220,7 +213,7 @@ def test_a_bit_that_turned_is_damage(tmp_path: Path, at: int, kind: type, has_ma
     assert (labels.mark(disk) is not None) == has_mark
 
 
-def test_an_area_past_the_disk_s_end_is_told_and_proves_nothing(tmp_path: Path) -> None:
+def test_an_area_past_the_disk_s_end_is_damage_without_a_mark(tmp_path: Path) -> None:
     image = Image([Area(), Area(LAST)]).bytes()
     disk = put(tmp_path, image[:LAST])
     found = labels.read(disk)
@@ -229,7 +222,7 @@ def test_an_area_past_the_disk_s_end_is_told_and_proves_nothing(tmp_path: Path) 
     assert labels.mark(disk) is None
 
 
-def test_what_lvm2_writes_meanwhile_is_looked_at_again(
+def test_a_text_that_changes_during_the_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torn = Image().bytes()
@@ -249,13 +242,13 @@ def test_what_lvm2_writes_meanwhile_is_looked_at_again(
     assert (found.group.seqno, found.damage) == (2, ())
 
 
-def test_what_cannot_be_opened_is_the_caller_s_to_tell(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     for function in (labels.read, labels.mark):
         with pytest.raises(FileNotFoundError):
             function(str(tmp_path / "none"))
 
 
-def test_a_disk_is_read_directly_where_its_file_system_can_and_closed_again(
+def test_a_disk_is_read_by_direct_io_where_possible_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = put(tmp_path, Image().bytes())

@@ -16,17 +16,11 @@ HOLDERS: Mapping[str, Callable[[int], list[set[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("images", [4, 6, 8])
-def test_a_raid10_loses_data_with_both_images_of_a_pair_and_with_nothing_less(images: int) -> None:
-    _with_copies("raid10", images)
-
-
-@pytest.mark.parametrize("images", [2, 3, 4])
-def test_a_raid1_loses_data_with_its_last_image(images: int) -> None:
-    _with_copies("raid1", images)
-
-
-def _with_copies(name: str, images: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "images"),
+    [*(("raid10", images) for images in (4, 6, 8)), *(("raid1", images) for images in (2, 3, 4))],
+)
+def test_data_are_lost_with_the_last_image_of_a_piece(name: str, images: int) -> None:
     for lost in product((False, True), repeat=images):
         left = {number for number, gone in enumerate(lost) if not gone}
         is_whole = all(one & left for one in HOLDERS[name](images))
@@ -36,7 +30,7 @@ def _with_copies(name: str, images: int) -> None:
 @pytest.mark.parametrize(
     ("name", "parity"), [("raid0", 0), ("raid4", 1), ("raid5", 1), ("raid6", 2)]
 )
-def test_with_parity_any_images_may_be_lost_and_so_many_only(name: str, parity: int) -> None:
+def test_as_many_images_may_be_lost_as_there_is_parity(name: str, parity: int) -> None:
     for lost in product((False, True), repeat=6):
         assert raid.LEVELS[name].survives(lost) == (sum(lost) <= parity)
 
@@ -54,10 +48,10 @@ def test_with_parity_any_images_may_be_lost_and_so_many_only(name: str, parity: 
         ({"raid", "raid4"}, "raid4"),
     ],
 )
-def test_lvm2_s_words_and_the_kernel_s_name_tell_the_level(words: list[str], name: str) -> None:
+def test_lvm2_s_words_and_the_kernel_s_name_give_the_level(words: list[str], name: str) -> None:
     assert raid.level(words) is raid.LEVELS[name]
 
 
 @pytest.mark.parametrize("words", [["linear"], {"thin", "pool"}, {"raid"}, []])
-def test_what_is_no_raid_has_no_level(words: list[str]) -> None:
+def test_other_layouts_have_no_raid_level(words: list[str]) -> None:
     assert raid.level(words) is None

@@ -38,25 +38,23 @@ DELTA = b"""\
 EMPTY = b'<superblock uuid="" data_block_size="128">\n</superblock>\n'
 
 
-def test_what_a_volume_has_blocks_for_is_read() -> None:
-    assert list(thin.mapped(io.BytesIO(DUMP))) == [
-        Run(0, 10 * CHUNK),
-        Run(20 * CHUNK, CHUNK),
-        Run(30 * CHUNK, 9 * CHUNK),
-    ]
+NO_BLOCKS = EMPTY.replace(b"\n<", b'\n<device dev_id="1"></device><', 1)
 
 
-def test_where_two_volumes_have_not_the_same_blocks_is_read() -> None:
-    assert list(thin.differing(io.BytesIO(DELTA))) == [
-        Run(8 * CHUNK, 2 * CHUNK),
-        Run(20 * CHUNK, CHUNK),
-        Run(30 * CHUNK, 5 * CHUNK),
-    ]
-
-
-def test_a_volume_without_blocks_has_none() -> None:
-    empty = EMPTY.replace(b"\n<", b'\n<device dev_id="1"></device><', 1)
-    assert list(thin.mapped(io.BytesIO(empty))) == []
+@pytest.mark.parametrize(
+    ("read", "printed", "runs"),
+    [
+        (thin.mapped, DUMP, [(0, 10), (20, 1), (30, 9)]),
+        (thin.differing, DELTA, [(8, 2), (20, 1), (30, 5)]),
+        (thin.mapped, NO_BLOCKS, []),
+    ],
+    ids=["blocks of a volume", "differences", "no blocks"],
+)
+def test_the_runs_are_read(
+    read: Callable[[BinaryIO], Iterator[Run]], printed: bytes, runs: list[tuple[int, int]]
+) -> None:
+    expected = [Run(start * CHUNK, length * CHUNK) for start, length in runs]
+    assert list(read(io.BytesIO(printed))) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,13 +67,13 @@ def test_a_volume_without_blocks_has_none() -> None:
         DUMP + b"<",
     ],
 )
-def test_what_is_not_understood_is_no_answer(printed: bytes) -> None:
+def test_an_output_that_is_not_understood_is_refused(printed: bytes) -> None:
     with pytest.raises(mount_errors.BadReport):
         list(thin.mapped(io.BytesIO(printed)))
 
 
 @pytest.mark.parametrize("read", [thin.mapped, thin.differing])
-def test_a_volume_that_the_metadata_do_not_have_is_no_empty_one(
+def test_a_missing_volume_is_not_an_empty_one(
     read: Callable[[BinaryIO], Iterator[Run]],
 ) -> None:
     """thin_dump ends with 0 all the same."""
@@ -105,15 +103,13 @@ def of_a_full_pool(pieces: int, each: int) -> Iterator[bytes]:
     yield b"</device></superblock>"
 
 
-def test_as_many_mappings_as_there_are_take_no_more_memory_than_a_few() -> None:
+def test_many_mappings_take_no_more_memory_than_a_few() -> None:
     """CARVER_MAPPINGS=thousands=4000 for as many as a volume of 16 TiB has in blocks of 4 MiB."""
     pieces, each = chosen.numbers("CARVER_MAPPINGS", thousands=200)["thousands"], 1000
     printed = Printing(of_a_full_pool(pieces, each))
     tracemalloc.start()
     try:
-        count = 0
-        for _ in thin.mapped(printed):
-            count += 1
+        count = sum(1 for _ in thin.mapped(printed))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -30,7 +30,7 @@ def planned(is_for: str) -> str:
     plan = HERE / "plan"
     words = plan.read_text().split() if plan.exists() else []
     if not words or (words[0] in STARTS) != (is_for == "start"):
-        return "answer"
+        return "usual"
     plan.write_text("\n".join(words[1:]))
     return words[0]
 
@@ -178,25 +178,6 @@ def usual(line: str, reports: TextIO) -> None:
 
 
 STARTS = {"no-shell", "mute"}
-DEEDS: dict[str, Callable[[str, TextIO], None]] = {
-    "answer": usual,
-    **{
-        deed.__name__: deed
-        for deed in (
-            die_before,
-            die_after,
-            cut,
-            garble,
-            other,
-            silent,
-            much,
-            refuse,
-            puzzle,
-            starve,
-        )
-    },
-    **{deed.__name__: deed for deed in (chatter, stop, hang, wait_for_lock, hold_lock)},
-}
 
 
 def shell() -> None:
@@ -210,7 +191,8 @@ def shell() -> None:
         time.sleep(60)
     with os.fdopen(int(os.environ["LVM_REPORT_FD"]), "w") as reports:
         for line in lines():
-            DEEDS[planned("command")](line, reports)
+            action: Callable[[str, TextIO], None] = globals()[planned("command")]
+            action(line, reports)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ class Arguments:
         self._words.remove(option)
         return True
 
+    def skips_activation(self) -> bool:
+        """Whether a new volume, active now, is not activated by itself later."""
+        skipped = self.take("--setactivationskip") == "y"
+        assert self.take("--activate") == "y"
+        assert self.flag("--ignoreactivationskip") or not skipped
+        return skipped
+
     def rest(self) -> list[str]:
         assert self._words[:1] == ["--"], f"not understood: {self._words}"
         rest, self._words = self._words[1:], []

@@ -6,14 +6,7 @@ from contextlib import contextmanager
 from fakes.lvm import repairs
 from fakes.lvm.arguments import Arguments, in_bytes
 from fakes.lvm.machine import LABEL, Machine
-from fakes.lvm.records import (
-    LABEL_BYTES,
-    METADATA_BYTES,
-    Failure,
-    FakeDisk,
-    FakeGroup,
-    FakeVolume,
-)
+from fakes.lvm.records import LABEL_BYTES, METADATA_BYTES, Failure, FakeDisk, FakeGroup, FakeVolume
 
 from mount.filesystem import Signature
 
@@ -175,7 +168,7 @@ class GroupCommands(Machine):
 
 def _metadata_bytes(arguments: Arguments) -> int:
     """The size of a disk's metadata area; what lvm2 would round to is given as it is."""
-    told = arguments.take("--metadatasize")
-    size = in_bytes(told) if told else METADATA_BYTES
+    asked = arguments.take("--metadatasize")
+    size = in_bytes(asked) if asked else METADATA_BYTES
     assert (LABEL_BYTES + size) % (1 << 20) == 0, size
     return size

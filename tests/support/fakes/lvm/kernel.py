@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, Media
 from fakes.lvm import repairs
 from fakes.lvm.machine import Machine, data_node_of, node_of
-from fakes.lvm.records import (
-    FakeGroup,
-    FakePool,
-    FakeThin,
-    FakeVolume,
-    first_extent,
-)
+from fakes.lvm.records import FakeGroup, FakePool, FakeThin, FakeVolume, first_extent
 
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, WriteCache
@@ -42,11 +36,13 @@ class FakeExceptions(Exceptions):
 
 
 class KernelSide(Machine, Devices):
-    """What the kernel has of the volumes that are active."""
+    """The seam `lvm.devices.Devices`: what the kernel has of the volumes that are active."""
+
+    def _volumes(self, group: str) -> Mapping[str, FakeVolume]:
+        return self.groups[group].volumes if group in self.groups else {}
 
     def find(self, group: str, name: str) -> Device | None:
-        """The seam `lvm.devices.Devices`."""
-        volume = self.groups[group].volumes.get(name) if group in self.groups else None
+        volume = self._volumes(group).get(name)
         if volume is None or not volume.active:
             return None
         device = self.devices.get(node_of(group, name))
@@ -55,7 +51,6 @@ class KernelSide(Machine, Devices):
         return Device(device.path, (device.major, device.minor), uuid, own)
 
     def mapping(self, device: Device) -> Device | None:
-        """The seam `lvm.devices.Devices`."""
         name = mapping_name(device)
         for one in list(self.devices):
             if one.of is not None and one.of.path == device.path and one.path.endswith(f"/{name}"):
@@ -63,7 +58,6 @@ class KernelSide(Machine, Devices):
         return None
 
     def close_leftovers(self, device: Device) -> None:
-        """The seam `lvm.devices.Devices`."""
         for one in list(self.devices):
             is_left = one.path.startswith(LEFTOVER) and not self.devices.is_open(one.path)
             if is_left and one.of is not None and one.of.path == device.path:
@@ -71,38 +65,32 @@ class KernelSide(Machine, Devices):
                 one.of.held -= 1
 
     def is_mapping_open(self, mapping: Device) -> bool:
-        """The seam `lvm.devices.Devices`."""
         return self.devices.knows(mapping.path) and self.devices.is_open(mapping.path)
 
     def active(self, group: str) -> tuple[str, ...]:
-        """The seam `lvm.devices.Devices`."""
-        found = self.groups[group].volumes.values() if group in self.groups else ()
+        found = self._volumes(group).values()
         whole = [one.name for one in found if one.active]
         return (*whole, *(f"{one.name}{part}" for one in found for part in one.left))
 
     def events(self, group: str) -> Mapping[str, Events]:
-        """The seam `lvm.devices.Devices`."""
-        found = self.groups[group].volumes if group in self.groups else {}
+        found = self._volumes(group)
         return {
             one: (number, int(one in found and found[one].overflowed))
             for number, one in enumerate(self.active(group))
         }
 
     def written(self, group: str) -> Mapping[str, Written]:
-        """The seam `lvm.devices.Devices`."""
-        found = self.groups[group].volumes if group in self.groups else {}
-        snapshots = (one for one in found.values() if one.is_copy_on_write and one.active)
+        found = self._volumes(group).values()
+        snapshots = (one for one in found if one.is_copy_on_write and one.active)
         return {one.name: ((253, 0), int(1000 * one.data_percent)) for one in snapshots}
 
     def own_status(self, group: str, name: str) -> tuple[Status, ...]:
-        """The seam `lvm.devices.Devices`."""
         return self.status(group, name)
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
-        """The seam `lvm.devices.Devices`."""
         if name.startswith("pvmove"):
             return self._move_status(self.groups[group])
-        volume = self.groups[group].volumes.get(name) if group in self.groups else None
+        volume = self._volumes(group).get(name)
         if volume is None or not volume.active:
             return ()
         if isinstance(volume, FakeThin):
@@ -152,7 +140,6 @@ class KernelSide(Machine, Devices):
         return WriteCache(size, 0, 4096, 4096 - dirty, 0)
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """The seam `lvm.devices.Devices`."""
         for group in self.groups.values():
             for volume in group.volumes.values():
                 starts = {one.name: one.pe_start_bytes for one in group.disks}
@@ -162,38 +149,30 @@ class KernelSide(Machine, Devices):
         return None
 
     def suspend(self, group: str, name: str) -> None:
-        """The seam `lvm.devices.Devices`."""
         self._active(group, name).suspend()
 
     def resume(self, group: str, name: str) -> None:
-        """The seam `lvm.devices.Devices`."""
         self._active(group, name).resume()
 
     def is_suspended(self, group: str, name: str) -> bool:
-        """The seam `lvm.devices.Devices`."""
         return self.find(group, name) is not None and self._active(group, name).suspended
 
     def is_open(self, group: str, name: str) -> bool:
-        """The seam `lvm.devices.Devices`."""
         return self.find(group, name) is not None and self.devices.is_open(node_of(group, name))
 
     def thin_id(self, group: str, name: str) -> int | None:
-        """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes.get(name)
         return volume.number if isinstance(volume, FakeThin) and volume.active else None
 
     def pool_data(self, group: str, pool: str) -> str:
-        """The seam `lvm.devices.Devices`."""
         self._active_pool(group, pool)
         return data_node_of(group, pool)
 
     def pool_metadata(self, group: str, pool: str) -> str:
-        """The seam `lvm.devices.Devices`."""
         self._active_pool(group, pool)
         return f"/dev/mapper/{group}-{pool}_tmeta"
 
     def reserve_metadata(self, group: str, pool: str) -> None:
-        """The seam `lvm.devices.Devices`."""
         found = self._active_pool(group, pool)
         if found.held is not None:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), pool)
@@ -202,7 +181,6 @@ class KernelSide(Machine, Devices):
         }
 
     def release_metadata(self, group: str, pool: str) -> None:
-        """The seam `lvm.devices.Devices`."""
         found = self._active_pool(group, pool)
         if found.held is None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), pool)
@@ -215,7 +193,6 @@ class KernelSide(Machine, Devices):
         return found
 
     def exceptions(self, group: str, name: str) -> Exceptions:
-        """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes[name]
         if not volume.active or not volume.is_copy_on_write:
             raise lvm_errors.Inactive(group, name)

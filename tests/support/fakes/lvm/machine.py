@@ -18,8 +18,6 @@ from fakes.lvm.records import (
 from lvm import names
 
 LABEL = "LVM2_member"
-
-
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
 
 
@@ -106,17 +104,15 @@ class Machine:
             self._activate_one(group, one)
 
     def _activate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
+        path = f"{group.name}/{volume.name}"
         if isinstance(volume, FakePool) and volume.damaged and not volume.active:
-            path = f"{group.name}/{volume.name}"
             raise Failure(f"Check of pool {path} failed (status:64). Manual repair required!")
         if volume.left:
-            path = f"{group.name}/{volume.name}"
             raise Failure(
                 f"Activation of logical volume {path} is prohibited while logical volume"
                 f" {path}{volume.left[0]} is active."
             )
         if any(one.startswith(f"{volume.name}_rmeta_") for one in group.volumes):
-            path = f"{group.name}/{volume.name}"
             raise Failure(f"Refusing activation of RAID LV {path} with visible SubLVs.")
         if self._settings.get("activation/volume_list", group.name) != group.name:
             return  # and it succeeds
@@ -149,11 +145,8 @@ class Machine:
 
     @staticmethod
     def _snapshots(group: FakeGroup, volume: FakeVolume) -> list[FakeVolume]:
-        return [
-            one
-            for one in list(group.volumes.values())
-            if one.is_copy_on_write and one.origin == volume.name
-        ]
+        every = list(group.volumes.values())
+        return [one for one in every if one.is_copy_on_write and one.origin == volume.name]
 
     def _refuse_open(self, group: FakeGroup, volume: FakeVolume) -> None:
         for one in (volume, *self._snapshots(group, volume)):

@@ -48,9 +48,7 @@ class PoolCommands(KernelSide):
         assert (arguments.take("--zero"), arguments.take("--discards")) == ("y", "passdown")
         # In what earlier versions said.
         assert arguments.take("--monitor") in ("", "n")
-        skipped = arguments.take("--setactivationskip") == "y"
-        assert arguments.take("--activate") == "y"
-        assert arguments.flag("--ignoreactivationskip") or not skipped
+        skipped = arguments.skips_activation()
         chunk = in_bytes(arguments.take("--chunksize"))
         metadata, size = (in_bytes(arguments.take(one)) for one in ("--poolmetadatasize", "--size"))
         name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
@@ -79,9 +77,7 @@ class PoolCommands(KernelSide):
 
     def _lvcreate_thin(self, arguments: Arguments) -> str:
         assert arguments.take("--type") == "thin"
-        skipped = arguments.take("--setactivationskip") == "y"
-        assert arguments.take("--activate") == "y"
-        assert arguments.flag("--ignoreactivationskip") or not skipped
+        skipped = arguments.skips_activation()
         size = in_bytes(arguments.take("--virtualsize"))
         pool, name = arguments.take("--thinpool"), arguments.take("--name")
         tags, tuning = set(arguments.take_all("--addtag")), tuning_in(arguments).over(PLAIN)

@@ -1,6 +1,6 @@
 """The program `lvm`: which command is meant, whether it may be carried out, what it changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,8 @@ from mount.command import Result
 
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
 _LOOKS = {"version", "fullreport", "--test", "--syncaction"}
-
-
 # What no command adds to a group's text.
 _NEAR_BYTES = 64 << 10
-
 _CHANGES = {
     *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
     *("--readahead", "--minrecoveryrate", "--maxrecoveryrate"),
@@ -33,29 +30,8 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
         arguments = Arguments(words[2:])
         self._settings = {**self.conf, **settings_in(arguments.take("--config"))}
         self._confined = set(filter(None, arguments.take("--devices").split(","))) or None
-        try:
-            command = {
-                "version": self._version,
-                "fullreport": self._fullreport,
-                "vgcreate": self._vgcreate,
-                "vgextend": self._vgextend,
-                "vgreduce": self._vgreduce,
-                "lvcreate": self._lvcreate,
-                "lvchange": self._lvchange,
-                "lvextend": self._lvextend,
-                "lvremove": self._lvremove,
-                "pvchange": self._pvchange,
-                "lvconvert": self._lvconvert,
-                "pvmove": self._pvmove,
-                "vgchange": self._vgchange,
-                "vgexport": self._vgexport,
-                "vgimport": self._vgimport,
-                "vgremove": self._vgremove,
-                "lvrename": self._lvrename,
-                "vgrename": self._vgrename,
-            }[words[1]]
-        except KeyError:
-            raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
+        command: Callable[[Arguments], str] | None = getattr(self, f"_{words[1]}", None)
+        assert command, f"the fake does not know: {' '.join(words)}"
         if self._settings.get("global/test") == "1" and not _LOOKS.intersection(words):
             return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
         try:

@@ -93,15 +93,7 @@ class FakeVolume:
     def record(self) -> list[object]:
         """What lvm2 keeps of it on the disks."""
         kept = [one.name for one in fields(self) if one.name not in _OF_THE_KERNEL]
-        told = [getattr(self, one) for one in kept]
-        return [
-            sorted(one.items())
-            if isinstance(one, dict)
-            else sorted(one)
-            if isinstance(one, set)
-            else _recorded(one)
-            for one in told
-        ]
+        return [_recorded(getattr(self, one)) for one in kept]
 
     @property
     def text_bytes(self) -> int:
@@ -121,6 +113,8 @@ class FakeVolume:
 
 
 def _recorded(one: object) -> object:
+    if isinstance(one, dict | set):
+        return sorted(one.items() if isinstance(one, dict) else one)
     return one.record if isinstance(one, FakeVolume) else one
 
 
@@ -209,10 +203,10 @@ class FakeGroup:
     @property
     def checksum(self) -> int:
         """Of all that lvm2 would have in the metadata, also where a test changed it by hand."""
-        told = [sorted(self.tags), self.disks, self.spare]
-        told += [self.system_id, self.lock_type, self.exported]
-        told += [volume.record for _, volume in sorted(self.volumes.items())]
-        return zlib.crc32(repr(told).encode())
+        kept = [sorted(self.tags), self.disks, self.spare]
+        kept += [self.system_id, self.lock_type, self.exported]
+        kept += [volume.record for _, volume in sorted(self.volumes.items())]
+        return zlib.crc32(repr(kept).encode())
 
     @property
     def text_bytes(self) -> int:

@@ -21,8 +21,6 @@ _BINARY = {
     *("vg_exported", "pv_missing", "pv_allocatable", "pv_in_use"),
     *("lv_suspended", "lv_snapshot_invalid"),
 }
-
-
 _LISTS = {"vg_tags", "pv_tags", "lv_tags", "lv_layout"}
 
 
@@ -78,26 +76,7 @@ class Reports(KernelSide):
                 }
                 for disk in group.disks
             ],
-            "lv": [
-                {
-                    "lv_name": volume.name,
-                    "lv_uuid": volume.uuid,
-                    "lv_size": str(volume.length * group.extent_size_bytes),
-                    "lv_tags": ",".join(sorted(volume.tags)),
-                    "lv_active": "active" if volume.active else "",
-                    "lv_layout": _layout_words(volume),
-                    "pool_lv": _pool(volume),
-                    "origin": volume.origin or _hidden_origin(volume),
-                    "lv_health_status": volume.health,
-                    "lv_suspended": "suspended"
-                    if self.is_suspended(group.name, volume.name)
-                    else "",
-                    "lv_metadata_size": _metadata_size(volume, group.extent_size_bytes),
-                    **_status(volume),
-                    **_tuned(volume),
-                }
-                for volume in group.volumes.values()
-            ],
+            "lv": [self._row(group, volume) for volume in group.volumes.values()],
             "pvseg": [
                 {"pv_uuid": disk.uuid, "lv_name": name, "pvseg_size": str(size)}
                 for disk in group.disks
@@ -115,6 +94,34 @@ class Reports(KernelSide):
             ],
         }
 
+    def _row(self, group: FakeGroup, volume: FakeVolume) -> dict[str, str]:
+        metadata, pool = "", volume.pool if isinstance(volume, FakeThin) else ""
+        origin = volume.origin
+        if isinstance(volume, FakePool):
+            metadata = str(sum(volume.metadata.values()) * group.extent_size_bytes)
+        elif volume.cache:
+            # Not a pool but a part of it has the cache.
+            pool, origin = f"[{volume.cache.name}_cvol]", origin or f"[{_origin(volume)}]"
+        is_suspended = self.is_suspended(group.name, volume.name)
+        return {
+            "lv_name": volume.name,
+            "lv_uuid": volume.uuid,
+            "lv_size": str(volume.length * group.extent_size_bytes),
+            "lv_tags": ",".join(sorted(volume.tags)),
+            "lv_active": "active" if volume.active else "",
+            "lv_layout": _layout_words(volume),
+            "pool_lv": pool,
+            "origin": origin,
+            "lv_health_status": volume.health,
+            "lv_suspended": "suspended" if is_suspended else "",
+            "lv_metadata_size": metadata,
+            **_status(volume),
+            "lv_read_ahead": str(volume.tuning.read_ahead_bytes),
+            # A rate of 0 is none, and reported so.
+            "raid_min_recovery_rate": str(volume.tuning.minimum_recovery_kib or ""),
+            "raid_max_recovery_rate": str(volume.tuning.maximum_recovery_kib or ""),
+        }
+
     def _sees(self, group: FakeGroup) -> bool:
         """Whether reports show it: they leave out other nodes' (vgs(8), --foreign and --shared)."""
         is_there = any(self._reaches(disk) for disk in group.disks)
@@ -127,13 +134,10 @@ class Reports(KernelSide):
             {
                 "pv_name": device.path,
                 "pv_uuid": device.contents.uuid,
-                "pv_pe_count": "0",
-                "pv_pe_alloc_count": "0",
-                "pv_missing": "",
-                "pv_allocatable": "",
+                **dict.fromkeys(("pv_pe_count", "pv_pe_alloc_count"), "0"),
+                **dict.fromkeys(("pv_missing", "pv_allocatable", "pv_tags"), ""),
                 # A label of a group that is not there any more.
                 "pv_in_use": "used" if device.contents.label == "used" else "",
-                "pv_tags": "",
                 "pe_start": str(LABEL_BYTES + METADATA_BYTES),
             }
             for device in self.devices
@@ -175,10 +179,10 @@ def _formatted(
 def _status(volume: FakeVolume) -> dict[str, str]:
     """What lvm2 asks the kernel; of what is not active it knows nothing."""
     if isinstance(volume, FakePool) and volume.active:
-        told = volume.status(4 << 20)
+        status = volume.status(4 << 20)
         return {
-            "data_percent": f"{told.data_percent:.2f}",
-            "metadata_percent": f"{told.metadata_percent:.2f}",
+            "data_percent": f"{status.data_percent:.2f}",
+            "metadata_percent": f"{status.metadata_percent:.2f}",
             "lv_snapshot_invalid": "",
             "lv_permissions": "writeable",
         }
@@ -194,33 +198,12 @@ def _status(volume: FakeVolume) -> dict[str, str]:
     }
 
 
-def _tuned(volume: FakeVolume) -> dict[str, str]:
-    """A rate of 0 is none, and reported so."""
-    one = volume.tuning
-    return {
-        "lv_read_ahead": str(one.read_ahead_bytes),
-        "raid_min_recovery_rate": str(one.minimum_recovery_kib or ""),
-        "raid_max_recovery_rate": str(one.maximum_recovery_kib or ""),
-    }
-
-
 def _origin(volume: FakeVolume) -> str:
     """What a cached volume, or a pool, holds its data in."""
     part = "_tdata" if isinstance(volume, FakePool) else ""
     if volume.cache:
         part += "_corig" if volume.cache_kind == "cache" else "_wcorig"
     return volume.name + part
-
-
-def _hidden_origin(volume: FakeVolume) -> str:
-    """What a report says: of a pool nothing, as not the pool but a part of it has the cache."""
-    return f"[{_origin(volume)}]" if volume.cache and not isinstance(volume, FakePool) else ""
-
-
-def _pool(volume: FakeVolume) -> str:
-    if volume.cache and not isinstance(volume, FakePool):
-        return f"[{volume.cache.name}_cvol]"
-    return volume.pool if isinstance(volume, FakeThin) else ""
 
 
 def _layout_words(volume: FakeVolume) -> str:
@@ -231,12 +214,6 @@ def _layout_words(volume: FakeVolume) -> str:
     if isinstance(volume, FakeThin):
         return "thin,sparse"
     return f"raid,{volume.layout.kind}" if volume.layout.is_raid else volume.layout.kind
-
-
-def _metadata_size(volume: FakeVolume, extent_size_bytes: int) -> str:
-    if not isinstance(volume, FakePool):
-        return ""
-    return str(sum(volume.metadata.values()) * extent_size_bytes)
 
 
 def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
