@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
-from fakes.lvm import FakeGroup
+from fakes.lvm import FakeGroup, FakeVolume
 
 from agent.core import requests
 from agent.core.background import Probes
@@ -59,10 +60,50 @@ def volume(client: Client, service: Service) -> csi.Volume:
     return made
 
 
-def volume_group(service: Service, name: str = "data") -> VolumeGroup:
-    found = service.volume_groups.known(name)
-    assert found is not None
-    return found
+@dataclass
+class Node:
+    """The machine and the service on it."""
+
+    fake: FakeHost
+    service: Service
+
+    def group(self, name: str = "data") -> VolumeGroup:
+        found = self.service.volume_groups.known(name)
+        assert found is not None
+        return found
+
+    def volume(self, name: str = "vol-pvc-1") -> FakeVolume:
+        return self.fake.lvm2.groups["data"].volumes[name]
+
+    def report(self) -> None:
+        """Have the service read a group that was changed behind its back."""
+        self.fake.lvm2.groups["data"].seqno += 1
+        self.service.inventory.state()
+
+    def lose_disk_of(self, *names: str) -> None:
+        """Have volumes lack a disk, and the service read that."""
+        for name in names:
+            self.volume(name).health = "partial"
+        self.report()
+
+    def take_group(self) -> FakeGroup:
+        """The group's disks are gone, and the service saw that."""
+        for one in list(self.fake.lvm2.groups["data"].volumes.values()):
+            self.fake.deactivate("data", one.name)
+        gone = self.fake.lvm2.groups.pop("data")
+        self.service.inventory.outdate()
+        self.group().state()
+        return gone
+
+    def hang(self, *disks: str) -> None:
+        assert isinstance(self.fake.disks, FakeDisks)
+        self.fake.disks.hanging |= set(disks)
+        self.service.inventory.outdate()
+
+
+@pytest.fixture
+def node(fake: FakeHost, service: Service) -> Node:
+    return Node(fake, service)
 
 
 def words(health: csi.VolumeHealth) -> list[tuple[int, str]]:
@@ -76,31 +117,15 @@ def require_refused(client: Client, volume_id: str, code: str, *text: str) -> No
             ask(volume_id)
 
 
-def report(fake: FakeHost, service: Service) -> None:
-    """Have the service read a group that was changed behind its back."""
-    fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
-
-
-def take(fake: FakeHost, service: Service, name: str = "data") -> FakeGroup:
-    """The group's disks are gone, and that was seen."""
-    for one in list(fake.lvm2.groups[name].volumes.values()):
-        fake.deactivate(name, one.name)
-    gone = fake.lvm2.groups.pop(name)
-    service.inventory.outdate()
-    volume_group(service, name).state()
-    return gone
-
-
 # Groups that are not here
 
 
 def test_every_call_reports_a_missing_group_until_it_is_back(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+    client: Client, node: Node, volume: csi.Volume
 ) -> None:
     other = client.create("pvc-2", 16 * MIB, block(), parameters={"class": "other"})
-    gone = take(fake, service)
-    fake.commands.clear()
+    gone = node.take_group()
+    node.fake.commands.clear()
     [listed] = client.unhealthy()
     for health in (
         client.volume_health(volume.volume_id),
@@ -111,20 +136,18 @@ def test_every_call_reports_a_missing_group_until_it_is_back(
         assert words(health) == [(csi.INACCESSIBLE, "GroupMissing")]
         assert "volume group data is not on this node" in health.health_statuses[0].message
     assert not client.node_health(other.volume_id).health_statuses
-    assert fake.commands == []
+    assert node.fake.commands == []
 
-    fake.lvm2.groups["data"] = gone
-    service.inventory.outdate()
-    volume_group(service).state()
+    node.fake.lvm2.groups["data"] = gone
+    node.service.inventory.outdate()
+    node.group().state()
     assert client.unhealthy() == []
     assert not client.node_health(volume.volume_id).health_statuses
 
 
-def test_only_the_node_reports_a_group_that_was_never_here(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
-    take(fake, service)
-    for one in service.volume_groups:
+def test_only_the_node_reports_a_group_that_was_never_here(client: Client, node: Node) -> None:
+    node.take_group()
+    for one in node.service.volume_groups:
         one.last_seen = None
     elsewhere = "data@abcdefgh/vol-pvc-1"
     assert words(client.node_health(elsewhere)) == [(csi.INACCESSIBLE, "GroupMissing")]
@@ -160,13 +183,11 @@ def test_an_id_that_cannot_be_a_volume_here_is_refused(
     require_refused(client, volume_id, code, text)
 
 
-def test_a_refused_group_is_reported(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
-) -> None:
-    fake.lvm2.groups["data"].exported = True
-    service.inventory.outdate()
+def test_a_refused_group_is_reported(client: Client, node: Node, volume: csi.Volume) -> None:
+    node.fake.lvm2.groups["data"].exported = True
+    node.service.inventory.outdate()
     with pytest.raises(GroupRefused):
-        volume_group(service).state()
+        node.group().state()
     [found] = client.node_health(volume.volume_id).health_statuses
     assert (found.status, found.reason) == (csi.INACCESSIBLE, "GroupRefused")
 
@@ -175,15 +196,15 @@ def test_a_refused_group_is_reported(
 
 
 def test_an_inline_volume_is_found_as_long_as_its_pod_exists(
-    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+    client: Client, node: Node, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
-    fake.commands.clear()
+    node.fake.commands.clear()
     assert not client.node_health("csi-1").health_statuses
-    service.inventory.state()
-    fake.commands.clear()
+    node.service.inventory.state()
+    node.fake.commands.clear()
     assert not client.node_health("csi-1", tmp_path / "target").health_statuses
-    assert fake.commands == []
+    assert node.fake.commands == []
     client.unpublish("csi-1", tmp_path / "target")
     with expect.code("NOT_FOUND"):
         client.node_health("csi-1")
@@ -191,112 +212,102 @@ def test_an_inline_volume_is_found_as_long_as_its_pod_exists(
 
 @pytest.mark.parametrize(("state", "code"), [("wiping", "NOT_FOUND"), ("copying", "ABORTED")])
 def test_a_deleted_or_incomplete_volume_has_no_health(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, state: str, code: str
+    client: Client, node: Node, volume: csi.Volume, state: str, code: str
 ) -> None:
-    logical = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
+    logical = node.volume()
     complete = logical.tags
     logical.tags = {one.replace("state=ready", f"state={state}") for one in complete}
-    report(fake, service)
+    node.report()
     require_refused(client, volume.volume_id, code)
     assert client.unhealthy() == []
     logical.tags = complete
-    fake.lvm2.groups["data"].seqno += 1
+    node.fake.lvm2.groups["data"].seqno += 1
     assert not client.volume_health(volume.volume_id).health_statuses
 
 
 def test_a_volume_created_since_the_last_report_is_known_without_a_command(
-    client: Client, fake: FakeHost
+    client: Client, node: Node
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
-    fake.commands.clear()
+    node.fake.commands.clear()
     assert not client.volume_health(made.volume_id).health_statuses
     assert not client.node_health(made.volume_id).health_statuses
-    assert fake.commands == []
+    assert node.fake.commands == []
 
 
 def test_an_inactive_volume_is_known_without_a_command_until_the_group_changes(
-    client: Client, fake: FakeHost, volume: csi.Volume
+    client: Client, node: Node, volume: csi.Volume
 ) -> None:
-    fake.deactivate("data", "vol-pvc-1")
-    fake.commands.clear()
+    node.fake.deactivate("data", "vol-pvc-1")
+    node.fake.commands.clear()
     assert not client.volume_health(volume.volume_id).health_statuses
-    assert fake.commands == []
+    assert node.fake.commands == []
     client.create("pvc-2", 16 * MIB, block())
-    fake.commands.clear()
+    node.fake.commands.clear()
     for _ in range(3):
         assert not client.volume_health(volume.volume_id).health_statuses
-    assert [one[1] for one in fake.commands] == ["fullreport"], "proved again after the change"
+    assert [one[1] for one in node.fake.commands] == ["fullreport"], "proved again after the change"
 
 
 def test_a_volume_of_a_group_that_hangs_is_reported_by_its_last_state_and_not_as_deleted(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+    client: Client, node: Node, volume: csi.Volume
 ) -> None:
-    fake.deactivate("data", "vol-pvc-1")
-    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    report(fake, service)
+    node.fake.deactivate("data", "vol-pvc-1")
+    node.lose_disk_of("vol-pvc-1")
     # What a failed command did is not known before the next report.
-    volume_group(service).lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
-    assert volume_group(service).is_changed
-    assert isinstance(fake.disks, FakeDisks)
-    fake.disks.hanging.add("/dev/fake-data-0")
+    node.group().lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
+    assert node.group().is_changed
+    node.hang("/dev/fake-data-0")
     assert words(client.node_health(volume.volume_id)) == [(csi.INACCESSIBLE, "DiskMissing")]
     with expect.code("UNAVAILABLE", "do not answer"):
         client.node_health(volume.volume_id.replace("pvc-1", "pvc-9"))
 
 
 def test_no_call_asks_lvm2_or_reads_a_disk_for_a_known_volume(
-    client: Client,
-    fake: FakeHost,
-    volume: csi.Volume,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    client: Client, node: Node, volume: csi.Volume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.stage(volume, tmp_path / "staging", block())
     # Disks that may hang are not even asked.
     asked: list[str] = []
     for name in ("scan", "fingerprint"):
-        monkeypatch.setattr(fake.disks, name, lambda *_words, one=name: asked.append(one))
-    fake.commands.clear()
+        monkeypatch.setattr(node.fake.disks, name, lambda *_words, one=name: asked.append(one))
+    node.fake.commands.clear()
     assert not client.volume_health(volume.volume_id).health_statuses
     assert not client.node_health(volume.volume_id).health_statuses
     assert not client.node_health(volume.volume_id, "", tmp_path / "staging").health_statuses
     assert client.unhealthy() == []
     client.storage_health()
-    assert (fake.commands, asked) == ([], [])
+    assert (node.fake.commands, asked) == ([], [])
     monkeypatch.undo()
 
 
 def test_a_group_that_was_never_seen_is_read_and_one_that_hangs_is_an_error(
-    client: Client, service: Service, fake: FakeHost
+    client: Client, node: Node
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
 
     def forget() -> None:
-        for one in service.volume_groups:
+        for one in node.service.volume_groups:
             one.cached, one.time_seconds = None, 0.0
             one.metadata.forget()
 
     forget()
     assert not client.volume_health(made.volume_id).health_statuses
     forget()
-    service.inventory.outdate()
-    assert isinstance(fake.disks, FakeDisks)
-    fake.disks.hanging |= {"/dev/fake-data-0", "/dev/fake-other-0"}
+    node.hang("/dev/fake-data-0", "/dev/fake-other-0")
     require_refused(client, made.volume_id, "UNAVAILABLE", "do not answer")
     with expect.code("UNAVAILABLE", "do not answer"):
         client.unhealthy()
 
 
 def test_an_inline_volume_without_a_report_is_searched_for_in_each_group_that_answers(
-    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+    client: Client, node: Node, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
-    fake.kernel.unmount(str(tmp_path / "target"))
-    fake.deactivate("data", "eph-csi-1")
+    node.fake.kernel.unmount(str(tmp_path / "target"))
+    node.fake.deactivate("data", "eph-csi-1")
     assert not client.node_health("csi-1").health_statuses
-    assert isinstance(fake.disks, FakeDisks)
-    fake.disks.hanging.add("/dev/fake-other-0")
-    service.inventory.outdate()
+    node.hang("/dev/fake-other-0")
     with expect.code("UNAVAILABLE", "do not answer"):
         client.node_health("csi-unknown")
 
@@ -311,19 +322,13 @@ def page(client: Client, token: str = "", most: int = 0) -> tuple[list[str], str
     return [one.volume_id for one in found.entries], found.next_token, found.ByteSize()
 
 
-def create_partial(client: Client, service: Service, fake: FakeHost, *names: str) -> list[str]:
-    """Create volumes of these names; all but those that begin with "w" lack a disk."""
-    ids = [client.create(one, 16 * MIB, block()).volume_id for one in names]
-    for one in names:
-        fake.lvm2.groups["data"].volumes[f"vol-{one}"].health = "" if one[0] == "w" else "partial"
-    service.inventory.state()
-    return ids
+def create(client: Client, number: int) -> list[str]:
+    return [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(number)]
 
 
-def test_the_list_has_pages_and_an_unknown_token_is_refused(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
-    first, second, _, third, _ = create_partial(client, service, fake, "a", "b", "w1", "x", "w2")
+def test_the_list_has_pages_and_an_unknown_token_is_refused(client: Client, node: Node) -> None:
+    first, second, _, third, _ = create(client, 5)
+    node.lose_disk_of("vol-0", "vol-1", "vol-3")
     ids, token, _ = page(client, most=2)
     assert ids == [first, second]
     assert page(client, token, most=2)[:2] == ([third], "")
@@ -335,20 +340,21 @@ def test_the_list_has_pages_and_an_unknown_token_is_refused(
 
 
 def test_an_unbounded_list_comes_in_parts_that_fit_a_message_and_visits_each_volume_once(
-    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    client: Client, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = create_partial(client, service, fake, *map(str, range(9)))
+    ids = create(client, 9)
+    node.lose_disk_of(*(f"vol-{one}" for one in range(9)))
     whole, _, size = page(client)
     assert whole == ids
     monkeypatch.setattr(requests, "_MOST_BYTES", most := size // 2)
     looked: list[str] = []
-    real = service.diagnosis.of
+    real = node.service.diagnosis.of
 
     def of(volume: Volume, *words: Any, **named: Any) -> tuple[Condition, ...]:
         looked.append(str(volume.id))
         return real(volume, *words, **named)
 
-    monkeypatch.setattr(service.diagnosis, "of", of)
+    monkeypatch.setattr(node.service.diagnosis, "of", of)
     seen, token, size = page(client)
     while token:
         assert size <= most
@@ -365,7 +371,7 @@ def test_unbounded_lists_of_volumes_and_snapshots_come_in_parts(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "_MOST_ENTRIES", 2)
-    ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(5)]
+    ids = create(client, 5)
     snapshots = [client.snapshot(f"{one}", ids[0]).snapshot_id for one in range(3)]
     part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=4))
     assert [one.volume.volume_id for one in part.entries] == ids[:2]
@@ -378,21 +384,17 @@ def test_unbounded_lists_of_volumes_and_snapshots_come_in_parts(
 
 
 def test_a_volume_suspended_for_a_group_snapshot_or_for_a_moment_is_healthy(
-    client: Client,
-    service: Service,
-    fake: FakeHost,
-    volume: csi.Volume,
-    monkeypatch: pytest.MonkeyPatch,
+    client: Client, node: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.suspend("data", "vol-pvc-1")
-    with service.inventory.keep_suspended([("data", "vol-pvc-1")]):
+    node.fake.suspend("data", "vol-pvc-1")
+    with node.service.inventory.keep_suspended([("data", "vol-pvc-1")]):
         assert client.unhealthy() == []
-    service.diagnosis.settling_seconds = moment = 0.5
+    node.service.diagnosis.settling_seconds = moment = 0.5
     real = time.sleep
 
     def sleep(seconds: float) -> None:
         if seconds == moment:
-            fake.devices.resume("data", "vol-pvc-1")
+            node.fake.devices.resume("data", "vol-pvc-1")
         else:
             real(seconds)
 
@@ -401,7 +403,7 @@ def test_a_volume_suspended_for_a_group_snapshot_or_for_a_moment_is_healthy(
 
 
 def test_a_device_that_hangs_delays_no_call_and_is_reported(
-    client: Client, service: Service, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+    client: Client, node: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, hanging = threading.Event(), threading.Event()
 
@@ -411,7 +413,7 @@ def test_a_device_that_hangs_delays_no_call_and_is_reported(
         return ()
 
     monkeypatch.setattr(conditions, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(service.inventory, "status_of", hang)
+    monkeypatch.setattr(node.service.inventory, "status_of", hang)
     began = time.monotonic()
     assert client.node_health(volume.volume_id).health_statuses == []
     assert hanging.wait(20)
@@ -423,19 +425,15 @@ def test_a_device_that_hangs_delays_no_call_and_is_reported(
     assert time.monotonic() - began < 20
     go_on.set()
     monkeypatch.undo()
-    service.diagnosis._looks = Probes()
+    node.service.diagnosis._looks = Probes()
     assert not client.node_health(volume.volume_id).health_statuses
 
 
 def test_a_path_with_a_device_that_went_away_is_reported(
-    client: Client,
-    fake: FakeHost,
-    volume: csi.Volume,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    client: Client, node: Node, volume: csi.Volume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
-    assert isinstance(fake.kernel, FakeKernel)
+    assert isinstance(node.fake.kernel, FakeKernel)
     assert not client.node_health(volume.volume_id, tmp_path / "target").health_statuses
     monkeypatch.setattr(Mount, "is_stale_node", property(lambda one: one.path.endswith("target")))
     found = client.node_health(volume.volume_id, tmp_path / "target", tmp_path / "staging")
@@ -444,11 +442,10 @@ def test_a_path_with_a_device_that_went_away_is_reported(
 
 
 def test_health_does_not_need_the_paths_of_the_call_to_exist(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, tmp_path: Path
+    client: Client, node: Node, volume: csi.Volume, tmp_path: Path
 ) -> None:
-    fake.deactivate("data", "vol-pvc-1")
-    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    report(fake, service)
+    node.fake.deactivate("data", "vol-pvc-1")
+    node.lose_disk_of("vol-pvc-1")
     found = client.node_health(volume.volume_id, tmp_path / "pods/x", tmp_path / "plugins/y")
     assert words(found) == [(csi.INACCESSIBLE, "DiskMissing")]
 
@@ -461,13 +458,10 @@ def test_an_invalid_path_is_refused(client: Client, volume: csi.Volume, path: st
         client.node_health(volume.volume_id, staging_path=path)
 
 
-def test_two_problems_are_two_entries(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
-) -> None:
+def test_two_problems_are_two_entries(client: Client, node: Node, volume: csi.Volume) -> None:
     assert client.snapshot("s", volume.volume_id).snapshot_id
-    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    service.inventory.state()
-    fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 16 * MIB)
+    node.lose_disk_of("vol-pvc-1")
+    node.fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 16 * MIB)
     assert words(client.volume_health(volume.volume_id)) == [
         (csi.DATA_LOSS, "SnapshotOverflowed"),
         (csi.INACCESSIBLE, "DiskMissing"),
