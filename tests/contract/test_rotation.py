@@ -10,6 +10,7 @@ import configured
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
@@ -18,7 +19,7 @@ from use import Use
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
-from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.layout import Layout

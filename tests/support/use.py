@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.csi.client import Client
+from csi_client import Client
+
 from proto import csi_pb2 as csi
 
 
@@ -38,6 +39,9 @@ class Use:
             self.client.unpublish(self.volume.volume_id, self.at(pod))
 
     def reasons(self) -> set[str]:
-        """What is wrong with the volume."""
-        found = self.client.volume_health(self.volume.volume_id)
-        return {one.reason for one in found.health_statuses}
+        """What is wrong with the volume, as the controller and the node report it alike."""
+        asked = (self.client.volume_health, self.client.node_health)
+        found = [ask(self.volume.volume_id).health_statuses for ask in asked]
+        by_controller, by_node = ({one.reason for one in each} for each in found)
+        assert by_controller == by_node
+        return by_controller

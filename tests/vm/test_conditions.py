@@ -12,7 +12,6 @@ from contextlib import suppress
 
 import pytest
 from faults.bench import Bench
-from faults.process import Trial
 from model import operations as do
 from model.operations import MIB
 from real.host import RealHost
@@ -59,30 +58,6 @@ def test_a_raw_volume_whose_disk_is_down(bench: Bench, host: RealHost, disks: Di
         write(target)
 
 
-@pytest.mark.variation
-def test_a_disk_that_is_detached_and_attached_again(
-    bench: Bench, host: RealHost, disks: Disks
-) -> None:
-    loose = host.new_device(41 * EXTENT_BYTES)
-    with served(bench, host, (loose, disks[1].path)) as trial:
-        reported = inactive(trial, look=False)
-        with detached(host, loose):
-            storage = "DiskMissing"
-            reported.soon("DiskMissing", "vol-a", "is missing", "attach it again", storage=storage)
-        reported.well()
-        trial.make(do.Stage("a", "staging", BLOCK))
-
-
-def inactive(trial: Trial, *, look: bool = True) -> Reported:
-    """The health, which is good, of a volume that is not active."""
-    trial.make(do.Create("a", SIZE, 0, BLOCK))
-    trial.machine.deactivate("a")
-    trial.model.deactivate("a")
-    reported = Reported(trial.machine, "a", look=look)
-    reported.well()
-    return reported
-
-
 def test_a_mirror_that_lost_a_disk(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path), 'layout = "raid1"\n') as trial:
         volume = Mounted(trial, 16 * MIB, "ext4")
@@ -126,7 +101,11 @@ def test_a_file_system_that_was_remounted_read_only(
 def test_a_group_that_is_gone_and_comes_back(bench: Bench, host: RealHost) -> None:
     loose = host.new_device(41 * EXTENT_BYTES)
     with served(bench, host, (loose,)) as trial:
-        reported = inactive(trial)
+        trial.make(do.Create("a", SIZE, 0, BLOCK))
+        trial.machine.deactivate("a")
+        trial.model.deactivate("a")
+        reported = Reported(trial.machine, "a")
+        reported.well()
         with detached(host, loose):
             reported.soon("GroupMissing", GROUP, storage="GroupMissing")
         reported.well()

@@ -18,12 +18,10 @@ import grpc
 import pytest
 from faults.bench import Bench
 from faults.process import Trial
-from model import operations as do
 from model.operations import MIB
 from real.disks import Disk
 from real.host import RealHost
 from vm.reported import (
-    EXT4,
     EXTENT_BYTES,
     GROUP,
     INTERVAL_SECONDS,
@@ -33,7 +31,6 @@ from vm.reported import (
     Raw,
     Reported,
     idle,
-    in_use,
     served,
     write,
 )
@@ -265,23 +262,6 @@ def test_a_file_system_that_was_shut_down(bench: Bench, host: RealHost) -> None:
         volume.begin()
         volume.reported.well()
         volume.delete()
-
-
-def test_a_file_system_that_found_errors(bench: Bench, host: RealHost, disks: Disks) -> None:
-    with served(bench, host, paths(disks)) as trial:
-        _, reported = in_use(trial, EXT4)
-        device = host.devices.find(GROUP, "vol-a")
-        assert device is not None
-        attributes = Path("/sys/fs/ext4", Path(os.path.realpath(device.path)).name)
-        (attributes / "trigger_fs_error").write_text("of a test")
-        reported.soon("FileSystemErrors", "ext4", "kernel log")
-        for call in (
-            do.Unpublish("a", "target"),
-            do.Unstage("a", "staging"),
-            do.Stage("a", "staging", EXT4),
-        ):
-            trial.make(call)
-        Reported(trial.machine, "a", "staging").well()
 
 
 # Groups, lvm2, the node
