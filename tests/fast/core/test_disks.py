@@ -3,14 +3,11 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from fakes.images import DASHED, GROUP_UUID, UUIDS, Area, Image, metadata
 
 from agent.core import errors
 from agent.core.disks import Location, claims, locate
-from lvm import labels
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Group, Kind, PhysicalLabel
@@ -476,45 +473,6 @@ def test_an_exported_group_keeps_its_disks_when_it_is_imported() -> None:
         machine.locate()
     machine.add(sda=pv("1", seqno=3), sdb=pv("1", seqno=MANY))
     machine.found_on("sda")
-
-
-# By labels as they are on disks
-
-
-OWN_DASHED = DASHED[0]
-
-
-def written(seqno: int, uuid: str = GROUP_UUID, disk: str = OWN_DASHED) -> bytes:
-    """The metadata of the images' group, with another UUID, or of another disk."""
-    text = metadata(seqno=seqno).decode()
-    return text.replace(GROUP_UUID, uuid).replace(OWN_DASHED, disk).encode()
-
-
-EVIL = "EviLpv" + "evil" * 5 + "EviLpv"
-EVIL_DASHED = "EviLpv-evil-evil-evil-evil-evil-EviLpv"
-IMAGES = {
-    "name": Image(uuid=EVIL, areas=[Area(text=written(1, TWIN, EVIL_DASHED))]),
-    "name and UUID": Image(uuid=EVIL, areas=[Area(text=written(MANY, disk=EVIL_DASHED))]),
-    "a whole copy": Image(uuid=UUIDS[0], areas=[Area(text=written(MANY))]),
-}
-
-
-@pytest.mark.parametrize("is_running", [False, True], ids=["before the start", "while it runs"])
-@pytest.mark.parametrize("kind", IMAGES)
-def test_a_forged_label_is_not_the_group_s(tmp_path: Path, kind: str, is_running: bool) -> None:
-    def read(name: str, image: Image) -> PhysicalLabel:
-        (tmp_path / name).write_bytes(image.bytes())
-        found = labels.read(str(tmp_path / name))
-        assert isinstance(found, PhysicalLabel)
-        return found
-
-    own = [Image(uuid=one, areas=[Area(text=metadata(seqno=100))]) for one in UUIDS]
-    machine = Machine(nvme0n1=read("nvme0n1", own[0]), nvme1n1=read("nvme1n1", own[1]))
-    if is_running:
-        machine.found_on("nvme0n1", "nvme1n1")
-    machine.add(rbd0=read("rbd0", IMAGES[kind]))
-    machine.found_on("nvme0n1", "nvme1n1")
-    assert machine.foreign().keys() == {"rbd0"}
 
 
 @pytest.mark.parametrize("disks", [("1",), ("1", "2", "3")])

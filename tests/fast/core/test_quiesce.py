@@ -77,19 +77,6 @@ def test_a_volume_that_another_suspended_is_left_so() -> None:
     assert devices.suspended == {"vol-b"}
 
 
-def test_volumes_are_resumed_in_time_and_the_caller_gets_an_error() -> None:
-    devices = Suspendable()
-    with Quiesce(devices, 1) as held:
-        held.suspend("data", "vol-a")
-        assert devices.resumed.wait(10)
-        assert devices.suspended == set()
-        with pytest.raises(errors.QuiesceOver, match="the 1 s"):
-            held.check()
-        with pytest.raises(errors.QuiesceOver):
-            held.suspend("data", "vol-b")
-        assert devices.suspended == set()
-
-
 def test_a_disk_that_hangs_at_resume_delays_no_other_volume() -> None:
     devices = Suspendable()
     with Quiesce(devices, 60) as held:

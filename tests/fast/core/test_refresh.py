@@ -2,13 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import expect
 import pytest
 import pyudev
 from fakes.host import FakeHost
@@ -20,7 +18,6 @@ from agent.daemon.startup import Watch
 from lvm import events as module
 from lvm.events import DiskEvent, DiskEvents
 from lvm.report import Group
-from mount.command import Result
 
 
 class Events:
@@ -50,7 +47,6 @@ class Known(Inventory):
         self.outdated: list[str | None] = []
         self.renewed: list[float] = []
         self.turned = threading.Event()
-        self.fails = False
 
     def outdate(self, written: str | None = None) -> None:
         self.outdated.append(written)
@@ -58,8 +54,6 @@ class Known(Inventory):
     def refresh(self, max_age: float) -> list[Future[Group | None]]:
         self.renewed.append(max_age)
         self.turned.set()
-        if self.fails:
-            raise RuntimeError("no thread can be made")
         return []
 
 
@@ -91,22 +85,6 @@ def test_without_udev_the_state_is_refreshed_with_time(known: Known) -> None:
     assert set(known.renewed) == {60.0}
 
 
-def test_a_failed_refresh_is_logged_once_and_retried(
-    known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
-    known.fails = True
-    events: Any = Events(set(), set(), set())
-    turns: list[None] = []
-    watch = Watch(known, lambda: events, lambda: turns.append(None))
-    watch.start()
-    # The other task goes on.
-    expect.soon(lambda: len(known.renewed) >= 3 and len(turns) >= 3)
-    watch.stop()
-    events.go_on.set()
-    assert len([one for one in caplog.messages if "LVM is not watched" in one]) == 1
-
-
 def test_errors_of_udev_s_library_do_not_stop_the_refresh(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,59 +101,24 @@ def test_errors_of_udev_s_library_do_not_stop_the_refresh(
     run(Watch(known, fail), known.turned, lambda: None)
 
 
-@dataclass
-class Sick:
-    """Two groups that were read a minute ago; commands on one are passed to `answer`."""
-
-    fake: FakeHost
-    known: Inventory
-    answer: Callable[[], Result | None]
-    asked: int = 0
-
-    def refresh(self) -> list[Future[Group | None]]:
-        self.known.keep_fresh()
-        return self.known.refresh(60.0)
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Sick]:
-    fake = FakeHost(tmp_path)
-    fake.lvm2.add_group("sick")
-    fake.lvm2.add_group("sound")
+def test_a_group_that_hangs_does_not_delay_the_other_s_refresh(tmp_path: Path) -> None:
+    fake, over = FakeHost(tmp_path), threading.Event()
+    for one in ("sick", "sound"):
+        fake.lvm2.add_group(one)
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
     known = Inventory(volume_groups, fake.devices)
     known.state()
-    for one in volume_groups:
-        one.time_seconds -= 61
-        one.tried_seconds -= 61
-        fake.lvm2.groups[one.name].seqno += 1
-    fake.commands.clear()
-    made = Sick(fake, known, lambda: None)
-    [disk] = volume_groups.lvm("sick").devices
+    for group in volume_groups:
+        group.tried_seconds -= 61
+        fake.lvm2.groups[group.name].seqno += 1
+    [sick] = volume_groups.lvm("sick").devices
 
-    def intercept(words: Sequence[str]) -> Result | None:
-        if disk not in " ".join(words):
-            return None
-        made.asked += 1
-        return made.answer()
+    def hang(words: Sequence[str]) -> None:
+        assert sick not in " ".join(words) or over.wait(20)
 
-    fake.intercept = intercept
-    yield made
-    volume_groups.stop()
-
-
-def test_a_group_that_fails_is_read_once_a_minute_too(two: Sick) -> None:
-    two.answer = lambda: Result(5, "", "  Cannot process volume group sick")
-    for _ in range(30):
-        wait(two.refresh(), 20)
-    assert two.asked == 1
-    assert len(two.fake.commands) == 1
-
-
-def test_a_group_that_hangs_does_not_delay_the_other_s_refresh(two: Sick) -> None:
-    over = threading.Event()
-    two.answer = lambda: None if over.wait(20) else pytest.fail("it hung to the end")
-    hanging, other = two.refresh()
+    fake.intercept = hang
+    known.keep_fresh()
+    hanging, other = known.refresh(60.0)
     other.result(20)
     assert not hanging.done()
     over.set()

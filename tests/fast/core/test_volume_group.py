@@ -3,8 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import expect
 import pytest
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agent.core import errors, metadata_cache
 from agent.core import volume_group as module
@@ -24,7 +21,7 @@ from lvm import errors as lvm_errors
 from lvm import report, volumes
 from lvm.disks import Fingerprint, Found
 from mount import errors as mount_errors
-from mount.command import Result, time_limit
+from mount.command import Result
 
 MIB = 1 << 20
 
@@ -206,16 +203,6 @@ def test_a_disk_that_came_or_went_is_seen_by_udev_s_event_or_in_a_minute(
     assert not known.metadata.ignored
 
 
-def test_two_equal_groups_are_refused_until_one_is_gone(fake: FakeHost, known: VolumeGroup) -> None:
-    fake.lvm2.add_group("twin", [10]).name = "data"
-    with pytest.raises(errors.GroupRefused):
-        known.state()
-    assert not known.answers
-    del fake.lvm2.groups["twin"]
-    assert known.state() is not None
-    assert known.status == "ready"
-
-
 @pytest.mark.parametrize("is_read_again", [False, True], ids=["cached", "read again"])
 def test_forget_during_a_read_makes_the_next_one_ask_lvm2(
     fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch, is_read_again: bool
@@ -278,19 +265,6 @@ def test_quick_reads_do_not_wait_twice_for_a_group_that_hangs(
     found = begin_states([known])()["data"]
     assert found is not None
     assert "a" in found.volumes
-
-
-def test_a_read_waits_for_a_group_that_hangs_until_the_deadline(
-    fake: FakeHost, known: VolumeGroup
-) -> None:
-    hanging = Hanging(fake)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(known.state)
-        assert hanging.asked.acquire(timeout=20)
-        with time_limit(0.05), pytest.raises(errors.GroupBusy):
-            known.state()
-        hanging.over.set()
-        assert first.result(20) is not None
 
 
 class Endless:
@@ -382,102 +356,6 @@ def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptur
 def absent(fake: FakeHost) -> VolumeGroup:
     """A group that may not be there yet."""
     return next(iter(VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])))
-
-
-# Changes by an administrator
-
-
-def first(fake: FakeHost) -> list[str]:
-    """The path of the first volume, if there is any."""
-    return [f"data/{name}" for name in fake.lvm2.groups["data"].volumes][:1]
-
-
-def remove(fake: FakeHost, _number: int) -> None:
-    for path in first(fake):
-        fake.lvm("lvremove", "--yes", "--", path)
-
-
-def rename(fake: FakeHost, number: int) -> None:
-    """lvrename, as it is on the disks."""
-    found = fake.lvm2.groups["data"].volumes
-    for old in [name for name, one in found.items() if not one.active][:1]:
-        volume = found.pop(old)
-        volume.name = f"renamed-{number}"
-        found[volume.name] = volume
-        fake.lvm2.groups["data"].seqno += 1
-
-
-def deactivate(fake: FakeHost, _number: int) -> None:
-    for name in list(fake.lvm2.groups["data"].volumes)[-1:]:
-        fake.deactivate("data", name)
-
-
-def add_tag(fake: FakeHost, number: int) -> None:
-    for path in first(fake):
-        fake.lvm("lvchange", "--addtag", f"t{number}", "--", path)
-
-
-def move(fake: FakeHost, _number: int) -> None:
-    """pvmove, as it is on the disks: the same size on another."""
-    group = fake.lvm2.groups["data"]
-    for volume in list(group.volumes.values())[:1]:
-        size = volume.length
-        free = [one for one in group.disks if group.free(one) >= size]
-        volume.extents = {free[-1].name: size} if free else volume.extents
-        group.seqno += 1
-
-
-def rename_group(fake: FakeHost, _number: int) -> None:
-    """vgrename, and back."""
-    group = fake.lvm2.groups.get("data") or fake.lvm2.groups["other"]
-    for one in list(group.volumes):
-        fake.deactivate(group.name, one)
-    del fake.lvm2.groups[group.name]
-    group.name = "other" if group.name == "data" else "data"
-    fake.lvm2.groups[group.name] = group
-    group.seqno += 1
-
-
-CHANGES: dict[str, Callable[[FakeHost, int], object]] = {
-    "lvcreate": lambda fake, number: create(fake, f"by-hand-{number}"),
-    "lvremove": remove,
-    "lvrename": rename,
-    "deactivate": deactivate,
-    "tag": add_tag,
-    "vgextend": lambda fake, _: fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB)),
-    "pvmove": move,
-    "vgrename": rename_group,
-}
-
-
-@settings(max_examples=100)
-@given(changes=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.booleans()), max_size=6))
-def test_changes_by_hand_are_in_the_next_state(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, bool]]
-) -> None:
-    fake = FakeHost(tmp_path_factory.getbasetemp())
-    fake.lvm2.add_group("data", [30, 30])
-    known = of(fake)
-    for number, (change, is_read) in enumerate([*changes, ("tag", True)]):
-        if change != "vgrename" and "data" not in fake.lvm2.groups:
-            rename_group(fake, number)
-        CHANGES[change](fake, number)
-        if not is_read:
-            continue
-        found, fresh = known.state(), absent(fake).state()
-        if fresh is None or found is None:
-            assert found == fresh
-        else:
-            assert in_metadata(found) == in_metadata(fresh)
-
-
-def in_metadata(group: report.Group) -> report.Group:
-    """A group without what the kernel is asked for, such as whether a volume is active."""
-    kept = {
-        name: replace(one, active=False, read_only=False, overflowed=False)
-        for name, one in group.volumes.items()
-    }
-    return replace(group, volumes=kept)
 
 
 def test_a_command_during_a_scan_sees_the_disks_as_they_were(

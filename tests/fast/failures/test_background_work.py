@@ -206,19 +206,6 @@ def test_a_raid_volume_is_repaired_while_another_group_hangs(
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
 
 
-def test_a_repair_is_retried_after_an_unexpected_error(
-    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent.operations.repair._RETRY_SECONDS", 0.01)
-    client.create("raid-b", EXTENT, block(), parameters={"class": "raid-b"})
-    fake.lose_disk("b", 0)
-    service.inventory.state()
-    failing = FailsOnce(fake, "repair", AGAIN)
-    service.auto_repair.tasks.start()
-    expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
-    assert failing.has_failed
-
-
 def test_leftover_inline_volumes_are_deleted_while_another_group_hangs(
     client: Client,
     service: Service,

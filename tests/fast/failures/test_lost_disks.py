@@ -167,26 +167,13 @@ def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
     assert made["reads"] <= 10
 
 
-@pytest.mark.parametrize("restarts", [False, True])
 def test_an_erase_goes_on_when_the_disk_is_back(
-    client: Client,
-    service: Service,
-    fake: FakeHost,
-    volume: csi.Volume,
-    config: Config,
-    restarts: bool,
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
     lose(fake)
     client.delete(volume.volume_id)
-    if restarts:
-        service.stop()
-        fake.bring_disk("data", 0)
-        following = serving.start(config, fake)
-        ended(following)
-        following.stop()
-    else:
-        fake.bring_disk("data", 0)
-        again(service, volume)
+    fake.bring_disk("data", 0)
+    again(service, volume)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
@@ -211,24 +198,6 @@ def test_the_reachable_part_of_a_given_up_volume_is_erased(
     assert list(media.blocks) == [0], "on the lost disk"
     uuid = fake.lvm2.groups["data"].disks[0].uuid
     assert [one for one in caplog.messages if "was not overwritten" in one and uuid in one]
-
-
-def test_retried_erases_share_one_read_of_the_group(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
-    ids = [client.create(f"pvc-{number}", EXTENT, block()).volume_id for number in range(3)]
-    fake.lose_disk("data", 0)
-    for one in ids:
-        client.delete(one)
-    jobs = service.eraser.jobs
-    failed = [jobs._jobs[one] for one in ids]
-    wait([job.ended for job in failed], 20)
-    service.inventory.state()
-    fake.commands.clear()
-    for job in failed:
-        jobs._retry_now(job)
-    ended(service)
-    assert fake.commands == []
 
 
 def test_a_failed_image_is_refreshed_before_it_is_erased(client: Client, fake: FakeHost) -> None:

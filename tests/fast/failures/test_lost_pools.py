@@ -142,19 +142,6 @@ def test_given_up_extents_are_erased_before_their_next_use(
     client.create("b", 8 * EXTENT, block())
 
 
-def test_a_restart_goes_on_with_the_erase_of_free_extents(
-    client: Client, service: Service, fake: FakeHost, config: Config
-) -> None:
-    lose(client, fake, service)
-    service.stop()
-    reduce(fake)
-    following = serving.start(config, fake)
-    serving.again(following)
-    assert fake.lvm2.groups["data"].tags == set()
-    assert names(fake) == set()
-    following.stop()
-
-
 def test_a_snapshot_deleted_while_a_disk_is_missing_is_erased_later(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
