@@ -1,10 +1,9 @@
-"""The capacity that is reported can be made, and one row of extents more cannot: what lvm2 says.
+"""lvm2 allocates the reported capacity, and not one row of extents more.
 
-tests/fast/lvm/test_layout.py asks the same of the arithmetic, ten thousand times. Here it is held
-to lvm2's own allocation, for random states of seven uneven disks. CARVER_STATES asks for more of
-them than the usual run. A kill, a tenant or a device cost too much time for that: fillers are
-volumes that are never activated, and `lvcreate --test` allocates and writes nothing. That it
-allocates as it does in earnest is looked at again and again by making the volume.
+tests/fast/lvm/test_layout.py checks the arithmetic ten thousand times; here lvm2's own allocation
+is asked, for random states of seven uneven disks (CARVER_STATES: how many). Fillers are never
+activated, and `lvcreate --test` writes nothing, which saves time; each twentieth volume is created
+in earnest.
 """
 
 import os
@@ -36,7 +35,7 @@ LAYOUTS = (
 
 @dataclass
 class Group:
-    """A group whose disks are filled at random, one change at a time."""
+    """A group whose disks are filled at random."""
 
     lvm: Lvm
     name: str
@@ -48,8 +47,8 @@ class Group:
         return report.read(self.lvm).group(self.name)
 
     def change(self, known: report.Group) -> None:
-        """Fill a part of one disk, give some back, or have some not allocated from."""
-        # By size, for a device's name is chance: the same seed is the same states.
+        """Fill a part of a disk, remove fillers, or change which disks are allocatable."""
+        # By size, since names of devices differ: the same seed gives the same states.
         disks = sorted(known.disks, key=lambda disk: disk.extents)
         roomy = [disk for disk in disks if disk.free_extents]
         kind = self.chance.choice(("fill", "fill", "free", "allow"))
@@ -58,7 +57,7 @@ class Group:
         elif kind == "allow" or not self.fillers:
             names = [disk.name for disk in disks]
             some = self.chance.sample(names, self.chance.randint(1, 3))
-            # Rather allowed than not, or nothing would be left soon.
+            # More often allocatable, or nothing would be left soon.
             answer = self.chance.choice("yyn")
             self.lvm("pvchange", "--allocatable", answer, "--", *some)
         else:
@@ -80,7 +79,7 @@ class Group:
 
 
 def trying(lvm: Lvm) -> Lvm:
-    """lvm2 that allocates and writes nothing."""
+    """lvm2 that allocates, and writes nothing."""
     return Lvm(lambda *words: lvm.run(*words[:2], "--test", *words[2:]), lvm.devices, lvm.settings)
 
 

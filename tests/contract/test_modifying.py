@@ -91,13 +91,11 @@ def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
     client.stage(volume, staging)
     (staging / "data").write_bytes(b"data" * KIB)
 
-    client.modify(volume.volume_id, {"readAhead": "256KiB"})
-    assert tuning(host, group) == Tuning(256 * KIB, 0, 0)
-    client.modify(volume.volume_id, {"readAhead": "0"})
-    assert tuning(host, group) == Tuning(0, 0, 0)
+    for text, changed in {"256KiB": Tuning(256 * KIB, 0, 0), "0": Tuning(0, 0, 0)}.items():
+        client.modify(volume.volume_id, {"readAhead": text})
+        assert tuning(host, group) == changed
     client.modify(volume.volume_id, {"readAhead": "auto"})
     assert tuning(host, group) == PLAIN
-
     assert (staging / "data").read_bytes() == b"data" * KIB
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
@@ -113,10 +111,9 @@ def test_recovery_rates_of_a_raid_are_changed_and_removed(
     higher = {"minimumRecoveryRate": "3MiB", "maximumRecoveryRate": "4MiB", "readAhead": "8KiB"}
     client.modify(volume.volume_id, higher)
     assert tuning(host, group) == Tuning(8 * KIB, 3072, 4096)
-    client.modify(volume.volume_id, {"minimumRecoveryRate": "0"})
-    assert tuning(host, group) == Tuning(8 * KIB, 0, 4096)
-    client.modify(volume.volume_id, {"maximumRecoveryRate": "0"})
-    assert tuning(host, group) == Tuning(8 * KIB, 0, 0)
+    for key, maximum in (("minimumRecoveryRate", 4096), ("maximumRecoveryRate", 0)):
+        client.modify(volume.volume_id, {key: "0"})
+        assert tuning(host, group) == Tuning(8 * KIB, 0, maximum)
 
 
 @pytest.mark.variation
@@ -133,10 +130,8 @@ def test_parameters_take_no_command_at_creation_and_one_later(
     for _ in range(2):
         client.modify(volume.volume_id, {**mutable, "readAhead": "2MiB"})
     assert cost(host) == ["lvm lvchange", "lvm fullreport"]
-    client.modify(
-        volume.volume_id,
-        {"readAhead": "0", "minimumRecoveryRate": "0", "maximumRecoveryRate": "8MiB"},
-    )
+    rates = {"minimumRecoveryRate": "0", "maximumRecoveryRate": "8MiB"}
+    client.modify(volume.volume_id, {"readAhead": "0", **rates})
     assert cost(host) == ["lvm lvchange"]
     assert tuning(host, group) == Tuning(0, 0, 8192)
 
