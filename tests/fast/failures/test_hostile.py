@@ -29,12 +29,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from serving import served
 
-from agent.core.host import Host
 from agent.core.parameters import MUTABLE_FIELD as MUTABLE
 from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
-from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -200,10 +199,8 @@ def machine() -> Iterator[Machine]:
     host = FakeHost(HERE)
     host.lvm2.add_group("data", [300])
     config = configured.carver(HERE, endpoint=TOP / "csi.sock")
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    running.start(config.endpoint)
     try:
-        with Client(config.endpoint) as client:
+        with served(host, config) as (_, client):
             volume = client.create("pvc-mounted", 320 * MIB)
             raw = client.create("pvc-raw", 64 * MIB, block())
             assert (volume.volume_id, raw.volume_id) == (MOUNTED, RAW)
@@ -211,7 +208,6 @@ def machine() -> Iterator[Machine]:
             client.publish(volume, HERE / "staging", HERE / "target")
             yield Machine(host, client)
     finally:
-        running.stop()
         shutil.rmtree(TOP)
 
 
