@@ -39,6 +39,11 @@ def refusal(lvm: Lvm, laid: GroupDefinitions, group: str) -> str:
     return str(refused.value)
 
 
+def refused(host: AnyHost, tmp_path: Path, group: str, *devices: str) -> str:
+    """Why a group of these devices is not made."""
+    return refusal(*lay(host, of_devices(tmp_path, group, *devices)), group)
+
+
 @pytest.fixture
 def name(tmp_path: Path) -> str:
     """A group that is not there."""
@@ -73,11 +78,11 @@ def test_a_device_that_holds_something_is_refused_and_no_other_is_touched(
         host.partition(other)
     else:
         host.write(other, contents)
-    lvm, laid = lay(host, of_devices(tmp_path, name, blank, other, last))
+    why = refused(host, tmp_path, name, blank, other, last)
     for word in (name, other, "restart Carver", f"holds {contents}", "wipefs --all"):
-        assert word in refusal(lvm, laid, name)
+        assert word in why
     assert not [words for words in host.commands if "vgcreate" in words]
-    assert name not in report.read(lvm).groups
+    assert name not in report.read(host.lvm).groups
 
 
 def test_a_device_that_is_mounted_is_refused(host: AnyHost, tmp_path: Path, name: str) -> None:
@@ -85,8 +90,7 @@ def test_a_device_that_is_mounted_is_refused(host: AnyHost, tmp_path: Path, name
     place.mkdir()
     host.write(device, "ext4")
     host.kernel.mount(device, str(place), "ext4", set(), [])
-    lvm, laid = lay(host, of_devices(tmp_path, name, device))
-    assert f"{device} is mounted at {place}" in refusal(lvm, laid, name)
+    assert f"{device} is mounted at {place}" in refused(host, tmp_path, name, device)
     host.kernel.unmount(str(place))
 
 
@@ -103,8 +107,7 @@ def test_a_device_that_is_read_only_missing_or_no_device_is_refused(
             (str(file), "is not a usable block device"),
             ("/dev/carver-none", "is not there"),
         ):
-            lvm, laid = lay(host, of_devices(tmp_path, name, path))
-            assert f"{path} {word}" in refusal(lvm, laid, name)
+            assert f"{path} {word}" in refused(host, tmp_path, name, path)
     finally:
         loop.detach(host.kernel, device)
 
@@ -123,8 +126,7 @@ def test_one_device_by_two_names_is_refused(host: AnyHost, tmp_path: Path, name:
     link.symlink_to(device)
     if isinstance(host, FakeHost):
         host.block.link(str(link), device)
-    lvm, laid = lay(host, of_devices(tmp_path, name, device, str(link)))
-    assert "same device" in refusal(lvm, laid, name)
+    assert "same device" in refused(host, tmp_path, name, device, str(link))
 
 
 def test_a_vgcreate_that_was_killed_half_way_is_finished(

@@ -1,4 +1,4 @@
-"""The room that a group's own metadata have: made large enough, told of, and never used up."""
+"""The room for a group's own metadata: made large enough, reported, and never used up."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,15 +68,15 @@ def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
 ) -> None:
     volume = client.create("pvc-1", EXTENT, block())
     filled(20 << 10)
-    told = ("RESOURCE_EXHAUSTED", "metadata area is 9", "docs/operations.md")
     assert client.capacity().available_capacity == 0
-    with expect.code(*told):
-        client.create("pvc-2", EXTENT, block())
-    with expect.code(*told):
-        client.create("pvc-2", EXTENT, block(), source=of_volume(volume.volume_id))
-    with expect.code(*told):
-        client.snapshot("snap-1", volume.volume_id)
-    # What is there is served.
+    for call in (
+        lambda: client.create("pvc-2", EXTENT, block()),
+        lambda: client.create("pvc-2", EXTENT, block(), source=of_volume(volume.volume_id)),
+        lambda: client.snapshot("snap-1", volume.volume_id),
+    ):
+        with expect.code("RESOURCE_EXHAUSTED", "metadata area is 9", "docs/operations.md"):
+            call()
+    # Existing volumes are served.
     assert client.create("pvc-1", EXTENT, block()) == volume
     service.inventory.state()
     assert "GroupMetadataFull" in {one.reason for one in client.storage_health()}
@@ -115,12 +115,11 @@ def test_a_disk_that_is_added_has_an_area_as_large_as_the_others(host: AnyHost) 
 
 
 @pytest.mark.variation
-def test_a_text_longer_than_what_lvm2_has_for_it_is_read_and_written(host: AnyHost) -> None:
+def test_a_text_longer_than_lvm2_s_buffer_is_read_and_written(host: AnyHost) -> None:
     device = host.new_device(128 * MIB)
     with made(host, "room_long", device, 40 * MIB - groups.LABEL_BYTES):
-        volume_group = VolumeGroups(host.lvm, host.disks, host.devices, ["room_long"]).of(
-            "room_long"
-        )
+        known = VolumeGroups(host.lvm, host.disks, host.devices, ["room_long"])
+        volume_group = known.of("room_long")
         assert volume_group is not None
         for part in range(12):
             own_tags = {f"part{part}.{number}": _WORD for number in range(800)}

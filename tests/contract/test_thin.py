@@ -82,30 +82,34 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
 
 
 @pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "given up"])
-def test_a_half_made_pool_is_made_anew_or_removed(
-    client: Client, host: AnyHost, group: str, service: Service, is_wanted: bool
+def test_a_half_made_pool_is_made_again_or_removed(
+    client: Client, host: AnyHost, group: str, staging: Path, service: Service, is_wanted: bool
 ) -> None:
     client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     host.half_make_pool(group, "pool-thin")
     if is_wanted:
         volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
-        client.stage(volume, host.directory / "staging", block())
-        client.unstage(volume.volume_id, host.directory / "staging")
+        client.stage(volume, staging, block())
+        client.unstage(volume.volume_id, staging)
     else:
         assert service.pool_remover.resume() == 1
         service.pool_remover.jobs.shutdown()
         assert not report.read(host.lvm).group(group).volumes
 
 
-def test_a_pool_of_which_parts_were_left_active_is_activated(
-    client: Client, host: AnyHost, group: str
+@pytest.mark.parametrize("parts", [(), ("_tdata", "_tmeta")], ids=["gone", "left in parts"])
+def test_a_volume_whose_pool_is_not_active_is_staged(
+    client: Client, host: AnyHost, group: str, staging: Path, parts: tuple[str, ...]
 ) -> None:
-    volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
     host.deactivate(group, "vol-pvc-1")
-    host.leave_parts(group, "pool-thin", "_tdata", "_tmeta")
-    client.stage(volume, host.directory / "staging", block())
-    client.unstage(volume.volume_id, host.directory / "staging")
+    if parts:
+        host.leave_parts(group, "pool-thin", *parts)
+    else:
+        host.deactivate(group, "pool-thin")
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
 
 
 @pytest.mark.variation
@@ -166,8 +170,7 @@ def test_a_volume_of_the_same_name_but_thick_is_another(client: Client) -> None:
 
 
 @pytest.mark.variation
-def test_a_volume_in_use_is_not_deleted(client: Client, host: AnyHost) -> None:
-    staging = host.directory / "staging"
+def test_a_volume_in_use_is_not_deleted(client: Client, staging: Path) -> None:
     volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
     client.stage(volume, staging)
     with expect.code("FAILED_PRECONDITION", "mounted"):
@@ -239,16 +242,6 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     service.pool_remover.give_back(group, "pool-thin").result(600)
     assert report.read(host.lvm).group(group).free_extents == 30
     client.delete(volume.volume_id)
-
-
-def test_a_thin_volume_is_staged_again_after_its_device_was_gone(
-    client: Client, host: AnyHost, group: str, tmp_path: Path
-) -> None:
-    volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
-    for name in ("vol-pvc-1", "pool-thin"):
-        host.deactivate(group, name)
-    client.stage(volume, host.directory / "staging")
-    client.unstage(volume.volume_id, host.directory / "staging")
 
 
 # Snapshots and copies

@@ -56,7 +56,7 @@ policies = st.builds(
     policy=policies,
     kept=st.integers(0, 40),
 )
-def test_what_may_be_promised_can_be_held_at_the_ratio_beside_what_is_kept(
+def test_a_pool_can_hold_its_promises_beside_the_extents_that_are_kept(
     disks: list[int], policy: Policy, kept: int
 ) -> None:
     lvm, _ = machine(*disks)
@@ -153,17 +153,15 @@ def test_a_group_that_grew_keeps_room_for_larger_metadata() -> None:
     assert thin.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 4
 
 
-def test_what_wipes_a_pool_is_no_promise() -> None:
+def test_the_volume_that_wipes_a_pool_is_no_promise() -> None:
     lvm, _ = machine(100)
     make(lvm, Policy())
     thin.create(lvm, "data", "pool-p", New("wipe-p", 10 * EXTENT, {}))
     group = group_of(lvm)
-    assert thin.find(group, "pool-p", 64 * KIB).promised_bytes == 10 * EXTENT
+    pool = found(group, Policy())
+    assert pool.promised_bytes == 10 * EXTENT
     assert thin.find(group, "pool-p", 64 * KIB, ignored="wipe-p").promised_bytes == 0
-    assert (
-        thin.outstanding_extents(group, found(group, Policy()), Policy())
-        == 10 - found(group, Policy()).data_extents
-    )
+    assert thin.outstanding_extents(group, pool, Policy()) == 10 - pool.data_extents
 
 
 @pytest.mark.parametrize(
@@ -181,21 +179,22 @@ def test_what_wipes_a_pool_is_no_promise() -> None:
         (1.0, {"mode": "out_of_data_space"}, ""),
     ],
 )
-def test_a_pool_that_is_nearly_full_or_broken_is_promised_no_more_of(
+def test_nothing_more_is_promised_of_a_pool_that_is_nearly_full_or_broken(
     over_provisioning: float, status: dict[str, Any], words: str
 ) -> None:
     lvm, _ = machine(100)
     policy = Policy(over_provisioning=over_provisioning)
     make(lvm, policy)
     group = group_of(lvm)
-    told = replace(ThinPool(40 * MIB, "rw"), **status)
-    why = thin.refusal(group, found(group, policy), policy, 0, told)
+    why = thin.refusal(
+        group, found(group, policy), policy, 0, replace(ThinPool(40 * MIB, "rw"), **status)
+    )
     assert words in why
     assert bool(words) == bool(why)
     assert thin.refusal(group, found(group, policy), policy, 0, None) == ""
 
 
-def test_what_a_pool_promised_is_added_up_once_for_a_report_however_many_ask() -> None:
+def test_the_promises_of_a_pool_are_added_up_once_a_report() -> None:
     class Counted(dict[str, report.LogicalVolume]):
         passes = 0
 

@@ -91,10 +91,8 @@ def answer(subcommand: str, result: Result) -> str:
         document = json.loads(result.stdout)
     else:
         messages = [("print", line) for line in result.stdout.splitlines()] + messages
-    told = "failure" if result.exit_code else "success"
-    log = [
-        _row(number, *one, subcommand) for number, one in enumerate([*messages, ("status", told)])
-    ]
+    messages.append(("status", "failure" if result.exit_code else "success"))
+    log = [_row(number, *one, subcommand) for number, one in enumerate(messages)]
     log[-1]["log_ret_code"] = str(result.exit_code or _PROCESSED)
     return json.dumps(document | {"log": log})
 

@@ -1,4 +1,4 @@
-"""A program that speaks as lvm2's shell does, and does what it is told to at chosen commands.
+"""A program that answers as lvm2's shell does, with chosen mishaps at chosen commands.
 
 It is started as `lvm`. What it does with each command of a shell stands in the file `plan` beside
 it, a word a line; what it did, in `done`.
@@ -67,10 +67,10 @@ def answer(
     """Report a command, its status last."""
     subcommand = line.split()[0]
     row = {"log_object_name": subcommand, "log_ret_code": "0"}
-    told = [("warn", "WARNING: as always."), ("print", f"Said: {line}")]
+    messages = [("warn", "WARNING: as always."), ("print", f"Said: {line}")]
     if code != 1:
-        told.append(("error", refusal))
-    log = [row | {"log_type": kind, "log_message": message} for kind, message in told]
+        messages.append(("error", refusal))
+    log = [row | {"log_type": kind, "log_message": message} for kind, message in messages]
     log.append(row | {"log_type": "status", "log_message": "", "log_ret_code": str(code)})
     report = {"report": ["x" * size]} if subcommand == "fullreport" else {}
     reports.write(f"  {json.dumps(report | {'log': log})}\n")
@@ -122,7 +122,7 @@ def refuse(line: str, reports: TextIO) -> None:
 
 
 def puzzle(line: str, reports: TextIO) -> None:
-    """Refuse in words that nobody knows."""
+    """Refuse in unknown words."""
     answer(line, reports, code=5, refusal="Something was not as it should be.")
 
 

@@ -34,17 +34,19 @@ def allocate(group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequenc
 def append(
     group: FakeGroup, area: dict[str, int], extents: int, usable: Sequence[FakeDisk]
 ) -> None:
-    free = sum(group.free(disk) for disk in usable)
-    if extents > free:
-        raise Failure(
-            f'Volume group "{group.name}" has insufficient free space ({free} extents):'
-            f" {extents} required."
-        )
+    require_free(group, extents, usable)
     parts = {disk.name: group.free(disk) for disk in usable}
     for name, available in parts.items():
         if part := min(extents, available):
             area[name] = area.get(name, 0) + part
         extents -= part
+
+
+def require_free(group: FakeGroup, extents: int, usable: Sequence[FakeDisk]) -> None:
+    free = sum(group.free(disk) for disk in usable)
+    if extents > free:
+        why = f"insufficient free space ({free} extents): {extents} required."
+        raise Failure(f'Volume group "{group.name}" has {why}')
 
 
 def _spread(group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence[FakeDisk]) -> None:

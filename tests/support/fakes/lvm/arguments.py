@@ -7,9 +7,9 @@ from lvm.layout import Layout
 from lvm.tuning import AUTO, Tuning
 
 
-def settings_in(told: str) -> dict[str, str]:
+def settings_in(config: str) -> dict[str, str]:
     """lvm.conf(5) settings on the command line, such as `report/buffered=1 backup/backup=0`."""
-    pairs = (one.split("=", 1) for one in told.split())
+    pairs = (one.split("=", 1) for one in config.split())
     return {key: value.strip('"') for key, value in pairs}
 
 

@@ -74,12 +74,12 @@ class Machine:
         if group.exported:
             raise Failure(f"Volume group {group.name} is exported")
         if group.lock_type:
-            told = f"{group.name} with lock type {group.lock_type}"
-            raise Failure(f"Cannot access VG {told} that requires lvmlockd.")
+            which = f"{group.name} with lock type {group.lock_type}"
+            raise Failure(f"Cannot access VG {which} that requires lvmlockd.")
         if self._is_foreign(group):
             own = f"local system ID {self.system_id}" if self.system_id else "unknown local system"
-            told = f"{group.name} with system ID {group.system_id} with {own}"
-            raise Failure(f"Cannot access VG {told}.")
+            which = f"{group.name} with system ID {group.system_id} with {own}"
+            raise Failure(f"Cannot access VG {which}.")
 
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does; a snapshot stays."""

@@ -1,6 +1,6 @@
 """The commands for thin pools and what is in them."""
 
-from fakes.lvm.allocation import allocatable, append, missing_spare, require_new
+from fakes.lvm.allocation import allocatable, append, missing_spare, require_free, require_new
 from fakes.lvm.arguments import Arguments, in_bytes, tuning_in
 from fakes.lvm.kernel import KernelSide
 from fakes.lvm.records import Failure, FakePool, FakeThin
@@ -63,12 +63,11 @@ class PoolCommands(KernelSide):
         )
         usable = allocatable(group, disks)
         missing = missing_spare(group, of_metadata)
-        free = [group.free(disk) for disk in usable]
-        if extents + of_metadata + missing > sum(free) or of_metadata > max(free):
-            raise Failure(f'Volume group "{group.name}" has insufficient free space')
-        group.volumes[name] = pool
         # In one piece, on one disk.
         roomiest = max(usable, key=group.free)
+        require_free(group, extents + of_metadata + missing, usable)
+        require_free(group, of_metadata, [roomiest])
+        group.volumes[name] = pool
         append(group, pool.metadata, of_metadata, [roomiest])
         append(group, pool.extents, extents, usable)
         append(group, group.spare, missing, usable)
@@ -111,9 +110,7 @@ class PoolCommands(KernelSide):
         assert isinstance(pool, FakePool)
         more = -(-more_bytes // group.extent_size_bytes)
         missing = missing_spare(group, sum(pool.metadata.values()) + more)
-        free = sum(group.free(disk) for disk in usable)
-        if more + missing > free:
-            raise Failure(f'Volume group "{group.name}" has insufficient free space')
+        require_free(group, more + missing, usable)
         append(group, pool.metadata, more, usable)
         append(group, group.spare, missing, usable)
         return ""
