@@ -16,7 +16,6 @@ from fakes.kernel import FakeKernel
 from agent.cli import main as cli
 from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
-from agent.core.volume_groups import VolumeGroups
 from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Node
 from lvm import groups, lvm2, report
@@ -245,24 +244,6 @@ def test_what_is_missing_is_reported_with_a_remedy(
     assert found[0].remedy
 
 
-def with_devices_file(place: Place, *disks: str) -> None:
-    """Have the node's devices file list these disks."""
-    place.file("/etc/lvm/devices/system.devices")
-    place.host.lvm2.devices_file = set(disks)
-    place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
-
-
-def test_a_group_missing_because_of_the_devices_file_is_reported_so(place: Place) -> None:
-    with_devices_file(place)
-    found = place.one("groups")
-    assert found.verdict == WARN
-    assert "that the node's devices file does not list" in found.message
-    assert "vgimportdevices group0" in found.remedy
-    # One that is nowhere is not the file's fault.
-    place.host.lvm2.groups.clear()
-    assert "is not on this node" in place.one("groups").message
-
-
 UUID = "abcdef00000000000000000000000000"
 FILE, OTHER, CONF = "devices/system.devices", "devices/own.devices", "lvm.conf"
 ENTRY = f"# PVID={'x' * 32}\nIDTYPE=sys_wwid PVID={UUID} PART=1\n"
@@ -296,39 +277,17 @@ def test_a_devices_file_counts_unless_lvm_conf_says_otherwise(
     assert lvm2.listed_disks(tmp_path) == disks
 
 
-def test_a_disk_missing_because_of_the_devices_file_is_reported_so(place: Place) -> None:
+def test_only_a_disk_that_the_devices_file_hides_is_blamed_on_it(place: Place) -> None:
     group = place.host.new_group(10, 10)
     place.settings = configured.carver(place.root, group)
-    with_devices_file(place, place.host.lvm2.groups[group].disks[0].name)
-    found = place.one("groups")
-    assert found.verdict == WARN
-    assert "misses 1 of its disks, some of which the node's devices file" in found.message
-    assert f"vgimportdevices {group}" in found.remedy
-    # One that is away is not the file's fault.
+    place.file("/etc/lvm/devices/system.devices")
+    place.host.lvm2.devices_file = {place.host.lvm2.groups[group].disks[0].name}
+    place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+    assert "some of which the node's devices file does not list" in place.one("groups").message
     place.host.lose_disk(group, 1)
     assert "attach them again" in place.one("groups").remedy
-
-
-def test_a_volume_group_uses_no_disk_outside_the_devices_file(place: Place) -> None:
-    fake = place.host
-    [disk] = fake.lvm2.groups["group0"].disks
-    file = place.root / lvm2.DEVICES_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    node = replace(fake.lvm, root=place.root)
-    known = VolumeGroups(node, fake.disks, fake.devices, ["group0"])
-    for listed, state in (("", "absent"), (f"PVID={disk.uuid.replace('-', '')}\n", "ready")):
-        file.write_text(listed)
-        for one in known:
-            one.metadata.is_outdated = True
-            one.state()
-            assert one.status == state
-
-
-def test_a_group_outside_the_devices_file_is_not_used(place: Place) -> None:
-    [disk] = place.host.lvm2.groups["group0"].disks
-    for disks, found in ((), set()), ((disk.name,), {"group0"}):
-        with_devices_file(place, *disks)
-        assert set(report.read(place.host.lvm).groups) == found
+    place.host.lvm2.groups.clear()
+    assert "is not on this node" in place.one("groups").message
 
 
 @pytest.mark.parametrize(

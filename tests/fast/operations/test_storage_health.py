@@ -80,13 +80,6 @@ def look(service: Service) -> None:
         one.refresh().exception(20)
 
 
-def test_healthy_storage_has_no_entry_and_costs_no_command(client: Client, fake: FakeHost) -> None:
-    client.create("pvc-1", 16 * MIB, block())
-    fake.commands.clear()
-    assert client.storage_health() == []
-    assert fake.commands == []
-
-
 def test_missing_disks_of_two_groups_are_one_entry_until_they_are_back(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
