@@ -9,7 +9,7 @@ import expect
 import grpc
 import pytest
 from csi_client import Client
-from model.stopping import Switch
+from model.stopping import Switch, stops
 from nodes import Node
 from real.any import AnyHost
 from use import Use
@@ -158,30 +158,30 @@ def node(host: AnyHost, config: Config, group: str, tmp_path: Path) -> Iterator[
 def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
     node: Node, host: AnyHost, group: str
 ) -> None:
-    taken, stop_at = 1, -1
-    while stop_at < taken:
-        for before in (True, False):
-            shop = Shop(node.client, host, group, ENDS)
-            shop.publish("a")
-            shop.fail()
-            shop.unpublish("a")
-            switch = Switch(stop_at, before=before)
-            node.restart(switch)
+    def trial(stop_at: int = -1, before: bool = True) -> list[str]:
+        shop = Shop(node.client, host, group, ENDS)
+        shop.publish("a")
+        shop.fail()
+        shop.unpublish("a")
+        switch = Switch(stop_at, before=before)
+        node.restart(switch)
+        shop.client = node.client
+        with suppress(grpc.RpcError):
+            shop.publish("b")
+        if stop_at >= 0:
+            assert switch.dead.wait(10)
+            node.kill()
             shop.client = node.client
-            with suppress(grpc.RpcError):
-                shop.publish("b")
-            if stop_at < 0:
-                taken = len(switch.taken)
-            else:
-                assert switch.dead.wait(10)
-                node.kill()
-                shop.client = node.client
-                shop.publish("b")
-            assert shop.reasons() == set(), (stop_at, before)
-            assert not shop.mount().read_only, (stop_at, before)
-            shop.unpublish("b")
-            shop.unstage()
-            assert "remount" not in shop.own_tags()
-            shop.client.delete(shop.volume.volume_id)
-        stop_at += 1
-    assert taken > 5
+            shop.publish("b")
+        assert shop.reasons() == set(), (stop_at, before)
+        assert not shop.mount().read_only, (stop_at, before)
+        shop.unpublish("b")
+        shop.unstage()
+        assert "remount" not in shop.own_tags()
+        shop.client.delete(shop.volume.volume_id)
+        return switch.taken
+
+    taken = trial()
+    assert len(taken) > 5
+    for stop_at, before in stops(taken):
+        trial(stop_at, before)

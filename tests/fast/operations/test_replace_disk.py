@@ -1,6 +1,5 @@
 """Replace a disk: what is moved and rebuilt, what is refused; kills at every step."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from fakes.host import FakeHost
 from model import operations as do
 from model.machine import Machine
 from model.operations import Use
-from model.stopping import Switch
+from model.stopping import Switch, stops
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -335,7 +334,7 @@ def killed_at_each_step(directory: Path, *, lost: bool) -> Iterator[tuple[Trial,
     whole, counting = Trial(directory / "whole", lost), Switch()
     whole.run(counting)
     whole.machine.stop()
-    for number, before in itertools.product(range(len(counting.taken)), (True, False)):
+    for number, before in stops(counting.taken):
         trial, switch = Trial(directory / f"{number}{before}", lost), Switch(number, before=before)
         trial.run(switch)
         assert switch.dead.wait(10), (number, switch.taken)
