@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 
-from agent.core import errors, metadata_cache
+from agent.core import errors, metadata_cache, records
 from agent.core import volume_group as module
+from agent.core.inventory import Inventory
 from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
@@ -420,3 +422,71 @@ def test_a_filter_rejects_disks_but_those_that_the_operator_named(
     assert not named.allows("/dev/other")
     conf.write_text("")
     assert rejected.allows("/dev/other")
+
+
+# Several groups
+
+
+SICK = ["a", "b", "c"]
+
+
+class SomeHang:
+    """lvm2 does not answer for the sick groups, until it is let go."""
+
+    def __init__(self, fake: FakeHost, volume_groups: VolumeGroups) -> None:
+        self.asked: set[str] = set()
+        self.over = threading.Event()
+        self._disks = {volume_groups.lvm(one).devices[0]: one for one in SICK}
+        for one in SICK:
+            fake.lvm2.groups[one].seqno += 1
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> None:
+        for disk, name in self._disks.items():
+            if disk in " ".join(words):
+                self.asked.add(name)
+                assert self.over.wait(30)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> tuple[Inventory, SomeHang]:
+    fake = FakeHost(tmp_path)
+    for one in [*SICK, "sound"]:
+        fake.lvm2.add_group(one)
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
+    known = Inventory(volume_groups, fake.devices)
+    known.state()
+    return known, SomeHang(fake, volume_groups)
+
+
+@pytest.mark.parametrize("group", ["sound", ""])
+def test_groups_that_hang_are_waited_for_together(
+    node: tuple[Inventory, SomeHang], monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 30)
+    known, hanging = node
+    with ThreadPoolExecutor(1) as caller:
+        read = caller.submit(known.state, *filter(None, [group]), quick=not group)
+        expect.soon(lambda: hanging.asked == set(SICK), lambda: hanging.asked)
+        hanging.over.set()
+        assert set(read.result(20).groups) == {*SICK, "sound"}
+
+
+def test_tags_are_read_once_for_each_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHost(tmp_path)
+    group = fake.lvm2.add_group("sound")
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sound"])
+    known = Inventory(volume_groups, fake.devices)
+    for name in ("a", "b"):
+        new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
+        volumes.create(volume_groups.lvm("sound"), "sound", new)
+    found = [one.name for one in known.all(known.state())]
+    assert found == ["vol-a", "vol-b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "volume", lambda *_: pytest.fail("a volume was read again"))
+        assert [one.name for one in known.all(known.state())] == found
+    del group.volumes["vol-a"]
+    group.seqno += 1
+    assert [one.name for one in known.all(known.state())] == ["vol-b"]

@@ -40,6 +40,7 @@ def fake(tmp_path: Path) -> FakeHost:
 def config(tmp_path: Path) -> Config:
     classes = (
         DeviceClass("plain", "data", default=True),
+        DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1)),
         DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
@@ -240,6 +241,22 @@ def test_a_disk_with_a_given_up_pool_can_be_replaced(
     assert client.replace_disk(lost.uuid, new)[0]
     serving.again(service)
     assert client.capacity({"class": "thin"}).available_capacity
+
+
+@pytest.mark.parametrize("name", ["plain", "raid", "thin"])
+def test_a_group_that_lacks_a_disk_has_no_room(client: Client, fake: FakeHost, name: str) -> None:
+    """lvm2 creates and extends nothing there."""
+    volume = client.create("pvc-1", 32 * MIB, block(), parameters={"class": name})
+    fake.lose_disk("data", 2)
+    assert client.capacity({"class": name}).available_capacity == 0
+    with expect.code("RESOURCE_EXHAUSTED", "disk", "is missing"):
+        client.create("pvc-2", 32 * MIB, block(), parameters={"class": name})
+    with expect.code("OUT_OF_RANGE", "is missing"):
+        client.expand(volume.volume_id, 64 * MIB)
+    with expect.code("RESOURCE_EXHAUSTED", "is missing"):
+        client.snapshot("1", volume.volume_id)
+    fake.bring_disk("data", 2)
+    client.create("pvc-2", 32 * MIB, block(), parameters={"class": name})
 
 
 class Trial:
