@@ -14,7 +14,7 @@ import expect
 import grpc
 import pytest
 
-from agent.core import background
+from agent.core import background, sockets
 from agent.csi.client import Client, block, mounted
 
 MIB = 1 << 20
@@ -33,7 +33,9 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     with (tmp_path / "out").open("w") as out, (tmp_path / "log").open("w") as log:
         running = subprocess.Popen(words, env={**os.environ, **path}, stdout=out, stderr=log)
     try:
-        expect.soon((tmp_path / "csi.sock").exists, (tmp_path / "log").read_text)
+        socket = tmp_path / "csi.sock"
+        # It is there a moment before the service listens.
+        expect.soon(lambda: sockets.is_served(socket), (tmp_path / "log").read_text)
         begin(tmp_path)
         yield running
     finally:
