@@ -3,14 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+import chosen
 import configured
 import expect
 import pytest
 from real.any import AnyHost, device
 from serving import served
 
-from agent.csi.client import block
+from agent.csi.client import Client, block
 from lvm import groups, report
+from proto import csi_pb2 as csi
 
 SIZE = 8 << 20
 
@@ -59,3 +61,30 @@ def test_lvm2_archives_a_bounded_number_of_metadata_copies(host: AnyHost, tmp_pa
     found = sorted(one.name for one in archive.iterdir())
     assert len(found) == 50
     assert found[0] == f"{group}_00021-1.vg"
+
+
+FORMATS = (
+    "report/compact_output=1",
+    'report/compact_output_cols="lv_tags,pv_missing,lv_suspended"',
+    "report/binary_values_as_numeric=1",
+    "report/mark_hidden_devices=0",
+    'report/list_item_separator=";"',
+    "report/buffered=0",
+    "report/columns_as_rows=1",
+    "report/prefixes=1",
+    "log/report_command_log=1",
+)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    chosen.kinds(FORMATS, usual=("report/compact_output=1", "report/binary_values_as_numeric=1")),
+)
+def test_no_format_of_reports_changes_what_is_read(
+    host: AnyHost, group: str, client: Client, volume: csi.Volume, setting: str
+) -> None:
+    client.create("pvc-2", SIZE, block())
+    usual = report.read(host.lvm).group(group)
+    assert len(usual.volumes) == 2
+    changed = replace(host.lvm, settings=(*host.lvm.settings, setting))
+    assert report.read(changed).group(group) == usual
