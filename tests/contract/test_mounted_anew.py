@@ -168,6 +168,7 @@ def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
         shop.client = node.client
         with suppress(grpc.RpcError):
             shop.publish("b")
+        taken = list(switch.taken)
         if stop_at >= 0:
             assert switch.dead.wait(10)
             node.kill()
@@ -179,9 +180,9 @@ def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
         shop.unstage()
         assert "remount" not in shop.own_tags()
         shop.client.delete(shop.volume.volume_id)
-        return switch.taken
+        return taken
 
-    taken = trial()
-    assert len(taken) > 5
-    for stop_at, before in stops(taken):
+    steps = trial()
+    assert len(steps) > 5
+    for stop_at, before in stops(steps):
         trial(stop_at, before)

@@ -307,6 +307,7 @@ def test_a_rotation_killed_at_any_step_is_completed(node: Node, name: str) -> No
         used.client = node.client
         with suppress(grpc.RpcError):
             CALLS[name](used)
+        taken = list(switch.taken)
         if stop_at >= 0:
             assert switch.dead.wait(10)
             node.kill()
@@ -325,9 +326,9 @@ def test_a_rotation_killed_at_any_step_is_completed(node: Node, name: str) -> No
         used.opens_by(NEW)
         used.unstage()
         node.client.delete(used.volume.volume_id)
-        return switch.taken
+        return taken
 
-    taken = trial()
-    assert len(taken) > 5
-    for stop_at, before in stops(taken):
+    steps = trial()
+    assert len(steps) > 5
+    for stop_at, before in stops(steps):
         trial(stop_at, before)
