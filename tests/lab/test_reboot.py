@@ -1,10 +1,11 @@
-"""From outside the VM: what a reboot, and a power cut, leave of volumes that were in use."""
+"""From outside the VM: what a reboot, a power cut and a boot that hangs leave."""
 
+import subprocess
 from collections.abc import Callable
 
 import pytest
 
-from vagrant import lab
+from vagrant import guest, host, lab
 from vagrant.guest import TREE
 
 SCRIPT = f"{TREE}/tests/lab/across_reboot.py"
@@ -29,3 +30,21 @@ def test_volumes_in_use_come_back_with_their_data_after(
     in_guest("before", kind, str(volumes))
     restart()
     in_guest("after", kind, str(volumes))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_guest_that_is_not_in_another_boot_in_time_is_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[str, ...]] = []
+
+    def virsh(*words: str) -> subprocess.CompletedProcess[str]:
+        given.append(words)
+        return host.virsh(*words)
+
+    monkeypatch.setattr(guest, "virsh", virsh)
+    before = guest.boot_id()
+    guest.wait_for_boot(before, stuck_seconds=20)
+    assert ("reset", host.NAME) in given
+    assert guest.boot_id() not in (None, before)

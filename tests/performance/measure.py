@@ -32,7 +32,6 @@ import grpc
 from performance import bare, document, floor, group, rows, service, streamed, tables, throughput
 from performance.bare import Bare, Life
 from performance.group import Group
-from performance.rounds import Time
 from performance.rows import Row, Samples
 from performance.service import Served
 from rich.console import Console
@@ -73,6 +72,33 @@ def allocated(client: Client, snapshot_id: str) -> None:
 def changed(client: Client, base_id: str, target_id: str) -> None:
     request = csi.GetMetadataDeltaRequest(base_snapshot_id=base_id, target_snapshot_id=target_id)
     assert sum(1 for _ in client.stub(SnapshotMetadataStub).GetMetadataDelta(request))
+
+
+class Time:
+    """The time that a run has in all; its parts take shares of it."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._ends = clock() + seconds
+
+    def left_seconds(self) -> float:
+        """What is left of it, 0 if it is over."""
+        return max(0.0, self._ends - self._clock())
+
+    def share(self, part: float) -> "Time":
+        """A part of it, and no more than is left."""
+        return Time(min(part * self._seconds, self.left_seconds()), self._clock)
+
+    def rounds(self, most: int) -> Iterator[int]:
+        """Numbers of rounds: the first always, another where one like the longest still fits."""
+        longest = 0.0
+        for number in range(most):
+            if number and longest >= self.left_seconds():
+                return
+            started = self._clock()
+            yield number
+            longest = max(longest, self._clock() - started)
 
 
 class Pass:

@@ -26,7 +26,7 @@ from performance import (
     throughput,
 )
 from performance.document import Document, Run
-from performance.rounds import Time
+from performance.measure import Time
 from performance.rows import Commands, Row, Samples
 
 from agent.csi.client import Client
