@@ -1,4 +1,4 @@
-"""Thin snapshots that Carver activates to read them: inactive again when nobody reads them."""
+"""Thin snapshots that Carver activates to read them: inactive again when the readings end."""
 
 import threading
 from contextlib import ExitStack
@@ -168,7 +168,7 @@ def test_a_stream_leaves_no_snapshot_active(
         with pytest.raises(KeyboardInterrupt):
             nodes.stream(here, "s-0")
     assert tagged(disk) == [name_of(older)]
-    # It may not have opened it yet, as far as anyone knows.
+    # The command may not have opened it yet.
     allocated_extents(disk, newer)
     assert active(disk) == [name_of(older)]
     # Its time is over.

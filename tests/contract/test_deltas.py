@@ -97,7 +97,7 @@ def require_exact(disk: Disk, some: random.Random | None = None) -> None:
             seen = reading.for_user()
             assert seen.size_bytes == len(held)
             allocated = blocks_of(seen.extents(), len(held))
-            # What nobody wrote to an encrypted volume is noise, which is no zeroes.
+            # Unwritten blocks of an encrypted volume are noise, not zeroes.
             assert (disk.has_written(target) if disk.is_sealed else unlike(b"", held)) <= allocated
             logical = blocks_of(reading.extents(), reading.size_bytes)
         with delta_of(disk).allocated(target, is_compared=False) as reading:
@@ -302,7 +302,7 @@ def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
         with expect.code("INVALID_ARGUMENT", "taken later"):
             changed(client, newer, older)
     else:
-        # Nobody knows: both tables are read, and it is as exact backwards.
+        # Their order is unknown: both tables are read, and it is as exact backwards.
         assert ranges_of(changed(client, newer, older)) == [Extent(4096, 4096)]
     third = disk.snapshot()
     with expect.code("INVALID_ARGUMENT", "taken later"):
@@ -359,7 +359,7 @@ def test_blocks_of_an_encrypted_volume_are_those_that_its_user_reads(
         assert opened is not None
         held.append(host.read_bytes(opened.path, 0, restored.capacity_bytes))
         client.unstage(restored.volume_id, place)
-    # Their ends are blank where nobody wrote.
+    # Their unwritten ends are blank.
     inside = set(range(64, last - 63)) | {0, last}
     assert unlike(*held) & inside == blocks_of(wanted, len(disk.held))
 

@@ -96,7 +96,7 @@ def never(question: str) -> bool:
 
 
 def is_last(here: Node, words: Sequence[str]) -> bool:
-    """Whether what is asked there is of the last round, while nobody can use the volume here."""
+    """Whether these words belong to the last round, while the volume is held here."""
     return "--verify" in words and bool(here.service.context.holds._held)
 
 
@@ -127,7 +127,7 @@ def publish(here: Node, volume: csi.Volume) -> Callable[[], None]:
 
 @pytest.fixture
 def volume(here: Node) -> csi.Volume:
-    """One with content, and in nobody's use."""
+    """A volume with content that is not in use."""
     made = volume_of(here)
     write(here, "vol-db", random.Random(1))
     here.client.unstage(made.volume_id, here.directory / "staging")
@@ -399,7 +399,7 @@ def test_a_step_of_the_clock_does_not_stop_a_move(
 ) -> None:
     content = here.content("vol-db")
     stand = Stand(there)
-    # Before each word with the other node: between rounds, and while nobody can use the volume.
+    # Before each word with the other node: between rounds, and while the volume is held.
     stand.before = lambda _words: clock.step(hours * 3600)
     move(here, stand, volume).run()
     assert there.content("vol-db") == content
@@ -440,28 +440,14 @@ def test_a_hold_that_is_prolonged_is_not_awaited_forever(
 
 
 @pytest.mark.variation
-def test_a_move_that_is_not_finished_is_undone(here: Node, there: Node, volume: csi.Volume) -> None:
-    content = here.content("vol-db")
-    going = move(here, Stand(there), volume)
-    going.run()
-    with pytest.raises(errors.NotConfirmed):
-        going.undo(confirmed=no, is_nowhere=never)
-    assert len(usable(there)) == 1
-    going.undo(confirmed=yes, is_nowhere=never)
-    assert there.names() == set()
-    [back] = usable(here)
-    assert back == volume
-    assert here.content("vol-db") == content
-    with pytest.raises(errors.NotMoved, match="no move"):
-        going.undo(confirmed=yes, is_nowhere=never)
-
-
-@pytest.mark.variation
-def test_a_move_is_not_undone_while_the_volume_is_in_use_there(
+def test_an_unfinished_move_is_undone_on_confirmation_once_the_volume_is_unused(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
+    content = here.content("vol-db")
     going = move(here, Stand(there), volume)
     answer = going.run()
+    with pytest.raises(errors.NotConfirmed):
+        going.undo(confirmed=no, is_nowhere=never)
     [moved] = there.client.volumes()
     assert moved.volume_id == answer["volume_id"]
     staging, target = there.directory / "staging", there.directory / "raw"
@@ -471,7 +457,11 @@ def test_a_move_is_not_undone_while_the_volume_is_in_use_there(
         going.undo(confirmed=yes, is_nowhere=never)
     there.client.unpublish(moved.volume_id, target)
     going.undo(confirmed=yes, is_nowhere=never)
-    assert len(usable(here)) == 1
+    assert there.names() == set()
+    assert usable(here) == [volume]
+    assert here.content("vol-db") == content
+    with pytest.raises(errors.NotMoved, match="no move"):
+        going.undo(confirmed=yes, is_nowhere=never)
 
 
 @pytest.fixture
@@ -524,7 +514,7 @@ def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
         going.finish()
     assert (usable(here), usable(there), len(usable(third))) == ([], [], 1)
     streams_command.show(going.status(), as_json=True)
-    # It is gone there, too; whoever knows that says so.
+    # It is gone there, too, and the user confirms that.
     third.client.delete(usable(third)[0].volume_id)
     going.undo(confirmed=never, is_nowhere=yes)
     assert usable(here) == [volume]

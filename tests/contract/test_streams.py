@@ -118,7 +118,7 @@ def test_random_histories_are_sent_to_the_byte(
         place = there.directory / "staging"
         there.client.stage(copy, place, block(), histories.KEY if disk.is_sealed else {})
         found = there.host.read_bytes(user_device(there, "vol-copy"), 0, len(held))
-        # Its ends are blank where nobody wrote.
+        # Its unwritten ends are blank.
         inside = disk.has_written(one) if disk.is_sealed else set(range(len(held) // BLOCK_BYTES))
         assert not histories.unlike(found, held) & inside
         there.client.unstage(copy.volume_id, place)

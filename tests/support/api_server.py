@@ -1,4 +1,4 @@
-"""An API server of the tests' own, on this machine: it pages, and it lies when it is told to."""
+"""An API server on this machine that pages, and answers wrong where a test asks for it."""
 
 import json
 import ssl
@@ -35,7 +35,7 @@ KINDS = {
 
 
 class ApiServer:
-    """Objects by the paths of their lists. `lies` are told one a request, of one path each."""
+    """Objects by the paths of their lists. `lies` are used one a request, of one path each."""
 
     def __init__(self) -> None:
         self.objects: dict[str, list[Object]] = {path: [] for path in KINDS}
@@ -130,7 +130,7 @@ class _Quiet(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever hangs up is no matter here."""
+        """A client that hangs up does not matter."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -35,11 +35,11 @@ class Cluster(ApiServer):
         self.dangers: list[str] = []
         self.blank: list[str] = []
         self.writes: list[str] = []
-        # Told what is done at the writes of these numbers.
+        # What happens in place of the writes of these numbers.
         self.failures: dict[int, Failure] = {}
         # Requests that the controllers sleep for, after each write.
         self.lag = 0
-        # Whoever makes the claim again by its template, as a StatefulSet does.
+        # The template by which a claim is recreated, as by a StatefulSet.
         self.template: Object | None = None
         self._asleep = 0
         for node in nodes:
@@ -109,7 +109,7 @@ class Cluster(ApiServer):
         return self._named(CLAIMS, "data")
 
     def changed(self, one: Object) -> None:
-        """Somebody else changed it."""
+        """Note a change by another client."""
         self.version += 1
         one["metadata"]["resourceVersion"] = str(self.version)
 
@@ -133,9 +133,9 @@ class Cluster(ApiServer):
         where, name = self._place(path)
         if not name:
             # As the real one has it: what is in a list does not say of which kind it is.
-            status, told = super().answer(path, query)
-            bare = [{k: v for k, v in one.items() if k != "kind"} for one in told.get("items", ())]
-            return status, {**told, "items": bare} if "items" in told else told
+            status, found = super().answer(path, query)
+            bare = [{k: v for k, v in one.items() if k != "kind"} for one in found.get("items", ())]
+            return status, {**found, "items": bare} if "items" in found else found
         if (one := self._find(where, name)) is None:
             return 404, {"kind": "Status", "reason": "NotFound", "message": f"no {name}"}
         return 200, one

@@ -26,7 +26,7 @@ from mount.luks import Cryptsetup
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 16 * MIB
 KEY = {"passphrase": "correct horse battery staple"}
-# Of an encrypted volume of a layout: the class, whose volumes pass discards on.
+# The prefix of classes of encrypted volumes, which pass discards on.
 SEALED = "sealed-"
 
 _STEP_SECONDS = 7200
@@ -88,7 +88,7 @@ class Disk:
         return opened.path
 
     def _see_ends(self) -> None:
-        """What nobody wrote at the ends has zeroes once it is open (mount/luks.py)."""
+        """Unwritten ends have zeroes once it is open (mount/luks.py)."""
         for at in {0, max(0, len(self.held) - _END_BYTES)} if self.held else ():
             found = self.host.read_bytes(self._mapping(), at, _END_BYTES)
             for number in _blocks(at, _END_BYTES) - self.written:
@@ -199,9 +199,9 @@ class Disk:
         """Have a snapshot be as Carver 0.1.0 took it: without its number."""
         name = ids.logical_name(snapshot_id)
         found = report.read(self.host.lvm).group(self.group).volume(name)
-        told = tags.decode(found.tags)
-        if _NUMBER in told:
-            volumes.mark(self.host.lvm, self.group, name, old={_NUMBER: told[_NUMBER]}, new={})
+        own_tags = tags.decode(found.tags)
+        if _NUMBER in own_tags:
+            volumes.mark(self.host.lvm, self.group, name, old={_NUMBER: own_tags[_NUMBER]}, new={})
 
     def holds(self, identity: str) -> bytes:
         return self.snapshots.get(identity) or bytes(self.held)
@@ -248,9 +248,9 @@ def live(disk: Disk, clock: Clock, chance: random.Random) -> None:
 
 def happen(disk: Disk, clock: Clock, chance: random.Random) -> None:
     """What may happen to a volume, and writes."""
-    deeds = ["snapshot", "snapshot", "twice", "write", "discard", "clock", "reboot"]
+    events = ["snapshot", "snapshot", "twice", "write", "discard", "clock", "reboot"]
     # Once: it is written to, which takes room of each snapshot.
-    match chance.choice(deeds if disk.has_grown else [*deeds, "grow"]):
+    match chance.choice(events if disk.has_grown else [*events, "grow"]):
         case "snapshot":
             disk.snapshot()
         case "twice":

@@ -58,7 +58,7 @@ class Node:
 
     def content(self, name: str, size: int = SIZE) -> bytes:
         if self.host.devices.find(self.group, name) is None:
-            # As a thin snapshot that nobody reads.
+            # A thin snapshot is inactive while it is not read.
             volumes.activate(self.host.lvm, self.group, name)
         with self.host.kernel.opened(self.device(name)) as opened:
             return b"".join(opened.read(at, MIB) for at in range(0, size, MIB))
@@ -91,8 +91,8 @@ class Node:
 
     def names(self) -> set[str]:
         """Logical volumes, by lvm2; but for pools."""
-        told = self.service.inventory.state(self.group).group(self.group)
-        return {one.name for one in told.volumes.values() if "pool" not in one.layout}
+        found = self.service.inventory.state(self.group).group(self.group)
+        return {one.name for one in found.volumes.values() if "pool" not in one.layout}
 
 
 @cache
@@ -117,10 +117,10 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
         devices=switch.devices(host.devices),
     )
     running = Service(config, seen, replace(host.lvm, run=run))
-    # A delete has ended when it answers; one whose wipe died with the process has not.
+    # A delete has ended when it answers; one that was killed while it erased has not.
     seconds = 600 if switch.stop_at < 0 else 2
     running.eraser.grace_seconds = running.copier.grace_seconds = seconds
-    # Who moves a volume asks for it again and again, beside what a test does: calls take turns,
+    # A move asks for its volume repeatedly, beside what a test does: calls take turns,
     # but where a kill ended one its turn never comes.
     running.context.locks.grace_seconds = 5.0 if switch.stop_at < 0 else 0.0
     switch.on_death = lambda: die(running)
@@ -239,18 +239,18 @@ class Stand(Remote):
             write(out.write)
         except Exception as error:
             problem = error
-        told = self._carry_out(words, io.BytesIO(out.getvalue()[: self.most_bytes]))
+        answer = self._carry_out(words, io.BytesIO(out.getvalue()[: self.most_bytes]))
         if problem is not None:
             raise problem
-        return told
+        return answer
 
     def _carry_out(self, words: Sequence[str], source: BinaryIO) -> dict[str, Any]:
         parsed = command_line().parse_args(words)
         self.before(words)
         try:
-            told = streams_command.received(self._there.at, parsed, source)
+            answer = streams_command.received(self._there.at, parsed, source)
         except (errors.AgentError, grpc.RpcError) as error:
             why = error.details() if isinstance(error, grpc.RpcError) else str(error)
             raise errors.NodeRefused(self.node, " ".join(words), str(why)) from None
         self.after(words)
-        return told
+        return answer

@@ -162,7 +162,7 @@ class Switch:
 
 
 class Cut(Switch):
-    """A process whose caller's time ends at one of a call's programs; the process lives on.
+    """A process in which the caller's deadline ends at one of a call's programs.
 
     The program has done nothing, or all. What the call runs after it is cut off as well.
     """

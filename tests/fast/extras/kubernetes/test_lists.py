@@ -1,4 +1,4 @@
-"""A list is whole or it is none, whatever the API server does."""
+"""A list is complete or refused, whatever the API server does."""
 
 import threading
 from collections.abc import Iterator
@@ -138,7 +138,7 @@ def test_a_restarted_server_is_asked_again(api: ApiServer, monkeypatch: pytest.M
     attempts: list[float] = []
 
     def pause(seconds: float) -> None:
-        # The first attempt after the loss meets nobody, the next one the new process.
+        # The first attempt after the loss meets no server, the next one the new process.
         attempts.append(seconds)
         if len(attempts) == 1:
             assert down.wait(5)

@@ -146,7 +146,7 @@ def test_each_step_waits_for_confirmation_and_continues_later(cluster: Cluster, 
 def test_steps_before_the_claim_changes_are_undone(cluster: Cluster, at: int) -> None:
     before = json.loads(json.dumps(cluster.volume("pvc-1")["spec"]))
     run_until(cluster, at)
-    # Also where whoever does it fails at each step.
+    # Also where each step of that is declined.
     for left in (0, 1, 2, 3):
         with suppress(errors.NotConfirmed):
             rebinding(cluster).undo(times(left), ignore)
@@ -174,7 +174,7 @@ def nothing_done(_act: object) -> tuple[int, Object]:
 
 
 def refused(_act: object) -> tuple[int, Object]:
-    return 403, {"kind": "Status", "reason": "Forbidden", "message": "whoever asks may not"}
+    return 403, {"kind": "Status", "reason": "Forbidden", "message": "this account may not"}
 
 
 def done_and_silent(act: Callable[[], tuple[int, Object]]) -> tuple[int, Object]:

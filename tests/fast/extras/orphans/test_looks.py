@@ -1,8 +1,9 @@
-"""What is an orphan, and above all what is none."""
+"""What is an orphan, and above all what is not."""
 
 import json
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -27,8 +28,9 @@ from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
+from agent.cli import main as cli
 from agent.cli import status as status_command
-from agent.core import errors, ids
+from agent.core import errors, ids, settings
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import mounted
@@ -589,3 +591,75 @@ def test_a_service_looks_periodically_if_configured(node: Node) -> None:
     watch.task.run_once()
     assert watch.time_seconds > 0
     service.stop()
+
+
+# `carver orphans`, as it is typed
+
+Shell = Callable[..., str]
+
+
+@pytest.fixture
+def volume(node: Node, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A volume that nothing refers to."""
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: node.machine)
+    monkeypatch.setattr(settings, "load", lambda *_: node.config)
+    return node.volume("pvc-1")
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    def type_in(*words: str, exit_code: int = 0) -> str:
+        ended = cli.main(["orphans", *words])
+        seen = capsys.readouterr()
+        assert ended == exit_code, seen.err
+        return seen.err if exit_code else seen.out
+
+    return type_in
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets so many seconds go by."""
+
+    def go_on(seconds: float) -> None:
+        real = time.clock_gettime
+        monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + seconds)
+
+    return go_on
+
+
+def test_orphans_are_shown_and_one_is_deleted_by_name(
+    shell: Shell, volume: str, later: Callable[[float], None]
+) -> None:
+    shown = shell()
+    assert "wait" in shown
+    assert "--delete" not in shown
+    assert "10 min" in shown
+    assert "cannot delete" in shell("--delete", volume, "--yes", exit_code=1)
+    later(7500)
+    shown = shell()
+    assert "2 h 5 min" in shown
+    assert f"carver orphans --delete {volume} --yes" in shown
+    assert "--yes" in shell("--delete", volume, exit_code=1)
+    [found] = json.loads(shell("--json"))
+    assert found["kind"] == "volume"
+    assert found["sure"]
+    assert found["seen_seconds"] >= 7500
+    assert shell("--delete", volume, "--yes") == f"{volume} is deleted\n"
+    assert shell() == "There are no orphans.\n"
+
+
+def test_a_cluster_that_refuses_is_a_failure(shell: Shell, volume: str, api: ApiServer) -> None:
+    api.lie(VOLUMES, status(403))
+    assert "nothing counts as an orphan" in shell(exit_code=1)
+    api.objects[NODES].clear()
+    assert "this node, here, is not among them" in shell("--json", exit_code=1)
+
+
+def test_a_grace_period_below_a_minute_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["orphans", "--orphan-grace-seconds", "59"]) == 1
+    assert "60 seconds or more" in capsys.readouterr().err
+    assert cli.main(["orphans", "--kubeconfig", "relative"]) == 1
+    assert "an absolute path" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def records_each_frame() -> Iterator[None]:
 
 
 def ignored(_offset_bytes: int) -> None:
-    """Where nobody wants to know how far it is."""
+    """Ignore the progress."""
 
 
 class Memory(Opened):
@@ -141,7 +141,7 @@ def test_an_unproved_stream_has_no_end_mark() -> None:
         applied(out.getvalue(), bytes(SIZE))
 
 
-# What is none
+# Malformed streams
 
 STREAM = sent(
     replace(WHOLE, size_bytes=MIB),

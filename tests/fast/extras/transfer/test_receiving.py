@@ -46,7 +46,7 @@ def sent(here: Node, fake: FakeHost) -> bytes:
 
 
 def pretended(there: Node) -> csi.Volume:
-    """What comes, as whoever guesses its id asks for it."""
+    """The volume being received, by a guessed id."""
     group = there.service.inventory.state(there.group).group(there.group)
     return csi.Volume(volume_id=str(VolumeId.of(group, "vol-copy")))
 
