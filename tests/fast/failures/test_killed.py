@@ -21,7 +21,6 @@ from changed_blocks import blocks
 from fakes.devices import Media
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
-from google.protobuf.message import Message
 from model import operations as do
 from model.cases import AHEAD, CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
@@ -45,13 +44,13 @@ from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 from lvm.tuning import AUTO, Tuning
-from mount.blocks import Bytes, Opened
+from mount.blocks import Opened
 from mount.command import Result
 from mount.kernel import Kernel
 from proto import carver_pb2
 from proto import csi_pb2 as csi
 
-# A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
+# gRPC drops the stream of a dead caller, and what it does then may be the step that dies.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <generator object Interceptor"
     ":pytest.PytestUnraisableExceptionWarning"
@@ -107,13 +106,13 @@ class Trial:
         """Make the call, and end the process at a step of it."""
         self.machine.stop()
         switch = Switch(stop_at, before=before)
-        # A call whose wipe died with the process waits this long for nothing.
+        # A call waits this long for erasing that died with the process.
         self.machine.grace_seconds = 2
         self.start(switch)
-        told = self.machine.by_kubelet(self.case.call)
+        answer = self.machine.by_kubelet(self.case.call)
         assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
-        if not (self.case.long_wipe or (self.case.behind and told.code == "OK")):
-            assert told.code in ("CANCELLED", "UNAVAILABLE"), told
+        if not (self.case.long_wipe or (self.case.behind and answer.code == "OK")):
+            assert answer.code in ("CANCELLED", "UNAVAILABLE"), answer
         self.machine.revive()
 
     def settle(self) -> None:
@@ -288,7 +287,7 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
         *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
         *("logical_block_bytes", "reader"),
-        # Opened by a command, whose steps the trials of streams below kill.
+        # Opened by commands, which the trials of streams below kill.
         "opened",
         *(
             "has_new_mount_calls",
@@ -391,7 +390,7 @@ class Row:
 
 
 class Arranged:
-    """A machine whose group has been arranged for a call."""
+    """A machine with a group that is arranged for a call."""
 
     def __init__(self, row: Row, directory: Path) -> None:
         (directory / "mounts").mkdir(parents=True)
@@ -711,8 +710,6 @@ class TwoNodes:
         self.is_before = self.where.endswith("True")
         # The streams, where a trial needs them.
         self.given: list[bytes] = []
-        # What the volume held before it moved.
-        self.content = b""
         directory.mkdir(parents=True)
         host = FakeHost(directory)
         config = configured.carver(directory)
@@ -722,6 +719,8 @@ class TwoNodes:
         self.volume = volume_of(self.here, layout)
         chance = random.Random(1)
         write(self.here, "vol-db", chance, 2, (1,))
+        # What every trial of a move must keep.
+        self.content = self.here.content("vol-db")
         self.here.client.unstage(self.volume.volume_id, self.here.directory / "staging")
         self.chance = chance
 
@@ -731,10 +730,6 @@ class TwoNodes:
         write(self.here, "vol-db", self.chance, 1, (1,))
         self.here.client.snapshot("2", self.volume.volume_id)
         return [nodes.stream(self.here, "1"), nodes.stream(self.here, "2", since="1")]
-
-    def keep(self) -> None:
-        """Note what the volume holds, which every trial of a move must keep."""
-        self.content = self.here.content("vol-db")
 
     def move(self) -> Move:
         options = Options("db", self.layout)
@@ -746,7 +741,7 @@ class TwoNodes:
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame is put on record."""
     monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
-    # Who is dead holds nothing, or a test says so: nobody is to wait.
+    # A dead command holds nothing, or a test says so: do not wait.
     monkeypatch.setattr("agent.extras.transfer.move_command._HELD_LOOKS", 0)
     # The order of steps is to be the same each time.
     monkeypatch.setattr("agent.extras.streams.form.WORKERS", 1)
@@ -885,7 +880,7 @@ def undo_move(made: TwoNodes) -> None:
 def test_a_move_with_a_killed_service_leaves_one_usable(
     who: str, layout: str, tmp_path: Path
 ) -> None:
-    trials = kills_of_service(tmp_path, TwoNodes.keep, run_move, who, layout, 4)
+    trials = kills_of_service(tmp_path, lambda _made: None, run_move, who, layout, 4)
     for number, made in enumerate(trials):
         assert usable(made.here) + usable(made.there) <= 1, made.where
         # Completed, or undone: each after every other step, and both ways of dying.
@@ -905,11 +900,7 @@ def test_a_move_with_a_killed_service_leaves_one_usable(
 def test_a_killed_end_of_a_move_is_completed_by_the_same_command(
     who: str, act: Callable[[TwoNodes], None], tmp_path: Path
 ) -> None:
-    def prepare(made: TwoNodes) -> None:
-        made.keep()
-        run_move(made)
-
-    for made in kills_of_service(tmp_path, prepare, act, who):
+    for made in kills_of_service(tmp_path, run_move, act, who):
         assert usable(made.here) + usable(made.there) <= 1, made.where
         with suppress(errors.NotMoved, grpc.RpcError):
             act(made)
@@ -927,6 +918,40 @@ def calls_of(node: Node) -> list[tuple[object, str]]:
     return [*once, (node.client, "snapshot"), (node.client, "delete_snapshot")]
 
 
+Take = Callable[[Callable[[], Any]], Any]
+
+
+def dying(step: int, is_before: bool) -> Take:
+    """Return what takes the steps of a process that dies before or after one of them."""
+    left = iter(range(step, -1000, -1))
+
+    def take(act: Callable[[], Any]) -> Any:
+        now = next(left)
+        if now < 0 or (is_before and now == 0):
+            raise Killed
+        answer = act()
+        if now == 0:
+            raise Killed
+        return answer
+
+    return take
+
+
+def step_of(take: Take, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a call a step."""
+    return lambda *words, **more: take(partial(call, *words, **more))
+
+
+class Dying(nodes.Wrapped):
+    """A device that is open in a process that dies at one of its steps."""
+
+    def __init__(self, device: Opened, take: Take) -> None:
+        super().__init__(device)
+        self.write = step_of(take, device.write)  # type: ignore[method-assign]
+        self.zero_out = step_of(take, device.zero_out)  # type: ignore[method-assign]
+        self.flush = step_of(take, device.flush)  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("is_before", "undone"),
     [
@@ -941,35 +966,11 @@ def test_a_killed_command_that_moves_is_continued_or_undone(
 ) -> None:
     for step in itertools.count():
         with two_nodes(tmp_path / str(step)) as made:
-            made.keep()
-            left = iter(range(step, -1000, -1))
-
-            def die(act: Callable[[], Any], left: Iterator[int] = left) -> Any:
-                """Take a step, or die before or after it; a dead command takes no more."""
-                now = next(left)
-                if now < 0 or (is_before and now == 0):
-                    raise Killed
-                answer = act()
-                if now == 0:
-                    raise Killed
-                return answer
-
-            def calling(call: Callable[..., Any], die: Any = die) -> Callable[..., Any]:
-                return lambda *words: die(partial(call, *words))
-
-            moving = made.move()
-            remote = moving._remote
-            ask, feed = remote.ask, remote.feed
-            monkeypatch.setattr(remote, "ask", lambda *words, d=die, a=ask: d(partial(a, *words)))
-            monkeypatch.setattr(
-                remote,
-                "feed",
-                lambda *words, write, d=die, f=feed: d(partial(f, *words, write=write)),
-            )
-            ended = False
+            moving, take = made.move(), dying(step, is_before)
+            remote, ended = moving._remote, False
             with monkeypatch.context() as patched, suppress(Killed):
-                for owner, name in calls_of(made.here):
-                    patched.setattr(owner, name, calling(getattr(owner, name)))
+                for owner, name in (*calls_of(made.here), (remote, "ask"), (remote, "feed")):
+                    patched.setattr(owner, name, step_of(take, getattr(owner, name)))
                 moving.run()
                 ended = True
             # If it held the volume, the hold has expired.
@@ -989,62 +990,27 @@ def test_a_killed_command_that_moves_is_continued_or_undone(
             return
 
 
-class Dying(nodes.Wrapped):
-    """A device that is open in a process that dies at one of its steps."""
-
-    def __init__(self, device: Opened, steps: Iterator[int]) -> None:
-        super().__init__(device)
-        self._steps = steps
-
-    def write(self, offset_bytes: int, data: Bytes) -> None:
-        self._step()
-        super().write(offset_bytes, data)
-
-    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
-        self._step()
-        super().zero_out(offset_bytes, length_bytes)
-
-    def flush(self) -> None:
-        self._step()
-        super().flush()
-
-    def _step(self) -> None:
-        if next(self._steps) < 0:
-            raise Killed
-
-
 def test_a_killed_command_that_receives_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in itertools.count():
         with two_nodes(tmp_path / str(step)) as made:
-            given = made.streams()
-            left = iter(range(step, -1000, -1))
-
-            def calling(call: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
-                def dying_call(request: Message) -> Any:
-                    if next(left) < 0:
-                        raise Killed
-                    return call(request)
-
-                return dying_call
-
-            kernel = made.there.at.host.kernel
+            given, take = made.streams(), dying(step, is_before=True)
+            kernel, ended = made.there.at.host.kernel, False
             opened = kernel.opened
 
             @contextmanager
-            def dying(
-                device: str, *, to_write: bool = False, left: Any = left, opened: Any = opened
+            def dying_device(
+                device: str, *, to_write: bool = False, take: Take = take, opened: Any = opened
             ) -> Iterator[Opened]:
                 with opened(device, to_write=to_write) as found:
-                    yield Dying(found, left)
+                    yield Dying(found, take)
 
-            ended = False
             with monkeypatch.context() as patched, suppress(Killed):
                 for owner, name in calls_of(made.there):
                     if owner is made.there.transfer:
-                        patched.setattr(owner, name, calling(getattr(owner, name)))
-                patched.setattr(kernel, "opened", dying)
+                        patched.setattr(owner, name, step_of(take, getattr(owner, name)))
+                patched.setattr(kernel, "opened", dying_device)
                 receive_all(made.there, given)
                 ended = True
             found = streams_command.status(made.there.at, "copy")
