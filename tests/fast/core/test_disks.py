@@ -493,19 +493,14 @@ def failing(known_sequence: int, other_sequence: int) -> Machine:
     return machine
 
 
-def test_the_device_below_a_failed_one_is_not_that_disk_returned() -> None:
+def test_the_device_below_a_failed_one_is_not_that_disk_until_it_is_gone() -> None:
     machine = failing(known_sequence=44, other_sequence=42)
     for _ in range(3):
         machine.found_on("sda", missing={"2"})
         assert "missing disk" in machine.foreign()["sdc"]
+    machine.take("sdb")
+    machine.found_on("sda", "sdc")
 
 
 def test_a_disk_attached_again_beside_its_dead_device_is_back() -> None:
     failing(known_sequence=44, other_sequence=45).found_on("sda", "sdc")
-
-
-def test_the_device_below_is_used_once_the_failed_one_is_gone() -> None:
-    machine = failing(known_sequence=44, other_sequence=42)
-    machine.found_on("sda", missing={"2"})
-    machine.take("sdb")
-    machine.found_on("sda", "sdc")

@@ -299,8 +299,9 @@ def test_no_change_begins_while_a_command_hangs(fake: FakeHost, known: VolumeGro
         known.lvm("lvcreate", "--extents", "1", "--name", "b", "data")
     assert endless.begun == ["lvextend", "fullreport"]
     assert known.is_changed
-    endless.ended.add("lvextend")
     endless.kinds.clear()
+    assert known.state() is not None, "a report may run beside a change that hangs"
+    endless.ended.add("lvextend")
     volumes.create(known.lvm, "data", volumes.New("b", 4 * MIB, {}))
     assert known.state() is not None
     assert not known.is_changed
@@ -316,15 +317,6 @@ def test_no_report_begins_while_a_report_hangs(fake: FakeHost, known: VolumeGrou
     assert endless.begun == ["fullreport"]
     endless.ended.add("fullreport")
     endless.kinds.clear()
-    assert known.state() is not None
-
-
-def test_a_report_begins_while_a_change_hangs(fake: FakeHost, known: VolumeGroup) -> None:
-    create(fake, "a")
-    known.state()
-    Endless(fake, "lvextend")
-    with pytest.raises(mount_errors.CommandStuck):
-        known.lvm("lvextend", "--extents", "+1", "data/a")
     assert known.state() is not None
 
 

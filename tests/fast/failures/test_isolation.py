@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -523,6 +524,21 @@ def double(fake: FakeHost) -> Callable[[], object]:
     return lambda: fake.lvm2.groups.pop("twin", None)
 
 
+@contextmanager
+def started(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, mend: Callable[[], object]
+) -> Iterator[Client]:
+    """A caller of a process that has recovered some groups; at its end all is mended."""
+    running = Started(config, fake, monkeypatch)
+    try:
+        assert running.begun.wait(20)
+        with Client(config.endpoint) as client:
+            yield client
+    finally:
+        mend()
+        running.end()
+
+
 @pytest.mark.parametrize("trouble", [hang, silence, take, double])
 def test_a_start_serves_the_groups_that_answer_and_recovers_the_others_later(
     config: Config,
@@ -533,21 +549,15 @@ def test_a_start_serves_the_groups_that_answer_and_recovers_the_others_later(
     trouble: Callable[[FakeHost], Callable[[], object]],
 ) -> None:
     mend = trouble(fake)
-    running = Started(config, fake, monkeypatch)
-    try:
-        assert running.begun.wait(20)
-        with Client(config.endpoint) as client:
-            assert client.probe().ready.value
-            made = client.create("new", 16 * MIB, block(), parameters=SOUND)
-            expect.soon(lambda: left[1] not in fake.lvm2.groups["b"].volumes)
-            client.delete(made.volume_id)
-            assert "a" not in fake.lvm2.groups or left[0] in fake.lvm2.groups["a"].volumes
-            mend()
-            expect.soon(lambda: left[0] not in fake.lvm2.groups["a"].volumes)
-            assert client.create("of-a", 16 * MIB, block(), parameters=SICK).volume_id
-    finally:
+    with started(config, fake, monkeypatch, mend) as client:
+        assert client.probe().ready.value
+        made = client.create("new", 16 * MIB, block(), parameters=SOUND)
+        expect.soon(lambda: left[1] not in fake.lvm2.groups["b"].volumes)
+        client.delete(made.volume_id)
+        assert "a" not in fake.lvm2.groups or left[0] in fake.lvm2.groups["a"].volumes
         mend()
-        running.end()
+        expect.soon(lambda: left[0] not in fake.lvm2.groups["a"].volumes)
+        assert client.create("of-a", 16 * MIB, block(), parameters=SICK).volume_id
 
 
 @pytest.fixture
@@ -591,21 +601,13 @@ def test_a_group_created_by_carver_whose_disk_hangs_at_the_start_delays_no_other
     assert isinstance(fake.disks, FakeDisks)
     if silent:
         fake.disks.hanging.add(sick)
-    running = Started(config, fake, monkeypatch)
-    try:
-        assert running.begun.wait(10)
-        with Client(config.endpoint) as client:
-            assert client.probe().ready.value
-            assert client.capacity(SOUND).available_capacity
-            client.delete(client.create("of-b", 16 * MIB, block(), parameters=SOUND).volume_id)
-            fake.disks.hanging.clear()
-            trouble.over.set()
-            expect.soon(
-                lambda: client.create("of-a", 16 * MIB, block(), parameters=SICK) is not None
-            )
-    finally:
+    with started(config, fake, monkeypatch, trouble.over.set) as client:
+        assert client.probe().ready.value
+        assert client.capacity(SOUND).available_capacity
+        client.delete(client.create("of-b", 16 * MIB, block(), parameters=SOUND).volume_id)
+        fake.disks.hanging.clear()
         trouble.over.set()
-        running.end()
+        expect.soon(lambda: client.create("of-a", 16 * MIB, block(), parameters=SICK) is not None)
 
 
 def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
@@ -626,39 +628,28 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
         DeviceClass("sound", "b"),
         definitions=(GroupDefinition("file", file=BackingFile(tmp_path / "file", 64 * MIB)),),
     )
-    running = Started(config, fake, monkeypatch)
-    try:
-        assert running.begun.wait(10)
-        with Client(config.endpoint) as client:
-            assert client.capacity(SOUND).available_capacity
-            for call in (
-                lambda: client.create("new", 4 * MIB, block(), parameters=SICK),
-                lambda: client.delete("file@00000000/vol-pvc-1"),
-                client.volumes,
-            ):
-                with expect.code("UNAVAILABLE", "call again"):
-                    call()
-            attached.set()
-            expect.soon(lambda: succeeds(lambda: client.capacity(SICK).available_capacity))
-    finally:
+    with started(config, fake, monkeypatch, attached.set) as client:
+        assert client.capacity(SOUND).available_capacity
+        for call in (
+            lambda: client.create("new", 4 * MIB, block(), parameters=SICK),
+            lambda: client.delete("file@00000000/vol-pvc-1"),
+            client.volumes,
+        ):
+            with expect.code("UNAVAILABLE", "call again"):
+                call()
         attached.set()
-        running.end()
+        expect.soon(lambda: succeeds(lambda: client.capacity(SICK).available_capacity))
 
 
 def test_an_erase_goes_on_when_its_group_is_back(
     config: Config, fake: FakeHost, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Started(config, fake, monkeypatch)
-    try:
-        assert running.begun.wait(20)
-        with Client(config.endpoint) as client:
-            client.create("deleted-sick", 16 * MIB, block(), parameters=SICK)
-            volume = fake.lvm2.groups["a"].volumes["vol-deleted-sick"]
-            bring = take(fake)
-            with expect.code("RESOURCE_EXHAUSTED"):
-                client.create("new", 16 * MIB, block(), parameters=SICK)
-            volume.tags = {one.replace("state=ready", "state=wiping") for one in volume.tags}
-            bring()
-            expect.soon(lambda: not fake.lvm2.groups["a"].volumes)
-    finally:
-        running.end()
+    with started(config, fake, monkeypatch, lambda: None) as client:
+        client.create("deleted-sick", 16 * MIB, block(), parameters=SICK)
+        volume = fake.lvm2.groups["a"].volumes["vol-deleted-sick"]
+        bring = take(fake)
+        with expect.code("RESOURCE_EXHAUSTED"):
+            client.create("new", 16 * MIB, block(), parameters=SICK)
+        volume.tags = {one.replace("state=ready", "state=wiping") for one in volume.tags}
+        bring()
+        expect.soon(lambda: not fake.lvm2.groups["a"].volumes)

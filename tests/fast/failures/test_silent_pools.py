@@ -75,7 +75,7 @@ def silent(
     over.set()
 
 
-def test_the_capacity_of_a_silent_pool_is_unavailable_at_once_and_others_are_known(
+def test_a_silent_pool_is_unavailable_at_once_and_others_are_used(
     client: Client, service: Service, silent: threading.Event
 ) -> None:
     began = time.monotonic()
@@ -86,11 +86,6 @@ def test_the_capacity_of_a_silent_pool_is_unavailable_at_once_and_others_are_kno
     assert client.capacity(SOUND).available_capacity
     assert client.capacity(THICK).available_capacity
     assert service.context.admission._free == service.context.admission._places
-    silent.set()
-    expect.soon(lambda: succeeds(lambda: client.capacity(SICK)))
-
-
-def test_volumes_beside_a_silent_pool_are_created(client: Client, silent: threading.Event) -> None:
     with expect.code("UNAVAILABLE", "a/pool-sick"):
         client.create("new", EXTENT, block(), parameters=SICK)
     assert client.create("new-beside", EXTENT, block(), parameters=THICK).volume_id
