@@ -50,8 +50,11 @@ def config(config: Config, group: str) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(host: AnyHost, group: str) -> Iterator[None]:
+def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]:
+    """In the end all is deleted, and both tiers are free."""
     yield
+    tiers.empty(client)
+    assert set(report.read(host.lvm).group(group).volumes) == set()
     assert free(host, group) == (sum(SLOW), sum(FAST))
 
 
@@ -75,7 +78,6 @@ def test_a_cached_volume_lives_and_grows_while_mounted(
     volume = client.create("pvc-1", 40 * MIB, parameters={"class": name})
     assert tiers.use(client, host, group, name, "vol-pvc-1") == volume
     assert logical(host, group).layout == {CACHES[name].kind}
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
@@ -104,7 +106,6 @@ def test_the_cache_is_below_the_encryption(
     assert host.kernel.device_size_bytes(opened) == 60 * MIB
     assert host.read_bytes(opened, 8 * MIB, len(MARK)) == MARK
     client.unstage(volume.volume_id, staging)
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writecache"]))
@@ -116,10 +117,9 @@ def test_the_maximum_is_what_both_tiers_have_room_for(
     assert client.capacity(parameters).maximum_volume_size.value == extents * EXTENT
     with expect.code("RESOURCE_EXHAUSTED", "fast disks"):
         client.create("pvc-1", extents * EXTENT + 1, block(), parameters=parameters)
-    volume = client.create("pvc-1", extents * EXTENT, block(), parameters=parameters)
+    client.create("pvc-1", extents * EXTENT, block(), parameters=parameters)
     used = CACHES[name].extents(extents, EXTENT)
     assert free(host, group) == (sum(SLOW) - extents, sum(FAST) - used)
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
@@ -138,7 +138,6 @@ def test_a_storage_class_overrides_the_size_of_the_cache(
         )
         answer = client.controller.ValidateVolumeCapabilities(request)
         assert answer.HasField("confirmed") == is_so, answer.message
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +173,20 @@ def test_nothing_but_caches_lies_on_fast_disks(client: Client, host: AnyHost, gr
 def test_no_pool_and_no_snapshot_lies_on_fast_disks(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    thin = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "thin"})
+    client.create("pvc-1", 40 * MIB, block(), parameters={"class": "thin"})
     plain = client.create("pvc-2", 40 * MIB, block(), parameters={"class": "plain"})
-    snapshot = client.snapshot("snapshot-1", plain.volume_id)
+    client.snapshot("snapshot-1", plain.volume_id)
     assert free(host, group)[1] == sum(FAST)
-    client.delete_snapshot(snapshot.snapshot_id)
-    for volume in (thin, plain):
-        client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
 def test_without_fast_disks_there_is_no_room_for_a_cache(
     client: Client, host: AnyHost, group: str
 ) -> None:
-    volume = client.create(
-        "pvc-1", 2 * sum(FAST) * EXTENT, block(), parameters={"class": "writecache"}
-    )
+    client.create("pvc-1", 2 * sum(FAST) * EXTENT, block(), parameters={"class": "writecache"})
     assert client.capacity({"class": "cache"}).maximum_volume_size.value == 0
     with expect.code("RESOURCE_EXHAUSTED", "fast disks, which have 0 bytes free"):
         client.create("pvc-2", MIB, block(), parameters={"class": "cache"})
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.parametrize("kept", chosen.kinds(["parted", "never made"], usual=["parted"]))
@@ -208,7 +201,6 @@ def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
     assert logical(host, group).layout == {"linear"}
     assert client.create("pvc-1", 40 * MIB, block(), parameters={"class": name}) == volume
     assert logical(host, group).layout == {name}
-    client.delete(volume.volume_id)
 
 
 def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
@@ -245,18 +237,14 @@ def test_a_snapshot_of_a_volume_with_a_writecache_lies_on_slow_disks_and_keeps_i
     host.deactivate(group, "vol-pvc-1")
     parameters = {"class": "plain"}
     source = of_snapshot(snapshot.snapshot_id)
-    restored = client.create("pvc-2", 0, block(), parameters=parameters, source=source)
+    client.create("pvc-2", 0, block(), parameters=parameters, source=source)
     assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == before
     with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id):
         client.delete(volume.volume_id)
     assert client.expand(volume.volume_id, 48 * MIB).capacity_bytes == 48 * MIB
     client.delete_snapshot(snapshot.snapshot_id)
-    clone = client.create(
-        "pvc-3", 0, block(), parameters=parameters, source=of_volume(volume.volume_id)
-    )
+    client.create("pvc-3", 0, block(), parameters=parameters, source=of_volume(volume.volume_id))
     assert host.read_bytes(device(host, group, "vol-pvc-3"), 8 * MIB, 4096) == after
-    for one in (volume, restored, clone):
-        client.delete(one.volume_id)
 
 
 @pytest.mark.variation
@@ -277,9 +265,6 @@ def test_a_snapshot_of_a_mounted_volume_with_a_writecache_is_of_what_was_written
         assert (restored / "data").read_bytes() == b"data" * MIB
     client.unstage(copy.volume_id, restored)
     client.unstage(volume.volume_id, staging)
-    client.delete_snapshot(snapshot.snapshot_id)
-    for one in (copy, volume):
-        client.delete(one.volume_id)
 
 
 @pytest.mark.variation
@@ -295,7 +280,6 @@ def test_the_cache_that_a_volume_lost_is_not_given_back_below_its_snapshots(
     client.delete_snapshot(snapshot.snapshot_id)
     client.create("pvc-1", 40 * MIB, block(), parameters=parameters)
     assert logical(host, group).layout == {"writecache"}
-    client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
@@ -312,8 +296,6 @@ def test_a_volume_with_a_dm_cache_is_a_copy_but_never_a_source(
         client.create("pvc-3", 0, block(), source=of_volume(copy.volume_id))
     with expect.code("FAILED_PRECONDITION", "lvm2 cannot", "writecache"):
         client.snapshot("snapshot-1", copy.volume_id)
-    for volume in (copy, plain):
-        client.delete(volume.volume_id)
 
 
 @pytest.mark.variation
@@ -322,4 +304,3 @@ def test_a_volume_called_like_a_cache_is_not_taken_for_one(client: Client, host:
     other = client.create("pvc-1_cache", 8 * MIB, block(), parameters={"class": "plain"})
     client.delete(cached.volume_id)
     assert [one.volume_id for one in client.volumes()] == [other.volume_id]
-    client.delete(other.volume_id)

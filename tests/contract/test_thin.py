@@ -6,6 +6,7 @@ from pathlib import Path
 import chosen
 import expect
 import pytest
+import tiers
 from real.any import AnyHost, device
 
 from agent.core.classes import DeviceClass
@@ -43,8 +44,7 @@ def config(config: Config, group: str) -> Config:
 def free(host: AnyHost, group: str, client: Client) -> Iterator[None]:
     """In the end all is deleted, and the group's free extents are what they were."""
     yield
-    for volume in client.volumes():
-        client.delete(volume.volume_id)
+    tiers.empty(client)
     left = report.read(host.lvm).group(group)
     assert (left.free_extents, set(left.volumes)) == (30, set())
 
@@ -188,8 +188,6 @@ def test_dmeventd_watches_neither_a_pool_nor_a_cow_store(
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"x" * (2 * EXTENT))
     assert service.autoextender.step(0)
     assert host.watched(group) == set()
-    for snapshot in snapshots:
-        client.delete_snapshot(snapshot.snapshot_id)
 
 
 def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
@@ -276,12 +274,11 @@ def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -
     room = maximum(client, THIN)
     volume = client.create("pvc-1", 2 * EXTENT, block(), parameters=THIN)
     assert maximum(client, THIN) == room - 2 * EXTENT
-    snapshot = client.snapshot("1", volume.volume_id)
+    client.snapshot("1", volume.volume_id)
     assert maximum(client, THIN) == room - 4 * EXTENT
     client.create("pvc-2", room - 5 * EXTENT, block(), parameters=THIN)
     with expect.code("RESOURCE_EXHAUSTED"):
         client.snapshot("2", volume.volume_id)
-    client.delete_snapshot(snapshot.snapshot_id)
 
 
 @pytest.mark.variation
@@ -302,10 +299,9 @@ def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
 
 def test_a_thin_volume_grows_under_its_snapshots(client: Client) -> None:
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
-    snapshot = client.snapshot("1", volume.volume_id)
+    client.snapshot("1", volume.volume_id)
     assert client.expand(volume.volume_id, 16 * MIB).capacity_bytes == 16 * MIB
     assert client.snapshots()[0].size_bytes == 8 * MIB
-    client.delete_snapshot(snapshot.snapshot_id)
 
 
 def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger(

@@ -55,10 +55,7 @@ def pool(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
 def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]:
     """In the end all is deleted, and both tiers are free."""
     yield
-    for snapshot in client.snapshots():
-        client.delete_snapshot(snapshot.snapshot_id)
-    for volume in client.volumes():
-        client.delete(volume.volume_id)
+    tiers.empty(client)
     assert set(report.read(host.lvm).group(group).volumes) == set()
     assert free(host, group) == (sum(SLOW), sum(FAST))
 

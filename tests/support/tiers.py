@@ -69,3 +69,11 @@ def erased(
     assert cache
     client.delete(volume.volume_id)
     return cache.media.zeroed
+
+
+def empty(client: Client) -> None:
+    """Delete all snapshots and volumes."""
+    for snapshot in client.snapshots():
+        client.delete_snapshot(snapshot.snapshot_id)
+    for volume in client.volumes():
+        client.delete(volume.volume_id)
