@@ -45,7 +45,7 @@ def in_guest(*words: str, check: bool = True) -> subprocess.CompletedProcess[str
 
 @contextmanager
 def image() -> Iterator[None]:
-    """The image in containerd's store, and nobody at Carver's socket."""
+    """The image in containerd's store, and the installed service stopped."""
     archive = max((ROOT / "dist").glob("carver-*.oci.tar"), key=lambda path: path.stat().st_mtime)
     in_guest("mkdir", "-p", f"{FOLDER}/config")
     guest.copy(str(archive), _ARCHIVE)

@@ -80,12 +80,12 @@ def publish_a_volume(client: Client, directory: Path) -> None:
     with staged(client, directory, 64 * MIB) as (volume, staging):
         target = _PLACES[1] / "target"
         client.publish(volume, staging, target, mounted("ext4"))
-        assert table.read(Kernel()).at(str(target)), "nobody else sees the mount"
+        assert table.read(Kernel()).at(str(target)), "the mount is not seen on the node"
         client.unpublish(volume.volume_id, target)
 
 
 def register_with_kubelet(client: Client, directory: Path) -> None:
-    """Say who is there, to whoever asks at the socket that kubelet finds."""
+    """Answer at the socket that kubelet finds."""
     with grpc.insecure_channel(f"unix://{_REGISTRATION}") as channel:
         info = kubelet_grpc.RegistrationStub(channel).GetInfo(kubelet.InfoRequest(), timeout=30)
     assert info.endpoint == str(DEFAULT_SOCKET)
@@ -161,7 +161,7 @@ def _undo(client: Client) -> None:
 
 
 def _remove_group() -> None:
-    """Remove the group of a case, once nobody has it in use; its file is the node's or a pod's."""
+    """Remove the group of a case, once it is not in use; its file is the node's or a pod's."""
     words = ["losetup", "--noheadings", "--raw", "--output", "NAME,BACK-FILE", "--list"]
     listed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     for name, *file in (line.split(maxsplit=1) for line in listed.splitlines()):
@@ -191,7 +191,7 @@ def _wait_for_an_answer() -> None:
         try:
             grpc.channel_ready_future(channel).result(timeout=PATIENCE_SECONDS)
         except grpc.FutureTimeoutError:
-            raise AssertionError("nobody answers at the socket") from None
+            raise AssertionError("the socket is not served") from None
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ _BLOCK_BYTES = 4096
 
 
 def marker(name: str) -> bytes:
-    """A block that tells whose it is."""
+    """A block with the name of its volume."""
     return f"carver-load-mark {name} ".encode().ljust(_BLOCK_BYTES, b"\0")
 
 

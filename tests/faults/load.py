@@ -160,14 +160,14 @@ class Worker:
             life.staging.rmdir()
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """Repeat a call while nobody answers, as kubelet does."""
+        """Repeat a call without an answer, as kubelet does."""
         answer = patiently(call)
         self.calls += 1
         return answer
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Repeat a call while nobody answers it, and while an earlier one is still at work."""
+    """Repeat a call without an answer, and while an earlier one is still at work."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -255,7 +255,7 @@ def _there(client: Client) -> dict[str, csi.Volume]:
 
 
 def _undo(client: Client, life: Life, volume: csi.Volume) -> None:
-    """What a CO does with a volume that nobody wants any more."""
+    """Delete a volume and its snapshots as a CO does."""
     for one in client.snapshots(volume_id=volume.volume_id):
         patiently(partial(client.delete_snapshot, one.snapshot_id))
     patiently(lambda: client.unpublish(volume.volume_id, life.target))

@@ -277,7 +277,7 @@ def at_lvm2(trial: Trial, act: Callable[[psutil.Process], None]) -> Iterator[lis
 
 
 def seconds_of(trial: Trial, call: do.Call) -> float:
-    """How long a call takes that nobody disturbs."""
+    """How long an undisturbed call takes."""
     started = time.monotonic()
     trial.make(call)
     return time.monotonic() - started

@@ -23,7 +23,7 @@ from agent.csi.client import Client as Caller
 _KILLABLE = Path(__file__).with_name("killable.py")
 _START_SECONDS = 120
 _LOG_CHARACTERS = 4000
-# What a caller meets whose callee has died, or does not answer in time.
+# The codes where the service has died, or does not answer in time.
 GONE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN"})
 
 

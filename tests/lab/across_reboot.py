@@ -101,8 +101,8 @@ class Kept:
 class Copy:
     """A copy that is being given a master key of its own when the machine ends.
 
-    Where the machine `is_cut`, whoever is at it stands still until then: however fast the machine
-    is, it does not come to its end before.
+    Where the machine `is_cut`, its cryptsetup is stopped until then: however fast the machine is,
+    the copy does not come to its end before.
     """
 
     source: Kept
@@ -224,7 +224,7 @@ def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
 
 def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
-    assert opened() == [], "open, and nobody's"
+    assert opened() == [], "left open"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
     names = [*(one.name for one in volumes), copy.name]
     names += [one.name for one in forged.tenants(PLACE)]

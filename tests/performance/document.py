@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
 
 
 def any_machine() -> dict[str, Any]:
-    """The same of a machine that is not the lab VM: its kernel's version, and not whose it is."""
+    """The same of a machine that is not the lab VM: only its kernel's version."""
     written = machine()
     return {**written, "kernel": ".".join(written["kernel"].split(".")[:2])}
 

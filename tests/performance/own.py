@@ -62,7 +62,7 @@ class Aside:
         self._within = threading.local()
 
     def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose time is put aside; of one within another it is there already."""
+        """The same function, with its time put aside once, also of one within another."""
 
         def call(*words: Any, **named: Any) -> Any:
             if getattr(self._within, "fake", False):
@@ -94,7 +94,7 @@ class Timed:
 
 
 class TimedHost(FakeHost):
-    """A machine in memory whose own time is put aside, and whose commands are counted."""
+    """A machine in memory that puts its own time aside and counts its commands."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

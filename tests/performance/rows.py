@@ -66,7 +66,7 @@ BESIDE = {
     },
 }
 
-# Copy-on-write, active, of one volume; and how busy a service is beside them that nobody asks.
+# Copy-on-write, active, of one volume; and how busy an idle service is beside them.
 SNAPSHOTS = 500
 AMONG_SNAPSHOTS = f"{CAPACITY}: growth from 0 to {SNAPSHOTS} snapshots"
 IDLE = f"processor of an idle service beside {SNAPSHOTS} snapshots"

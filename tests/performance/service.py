@@ -58,10 +58,9 @@ class Served:
         return 100 * (sum(self._worked().values()) - before) / seconds
 
     def settle(self) -> None:
-        """Wait until it does nothing: what goes on behind an answer is not the next one's time.
+        """Wait until it is idle: background work, and the refresh after a bare command's change.
 
-        Nor is that a bare command changed the group, of which udev tells it, and at which it has
-        to look anew: on a node nobody but Carver changes it between two calls.
+        Neither is the next call's time: on a node only Carver changes the group.
         """
         subprocess.run(["udevadm", "settle"], check=True)
         self.client.capacity()

@@ -338,7 +338,7 @@ class RealHost:
     def leak_chunk(self, group: str, pool: str, name: str) -> None:
         """Have a disk fail just as a chunk of the pool is given out to a volume, and work again.
 
-        It is given out for the last block of the volume, which nobody may have written to.
+        It is given out for the last block of the volume, which must be unwritten.
         """
         data, device = f"{names.device(group, pool)}_tdata", self.devices.find(group, name)
         assert device is not None
