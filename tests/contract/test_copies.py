@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import chosen
 import expect
 import pytest
-from real.any import AnyHost, device
+from real.any import AnyHost, device, logical, lvm2_commands, names
 from real.host import RealHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import report, tags
+from lvm import tags
 from lvm.layout import Layout
 from mount import filesystem
 from proto import csi_pb2 as csi
@@ -57,18 +57,6 @@ def free(host: AnyHost, group: str, other: str) -> Iterator[None]:
     }
 
 
-def names(host: AnyHost, group: str) -> set[str]:
-    return set(report.read(host.lvm).group(group).volumes)
-
-
-def own_tags(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
-    return tags.decode(report.read(host.lvm).group(group).volume(name).tags)
-
-
-def lvm2_commands(host: AnyHost) -> list[str]:
-    return [words[1] for words in host.commands if words[0] == "lvm"]
-
-
 @pytest.fixture
 def volume(client: Client, host: AnyHost, group: str) -> csi.Volume:
     """A raw block volume of 32 MiB with a block of data at 8 MiB."""
@@ -85,10 +73,18 @@ def snapshot(client: Client, volume: csi.Volume, host: AnyHost, group: str) -> c
     return taken
 
 
+def staged_origin(
+    client: Client, host: AnyHost, size: int, capability: csi.VolumeCapability
+) -> csi.Volume:
+    made = client.create("pvc-1", size, capability)
+    client.stage(made, host.directory / "origin", capability)
+    return made
+
+
 # What is copied
 
 
-def test_a_volume_of_a_snapshot_holds_what_the_snapshot_does_and_says_so(
+def test_restore_has_the_snapshot_s_data(
     client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
 ) -> None:
     source = of_snapshot(snapshot.snapshot_id)
@@ -98,12 +94,12 @@ def test_a_volume_of_a_snapshot_holds_what_the_snapshot_does_and_says_so(
     copied = device(host, group, "vol-pvc-2")
     assert host.read_bytes(copied, 8 * MIB, 4096) == BEFORE
     assert host.read_bytes(copied, 12 * MIB, 4096) == bytes(4096)
-    assert own_tags(host, group, "vol-pvc-2")["state"] == "ready"
+    assert tags.decode(logical(host, group, "vol-pvc-2").tags)["state"] == "ready"
     assert client.create("pvc-2", 64 * MIB, block(), source=source) == made
     assert made in client.volumes()
 
 
-def test_a_clone_holds_what_the_volume_held_and_leaves_no_snapshot(
+def test_clone_has_the_source_s_data(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     source = of_volume(volume.volume_id)
@@ -117,7 +113,7 @@ def test_a_clone_holds_what_the_volume_held_and_leaves_no_snapshot(
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["striped", "other"], usual=["other"]))
-def test_a_copy_may_be_of_another_class_and_in_another_group(
+def test_copy_to_another_class_and_group(
     client: Client,
     snapshot: csi.Snapshot,
     volume: csi.Volume,
@@ -135,7 +131,7 @@ def test_a_copy_may_be_of_another_class_and_in_another_group(
     assert host.read_bytes(device(host, where, "vol-copy-1"), 8 * MIB, 4096) == AFTER
 
 
-def test_old_data_on_the_disk_do_not_show_where_the_source_has_zeroes(
+def test_zeroes_of_the_source_are_copied(
     client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
 ) -> None:
     source = of_snapshot(snapshot.snapshot_id)
@@ -147,13 +143,11 @@ def test_old_data_on_the_disk_do_not_show_where_the_source_has_zeroes(
 
 
 @pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["btrfs"]))
-def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
+def test_source_and_copies_are_mounted_together(
     client: Client, host: AnyHost, group: str, fs_type: str
 ) -> None:
-    size = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes + 8 * MIB
-    use = mounted(fs_type)
-    origin = client.create("pvc-1", size, use)
-    client.stage(origin, host.directory / "origin", use)
+    size, use = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes + 8 * MIB, mounted(fs_type)
+    origin = staged_origin(client, host, size, use)
     (host.directory / "origin" / "data").write_bytes(b"data" * MIB)
     snapshot = client.snapshot("1", origin.volume_id)
     copies = [
@@ -175,13 +169,12 @@ def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
 
 
 @pytest.mark.variation
-def test_a_copy_of_a_btrfs_that_nothing_tells_of_has_an_id_of_its_own(
+def test_copy_of_an_untagged_btrfs_has_its_own_id(
     client: Client, host: AnyHost, group: str
 ) -> None:
     # The node died between the answer of a first staging and the tag that is written behind it.
     use = mounted("btrfs")
-    origin = client.create("pvc-1", filesystem.FILE_SYSTEMS["btrfs"].minimum_bytes, use)
-    client.stage(origin, host.directory / "origin", use)
+    origin = staged_origin(client, host, filesystem.FILE_SYSTEMS["btrfs"].minimum_bytes, use)
     host.lvm("lvchange", "--deltag", "carver.formatted=btrfs", "--", f"{group}/vol-pvc-1")
     snapshot = client.snapshot("1", origin.volume_id)
     copy = client.create("pvc-2", 0, use, source=of_snapshot(snapshot.snapshot_id))
@@ -190,7 +183,7 @@ def test_a_copy_of_a_btrfs_that_nothing_tells_of_has_an_id_of_its_own(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
-def test_what_making_of_a_snapshot_and_of_a_volume_costs(
+def test_copies_cost_no_more_commands_than_promised(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume, host: AnyHost
 ) -> None:
     host.commands.clear()
@@ -203,9 +196,7 @@ def test_what_making_of_a_snapshot_and_of_a_volume_costs(
 
 
 @pytest.mark.variation
-def test_the_source_may_be_gone_when_the_call_is_repeated(
-    client: Client, snapshot: csi.Snapshot
-) -> None:
+def test_repeated_create_needs_no_source(client: Client, snapshot: csi.Snapshot) -> None:
     source = of_snapshot(snapshot.snapshot_id)
     made = client.create("pvc-2", 0, block(), source=source)
     client.delete_snapshot(snapshot.snapshot_id)
@@ -214,7 +205,7 @@ def test_the_source_may_be_gone_when_the_call_is_repeated(
 
 
 @pytest.mark.variation
-def test_a_source_that_is_not_active_is_activated(
+def test_inactive_source_is_activated(
     client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
 ) -> None:
     host.deactivate(group, "vol-pvc-1")
@@ -226,7 +217,7 @@ def test_a_source_that_is_not_active_is_activated(
 
 
 @pytest.mark.variation
-def test_a_missing_source_is_not_found(
+def test_invalid_requests_are_refused(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume
 ) -> None:
     for source in (
@@ -239,11 +230,6 @@ def test_a_missing_source_is_not_found(
     ):
         with expect.code("NOT_FOUND"):
             client.create("pvc-2", 0, block(), source=source)
-    assert len(client.volumes()) == 1
-
-
-@pytest.mark.variation
-def test_a_source_without_an_id_is_refused(client: Client) -> None:
     for source, word in (
         (csi.VolumeContentSource(), "type"),
         (of_snapshot(""), "snapshot_id"),
@@ -251,38 +237,32 @@ def test_a_source_without_an_id_is_refused(client: Client) -> None:
     ):
         with expect.code("INVALID_ARGUMENT", "volume_content_source", word):
             client.create("pvc-2", 0, block(), source=source)
-
-
-@pytest.mark.parametrize(("required", "limit"), [(28 * MIB, 0), (0, 28 * MIB), (4, 30 * MIB)])
-@pytest.mark.variation
-def test_a_copy_is_not_smaller_than_its_source(
-    client: Client, snapshot: csi.Snapshot, required: int, limit: int
-) -> None:
-    with expect.code("OUT_OF_RANGE", str(32 * MIB)):
-        source = of_snapshot(snapshot.snapshot_id)
-        client.create("pvc-2", required, block(), limit_bytes=limit, source=source)
+    source = of_snapshot(snapshot.snapshot_id)
+    for required, limit in ((28 * MIB, 0), (0, 28 * MIB), (4, 30 * MIB)):
+        with expect.code("OUT_OF_RANGE", str(32 * MIB)):
+            client.create("pvc-2", required, block(), limit_bytes=limit, source=source)
+    with expect.code("INVALID_ARGUMENT", "raw block"):
+        client.create("pvc-2", 0, mounted("ext4"), source=source)
+    assert len(client.volumes()) == 1
 
 
 @pytest.mark.variation
-def test_a_repeated_create_of_another_source_is_refused(
+def test_repeated_create_of_another_source_is_refused(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume
 ) -> None:
-    client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    source = of_snapshot(snapshot.snapshot_id)
+    client.create("pvc-2", 0, block(), source=source)
     with expect.code("ALREADY_EXISTS", snapshot.snapshot_id):
         client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
     with expect.code("ALREADY_EXISTS", "nothing"):
         client.create("pvc-2", 32 * MIB, block())
     with expect.code("ALREADY_EXISTS", "size"):
-        source = of_snapshot(snapshot.snapshot_id)
         client.create("pvc-2", 40 * MIB, block(), source=source)
 
 
 @pytest.mark.variation
-def test_another_file_system_than_the_source_holds_is_refused(
-    client: Client, host: AnyHost
-) -> None:
-    origin = client.create("pvc-1", 16 * MIB, mounted("ext4"))
-    client.stage(origin, host.directory / "origin", mounted("ext4"))
+def test_another_file_system_is_refused(client: Client, host: AnyHost) -> None:
+    origin = staged_origin(client, host, 16 * MIB, mounted("ext4"))
     with expect.code("INVALID_ARGUMENT", "ext4", "xfs"):
         client.create("pvc-2", 400 * MIB, mounted("xfs"), source=of_volume(origin.volume_id))
     copy = client.create("pvc-3", 0, block(), source=of_volume(origin.volume_id))
@@ -290,16 +270,7 @@ def test_another_file_system_than_the_source_holds_is_refused(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
-@pytest.mark.variation
-def test_a_raw_block_volume_s_data_are_no_file_system_of_carver_s(
-    client: Client, snapshot: csi.Snapshot
-) -> None:
-    with expect.code("INVALID_ARGUMENT", "raw block"):
-        client.create("pvc-2", 0, mounted("ext4"), source=of_snapshot(snapshot.snapshot_id))
-    assert len(client.volumes()) == 1
-
-
-def test_an_overflowed_snapshot_gives_no_volume_and_says_why(
+def test_overflowed_snapshot_is_refused(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     taken = client.snapshot("1", volume.volume_id, {"size": "4MiB"})
@@ -310,25 +281,24 @@ def test_an_overflowed_snapshot_gives_no_volume_and_says_why(
 
 
 @pytest.mark.variation
-def test_no_room_for_the_copy_leaves_nothing(
+def test_no_room_leaves_nothing(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     room = client.capacity().maximum_volume_size.value
     client.create("pvc-2", room - 36 * MIB, block())
-    with expect.code("RESOURCE_EXHAUSTED"):
-        client.create("pvc-3", 0, block(), source=of_volume(volume.volume_id))
-    with expect.code("RESOURCE_EXHAUSTED"):
-        client.create("pvc-3", 40 * MIB, block(), source=of_volume(volume.volume_id))
+    for size in (0, 40 * MIB):
+        with expect.code("RESOURCE_EXHAUSTED"):
+            client.create("pvc-3", size, block(), source=of_volume(volume.volume_id))
     assert names(host, group) == {"vol-pvc-1", "vol-pvc-2"}
 
 
 @pytest.mark.variation
-def test_staging_a_copy_costs_what_staging_again_costs(client: Client, host: AnyHost) -> None:
-    origin = client.create("pvc-1", 16 * MIB, mounted("ext4"))
-    client.stage(origin, host.directory / "origin", mounted("ext4"))
+def test_staging_a_copy_costs_what_staging_again_costs(
+    client: Client, host: AnyHost, staging: Path
+) -> None:
+    origin = staged_origin(client, host, 16 * MIB, mounted("ext4"))
     client.unstage(origin.volume_id, host.directory / "origin")
     copy = client.create("pvc-2", 64 * MIB, mounted("ext4"), source=of_volume(origin.volume_id))
-    staging = Path(host.directory / "copy")
     host.commands.clear()
     client.stage(copy, staging, mounted("ext4"))
     assert lvm2_commands(host) == ["fullreport"]
@@ -337,16 +307,17 @@ def test_staging_a_copy_costs_what_staging_again_costs(client: Client, host: Any
     client.unstage(copy.volume_id, staging)
 
 
-def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
+def test_source_can_be_used_while_clones_are_filled(
     client: Client,
     volume: csi.Volume,
     host: AnyHost,
     service: Service,
+    staging: Path,
+    target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The source's lock is held while a clone is made, and not while it is filled."""
     goes_on, copy = threading.Event(), host.kernel.copy
-    staging, target = host.directory / "staging", host.directory / "target"
 
     def waits(*words: Any, **more: Any) -> None:
         assert goes_on.wait(300)
@@ -364,19 +335,19 @@ def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
         try:
             while sum(service.copier.jobs.counts().values()) < 8:
                 time.sleep(0.1)
-            # Whoever meets another call is refused at once.
+            # A call that meets another is refused at once.
             service.context.locks.grace_seconds = 0
             client.publish(volume, staging, target, block())
             client.unpublish(volume.volume_id, target)
             client.unstage(volume.volume_id, staging)
-            # What is on record keeps it from being deleted, and no lock.
+            # The tags keep it from being deleted, not a lock.
             with expect.code("FAILED_PRECONDITION", "is copied from it"):
                 client.delete(volume.volume_id)
             client.stage(volume, staging, block())
             assert not any(one.done() for one in clones)
         finally:
             goes_on.set()
-        # None was told to call again.
+        # None failed with ABORTED.
         made = [one.result() for one in clones]
     for one in made:
         assert not client.volume_health(one.volume_id).health_statuses

@@ -9,19 +9,26 @@ from real.any import AnyHost
 
 from agent.csi.client import Client, Mode, block, mounted
 from mount import table
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-BOTH_WRITERS = Mode.SINGLE_NODE_MULTI_WRITER
 
 
 def lvm_commands(commands: Sequence[Sequence[str]]) -> int:
     return sum(1 for words in commands if words[0] == "lvm")
 
 
+def end(client: Client, volume: csi.Volume, staging: Path, target: Path) -> None:
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    assert not target.exists()
+
+
 @pytest.mark.parametrize(
     ("fs_type", "size_bytes"), [("ext4", 64 * MIB), ("xfs", 300 * MIB), ("btrfs", 256 * MIB)]
 )
-def test_a_mounted_volume_lives_from_create_to_delete(
+def test_life_of_a_mounted_volume(
     client: Client, host: AnyHost, staging: Path, target: Path, fs_type: str, size_bytes: int
 ) -> None:
     before = client.capacity().available_capacity
@@ -41,19 +48,13 @@ def test_a_mounted_volume_lives_from_create_to_delete(
     assert client.node_expand(volume.volume_id, target, grown).capacity_bytes == grown
     assert client.stats(volume.volume_id, target).usage[0].total > stats.usage[0].total
 
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    client.delete(volume.volume_id)
-
+    end(client, volume, staging, target)
     assert client.volumes() == []
     assert client.capacity().available_capacity == before
-    assert not target.exists()
     assert table.read(host.kernel).under(str(host.directory)) == ()
 
 
-def test_a_raw_block_volume_lives_from_create_to_delete(
-    client: Client, host: AnyHost, staging: Path, target: Path
-) -> None:
+def test_life_of_a_raw_volume(client: Client, host: AnyHost, staging: Path, target: Path) -> None:
     before = client.capacity().available_capacity
 
     volume = client.create("pvc-1", 32 * MIB, block())
@@ -67,11 +68,8 @@ def test_a_raw_block_volume_lives_from_create_to_delete(
     assert client.node_expand(volume.volume_id, target, 48 * MIB).capacity_bytes == 48 * MIB
     assert host.kernel.device_size_bytes(str(target)) == 48 * MIB
 
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    client.delete(volume.volume_id)
+    end(client, volume, staging, target)
     assert client.capacity().available_capacity == before
-    assert not target.exists()
 
 
 def test_calls_cost_no_more_commands_than_promised(
@@ -106,7 +104,7 @@ def test_calls_cost_no_more_commands_than_promised(
     assert lvm_commands(cost()) <= 1
 
 
-def test_every_call_repeated_answers_the_same_and_changes_nothing(
+def test_repeated_calls_change_nothing(
     client: Client, host: AnyHost, staging: Path, target: Path
 ) -> None:
     first = client.create("pvc-1", 64 * MIB)
@@ -124,20 +122,18 @@ def test_every_call_repeated_answers_the_same_and_changes_nothing(
     grown = client.node_expand(first.volume_id, target, 80 * MIB)
     assert client.node_expand(first.volume_id, target, 80 * MIB) == grown
 
-    for _ in range(2):
-        client.unpublish(first.volume_id, target)
-    for _ in range(2):
-        client.unstage(first.volume_id, staging)
-    for _ in range(2):
-        client.delete(first.volume_id)
+    client.unpublish(first.volume_id, target)
+    client.unpublish(first.volume_id, target)
+    client.unstage(first.volume_id, staging)
+    client.unstage(first.volume_id, staging)
+    client.delete(first.volume_id)
+    client.delete(first.volume_id)
     assert client.volumes() == []
 
 
-def test_a_volume_is_published_to_two_targets_one_of_them_read_only(
-    client: Client, host: AnyHost, staging: Path
-) -> None:
+def test_publish_to_two_targets(client: Client, host: AnyHost, staging: Path) -> None:
     writer, reader = host.directory / "writer", host.directory / "reader"
-    capability = mounted("ext4", mode=BOTH_WRITERS)
+    capability = mounted("ext4", mode=Mode.SINGLE_NODE_MULTI_WRITER)
     volume = client.create("pvc-1", 64 * MIB, capability)
     client.stage(volume, staging, capability)
 
@@ -153,9 +149,7 @@ def test_a_volume_is_published_to_two_targets_one_of_them_read_only(
     assert table.read(host.kernel).at(str(writer))
 
 
-def test_a_read_only_raw_block_volume_cannot_be_written(
-    client: Client, host: AnyHost, staging: Path, target: Path
-) -> None:
+def test_read_only_raw_volume(client: Client, host: AnyHost, staging: Path, target: Path) -> None:
     volume = client.create("pvc-1", 32 * MIB, block())
     client.stage(volume, staging, block())
     client.publish(volume, staging, target, block(), read_only=True)
@@ -165,26 +159,16 @@ def test_a_read_only_raw_block_volume_cannot_be_written(
     assert host.kernel.device_size_bytes(str(target)) == 32 * MIB
     client.node_expand(volume.volume_id, target, 48 * MIB)
     assert host.kernel.device_size_bytes(str(target)) == 48 * MIB
-
-    client.unpublish(volume.volume_id, target)
-    client.unstage(volume.volume_id, staging)
-    client.delete(volume.volume_id)
+    end(client, volume, staging, target)
 
 
-def test_mount_options_of_capability_and_parameters_are_honoured(
-    client: Client, host: AnyHost, staging: Path
-) -> None:
+def test_options_of_mount_and_mkfs(client: Client, host: AnyHost, staging: Path) -> None:
     capability = mounted("ext4", ["noatime"])
-    volume = client.create("pvc-1", 64 * MIB, capability, parameters={"mountOptions": "nodev"})
+    parameters = {"mountOptions": "nodev", "carver/mkfsOptions": "-L data -i 8192"}
+    volume = client.create("pvc-1", 64 * MIB, capability, parameters=parameters)
     client.stage(volume, staging, capability)
     found = table.read(host.kernel).at(str(staging))[-1].options
     assert {"noatime", "nodev"} <= set(found)
-
-
-def test_mkfs_options_reach_mkfs(client: Client, host: AnyHost, staging: Path) -> None:
-    parameters = {"carver/mkfsOptions": "-L data -i 8192"}
-    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=parameters)
-    client.stage(volume, staging)
     made = next(words for words in host.commands if words[0] == "mkfs.ext4")
     assert made[made.index("-L") + 1] == "data"
     assert made[made.index("-i") + 1] == "8192"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import chosen
 import configured
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
@@ -51,14 +51,13 @@ def whole(host: AnyHost, group: str) -> Iterator[None]:
 def contents(host: AnyHost, client: Client, group: str, volume: csi.Volume) -> bytes:
     """All of a volume."""
     client.stage(volume, host.directory / "staging", block())
-    device = host.devices.find(group, volume.volume_id.rpartition("/")[2])
-    assert device is not None
-    size = host.kernel.device_size_bytes(device.path)
-    return b"".join(host.read_bytes(device.path, at, MIB) for at in range(0, size, MIB))
+    path = device(host, group, volume.volume_id.rpartition("/")[2])
+    size = host.kernel.device_size_bytes(path)
+    return b"".join(host.read_bytes(path, at, MIB) for at in range(0, size, MIB))
 
 
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear"]))
-def test_no_sector_shows_an_earlier_owner_s_data(
+def test_new_volume_has_no_old_data(
     client: Client, host: AnyHost, group: str, name: str, whole: None
 ) -> None:
     parameters = {"class": name}
@@ -68,43 +67,34 @@ def test_no_sector_shows_an_earlier_owner_s_data(
     client.expand(volume.volume_id, GROWN)
     assert contents(host, client, group, volume) == bytes(GROWN)
 
-    device = host.devices.find(group, "vol-origin")
-    assert device is not None
-    host.write_bytes(device.path, 8 * MIB, OWN)
+    host.write_bytes(device(host, group, "vol-origin"), 8 * MIB, OWN)
     expected = bytes(8 * MIB) + OWN + bytes(GROWN - 8 * MIB - len(OWN))
     snapshot = client.snapshot("1", volume.volume_id)
-    restored = client.create(
-        "restored",
-        LARGER,
-        block(),
-        parameters=parameters,
-        source=of_snapshot(snapshot.snapshot_id),
-    )
+    source = of_snapshot(snapshot.snapshot_id)
+    restored = client.create("restored", LARGER, block(), parameters=parameters, source=source)
     assert contents(host, client, group, restored) == expected + bytes(LARGER - GROWN)
     client.delete(restored.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
 
-    cloned = client.create(
-        "cloned", GROWN, block(), parameters=parameters, source=of_volume(volume.volume_id)
-    )
+    source = of_volume(volume.volume_id)
+    cloned = client.create("cloned", GROWN, block(), parameters=parameters, source=source)
     assert contents(host, client, group, cloned) == expected
     client.delete(cloned.volume_id)
     client.delete(volume.volume_id)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
-def test_what_was_deleted_shows_in_no_sector_of_what_is_made_of_it(
+def test_deleted_data_do_not_show_in_a_new_volume(
     client: Client, host: AnyHost, group: str, name: str, whole: None
 ) -> None:
     volume = client.create("origin", SIZE, block(), parameters={"class": f"usual-{name}"})
     client.stage(volume, host.directory / "staging", block())
-    device = host.devices.find(group, "vol-origin")
-    assert device is not None
+    path = device(host, group, "vol-origin")
     for offset in range(0, SIZE, MIB):
-        host.write_bytes(device.path, offset, OWN * (MIB // len(OWN)))
+        host.write_bytes(path, offset, OWN * (MIB // len(OWN)))
     snapshot = client.snapshot("1", volume.volume_id)
     for offset in range(0, 3 * MIB, MIB):
-        host.write_bytes(device.path, offset, OWN[::-1] * (MIB // len(OWN)))
+        host.write_bytes(path, offset, OWN[::-1] * (MIB // len(OWN)))
     client.delete_snapshot(snapshot.snapshot_id)
     client.delete(volume.volume_id)
     largest = client.capacity({"class": "usual-linear"}).maximum_volume_size.value

@@ -16,20 +16,14 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.csi.client import Client, Mode, block, mounted
-from lvm.lvm2 import Lvm
 
 MIB = 1 << 20
 
 
 def look(host: AnyHost, config: Config) -> Overview:
-    return status.read(
-        confined(host.lvm, config), Host(host.run, host.kernel, host.devices, host.disks)
-    )
-
-
-def confined(lvm: Lvm, config: Config) -> Config:
-    """The configuration that confines lvm2 to what the test's own service sees."""
-    return replace(config, devices=lvm.devices)
+    """The status, with lvm2 confined to the disks of the test's own service."""
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    return status.read(replace(config, devices=host.lvm.devices), machine)
 
 
 def shown(seen: Overview) -> str:
@@ -39,9 +33,7 @@ def shown(seen: Overview) -> str:
 
 
 @pytest.mark.variation
-def test_it_tells_of_groups_classes_and_what_can_be_made(
-    host: AnyHost, client: Client, config: Config, group: str
-) -> None:
+def test_groups_and_classes(host: AnyHost, client: Client, config: Config, group: str) -> None:
     seen = look(host, config)
     [one] = seen.groups
     assert (one.name, one.disks, one.free_bytes) == (group, 2, 160 * 4 * MIB)
@@ -52,10 +44,9 @@ def test_it_tells_of_groups_classes_and_what_can_be_made(
     assert "There are no volumes." in shown(seen)
 
 
-def test_it_tells_where_a_volume_is_and_how_full(
-    host: AnyHost, client: Client, config: Config
+def test_places_and_usage_of_a_volume(
+    host: AnyHost, client: Client, config: Config, staging: Path, target: Path
 ) -> None:
-    staging, target = host.directory / "staging", host.directory / "target"
     capability = mounted(mode=Mode.SINGLE_NODE_MULTI_WRITER)
     claim = {"csi.storage.k8s.io/pvc/name": "db", "csi.storage.k8s.io/pvc/namespace": "shop"}
     volume = client.create("pvc-1", 64 * MIB, capability, parameters=claim)
@@ -77,11 +68,10 @@ def test_it_tells_where_a_volume_is_and_how_full(
 
 
 @pytest.mark.variation
-def test_it_tells_where_a_raw_block_volume_is(
-    host: AnyHost, client: Client, config: Config
+def test_places_of_a_raw_volume(
+    host: AnyHost, client: Client, config: Config, staging: Path, target: Path
 ) -> None:
     capability = block(Mode.SINGLE_NODE_MULTI_WRITER)
-    staging, target = host.directory / "staging", host.directory / "target"
     volume = client.create("raw", 16 * MIB, capability)
     client.stage(volume, staging, capability)
     client.publish(volume, staging, target, capability)
@@ -95,9 +85,7 @@ def test_it_tells_where_a_raw_block_volume_is(
 
 
 @pytest.mark.variation
-def test_it_tells_of_snapshots_and_how_full_each_is(
-    host: AnyHost, client: Client, config: Config
-) -> None:
+def test_snapshots(host: AnyHost, client: Client, config: Config) -> None:
     volume = client.create("pvc-1", 64 * MIB)
     made = client.snapshot("monday", volume.volume_id)
 
@@ -112,7 +100,7 @@ def test_it_tells_of_snapshots_and_how_full_each_is(
     assert "monday" in shown(seen)
 
 
-def test_it_shows_pools_and_says_where_one_is_inactive() -> None:
+def test_pools() -> None:
     pools = (Pool("pool", "data", 1 << 30, 42.0, 7.5), Pool("idle", "data", 1 << 30, None, None))
     text = shown(Overview("here", "driver", "1", "/socket", True, (), (), pools, (), ()))
     assert "42 %" in text
@@ -121,16 +109,14 @@ def test_it_shows_pools_and_says_where_one_is_inactive() -> None:
 
 
 @pytest.mark.variation
-def test_it_looks_also_where_nothing_is_served(
-    host: AnyHost, config: Config, tmp_path: Path
-) -> None:
+def test_service_that_does_not_run(host: AnyHost, config: Config, tmp_path: Path) -> None:
     seen = look(host, replace(config, endpoint=tmp_path / "nobody.sock"))
     assert not seen.serving
     assert "not serving" in shown(seen)
 
 
 @pytest.mark.variation
-def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: Config) -> None:
+def test_missing_group(host: AnyHost, config: Config) -> None:
     other = DeviceClass(name="other", group="nowhere")
     seen = look(host, replace(config, classes=(*config.classes, other)))
     assert [one.present for one in seen.groups] == [True, False]
@@ -139,9 +125,7 @@ def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: C
 
 
 @pytest.mark.variation
-def test_a_group_on_a_file_that_was_never_made_names_the_next_step(
-    host: AnyHost, config: Config, tmp_path: Path
-) -> None:
+def test_group_on_a_file_that_was_not_made(host: AnyHost, config: Config, tmp_path: Path) -> None:
     definition = GroupDefinition("carver", file=BackingFile(tmp_path / "carver.img", 64 * MIB))
     with pytest.raises(errors.NotReady, match="start the service"):
         look(host, replace(config, definitions=(definition,)))

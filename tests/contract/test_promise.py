@@ -8,13 +8,13 @@ neither what is in a thin pool nor in a snapshot's area, and the disks of one ma
 
 import json
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 import configured
 import pytest
 from csi_client import Client
-from real.any import AnyHost
+from real.any import AnyHost, names
 
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
@@ -84,10 +84,6 @@ def client(host: AnyHost, config: Config) -> Iterator[Client]:
     running.stop()
 
 
-def names(host: AnyHost, group: str) -> Set[str]:
-    return report.read(host.lvm).group(group).volumes.keys()
-
-
 def wait_until_gone(host: AnyHost, group: str, *prefixes: str) -> None:
     """For what is done behind the answers."""
     until = time.monotonic() + _PATIENCE_SECONDS
@@ -100,9 +96,7 @@ def test_there_is_a_group_of_each_format() -> None:
     assert [json.loads(one.read_text())["format"] for one in FORMATS] == [1]
 
 
-def test_what_was_half_made_is_completed_or_undone(
-    host: AnyHost, group: str, client: Client
-) -> None:
+def test_unfinished_work_is_completed_or_undone(host: AnyHost, group: str, client: Client) -> None:
     # The wipe, the copy's bridge, the group snapshot that never was.
     wait_until_gone(host, group, "vol-pvc-gone", "copy-", "snap.69f8e16c")
     found = {one.volume_id.partition("/")[2] for one in client.volumes()}
@@ -125,7 +119,7 @@ def test_each_volume_is_what_it_was(host: AnyHost, group: str, client: Client) -
     assert client.create("pvc-raw", 8 * MIB, block()).volume_id == found["raw"].volume_id
 
 
-def test_each_volume_is_used_and_led_to_its_end(host: AnyHost, group: str, client: Client) -> None:
+def test_each_volume_can_be_used_and_deleted(host: AnyHost, group: str, client: Client) -> None:
     wait_until_gone(host, group, "copy-", "vol-pvc-gone", "snap.69f8e16c")
     place = host.directory / "pods" / "17" / "volumes" / "kubernetes.io~csi" / "tmp" / "mount"
     client.unpublish(f"csi-{'ab' * 32}", place)

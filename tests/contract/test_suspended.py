@@ -64,29 +64,25 @@ def test_the_next_call_resumes_it(
     assert not host.is_suspended(group, NAME)
 
 
-def test_a_deletion_resumes_it_and_wipes(host: AnyHost, client: Client, volume: csi.Volume) -> None:
+def test_delete_resumes_and_erases_it(host: AnyHost, client: Client, volume: csi.Volume) -> None:
     before = client.capacity().available_capacity
     client.delete(volume.volume_id)
     assert client.capacity().available_capacity == before + 8 * MIB
 
 
-def test_a_start_resumes_it(
-    host: AnyHost, group: str, service: Service, volume: csi.Volume
-) -> None:
+def test_start_resumes_it(host: AnyHost, group: str, service: Service, volume: csi.Volume) -> None:
     service.eraser.resume()
     assert not host.is_suspended(group, NAME)
 
 
-def test_a_call_costs_no_command_more_where_nothing_is_suspended(
-    host: AnyHost, client: Client
-) -> None:
+def test_nothing_suspended_costs_no_command(host: AnyHost, client: Client) -> None:
     client.create("pvc-1", 8 * MIB, block())
     assert not [words for words in host.commands if "--refresh" in words]
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
 @pytest.mark.parametrize("loaded", [True, False], ids=["table does not count", "no table"])
-def test_one_that_is_half_made_is_as_good_as_inactive(
+def test_half_made_device_is_replaced(
     host: AnyHost, group: str, client: Client, staging: Path, loaded: bool, is_used: bool
 ) -> None:
     before = client.capacity().available_capacity

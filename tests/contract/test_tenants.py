@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.csi.client import Client, block, mounted
 from lvm import report
@@ -13,25 +13,23 @@ from mount import loop
 MIB = 1 << 20
 
 
-def write_own_label(host: AnyHost, group: str, device: str) -> None:
+def write_own_label(host: AnyHost, group: str, path: str) -> None:
     """What `dd` of the first MiB of the group's own disk does: its label and its metadata."""
     if isinstance(host, FakeHost):
-        host.label(device)
+        host.label(path)
         return
     disk = report.read(host.lvm).group(group).disks[0].name
-    host.write_bytes(device, 0, host.read_bytes(disk, 0, MIB))
+    host.write_bytes(path, 0, host.read_bytes(disk, 0, MIB))
 
 
 @pytest.mark.parametrize("read_only", [False, pytest.param(True, marks=pytest.mark.variation)])
-def test_a_raw_volume_that_bears_its_own_group_s_metadata_changes_nothing_for_anyone(
+def test_raw_volume_with_the_group_s_label_changes_nothing(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, read_only: bool
 ) -> None:
     tenant = client.create("tenant", 16 * MIB, block())
     name = tenant.volume_id.rpartition("/")[2]
     client.stage(tenant, staging, block())
-    device = host.devices.find(group, name)
-    assert device is not None
-    write_own_label(host, group, device.path)
+    write_own_label(host, group, device(host, group, name))
     client.publish(tenant, staging, target, block(), read_only=read_only)
     # As kubelet attaches one to what is published (pkg/volume/util/volumepathhandler).
     over = None if read_only else loop.attach(host.kernel, str(target))
