@@ -60,7 +60,7 @@ def alone(fake: FakeHost, group: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def copies_fail(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def allow_copies(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing is copied before this is called."""
     copy, allowed = fake.kernel.copy, threading.Event()
 
@@ -97,18 +97,26 @@ def begin(config: Config, fake: FakeHost, group: str) -> None:
     assert logical(fake, group) == {f"vol-of-{group}", "vol-x", "copy-x"}
 
 
+@pytest.fixture
+def allow_both(
+    config: Config, fake: FakeHost, allow_copies: Callable[[], None]
+) -> Callable[[], None]:
+    """Both groups have a source, and a copy `x` of it, which is filled after this is called."""
+    for group in CLASSES:
+        begin(config, fake, group)
+    return allow_copies
+
+
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
         wait([job.ended for job in list(jobs._jobs.values())], 20)
 
 
-def test_volumes_of_one_name_in_two_groups_are_each_filled_from_their_own_bridge(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_each_volume_is_filled_from_its_own_bridge(
+    config: Config, fake: FakeHost, allow_both: Callable[[], None]
 ) -> None:
-    for group in CLASSES:
-        begin(config, fake, group)
-    copies_fail()
+    allow_both()
     with serve(config, fake) as service:
         idle(service)
         for group in CLASSES:
@@ -116,37 +124,31 @@ def test_volumes_of_one_name_in_two_groups_are_each_filled_from_their_own_bridge
             assert logical(fake, group) == {f"vol-of-{group}", "vol-x"}
 
 
-def test_a_bridge_that_another_group_s_volume_left_is_not_copied_from_and_goes(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_unused_bridge_of_another_group_is_removed(
+    config: Config, fake: FakeHost, allow_both: Callable[[], None]
 ) -> None:
-    for group in CLASSES:
-        begin(config, fake, group)
     fake.lvm("lvremove", "--yes", "--", "a/vol-x")
-    copies_fail()
+    allow_both()
     with serve(config, fake) as service:
         idle(service)
         assert held(fake, "b") == words_of("b")
         assert logical(fake, "a") == {"vol-of-a"}
 
 
-def test_a_volume_whose_own_bridge_is_gone_is_not_filled_from_another_of_that_name(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_volume_without_its_bridge_is_not_filled(
+    config: Config, fake: FakeHost, allow_both: Callable[[], None]
 ) -> None:
-    for group in CLASSES:
-        begin(config, fake, group)
     fake.lvm("lvremove", "--yes", "--", "b/copy-x")
-    copies_fail()
+    allow_both()
     with serve(config, fake) as service, Client(config.endpoint) as client:
         idle(service)
         assert "carver.state=copying" in fake.lvm2.groups["b"].volumes["vol-x"].tags
         assert [one.volume_id.partition("@")[0] for one in client.volumes()] == ["a", "a", "b"]
 
 
-def test_deleting_one_of_two_volumes_of_a_name_leaves_the_other_its_bridge(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_delete_keeps_the_bridge_of_the_other_group(
+    config: Config, fake: FakeHost, allow_both: Callable[[], None]
 ) -> None:
-    for group in CLASSES:
-        begin(config, fake, group)
     fake.lvm("lvremove", "--yes", "--", "a/copy-x")
     with serve(config, fake) as service, Client(config.endpoint) as client:
         idle(service)
@@ -159,14 +161,14 @@ def test_deleting_one_of_two_volumes_of_a_name_leaves_the_other_its_bridge(
         idle(service)
         assert logical(fake, "a") == {"vol-of-a"}
         assert "copy-x" in logical(fake, "b")
-    copies_fail()
+    allow_both()
     with serve(config, fake) as service:
         idle(service)
         assert held(fake, "b") == words_of("b")
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_bridge_of_a_volume_that_was_deleted_since_is_not_copied_from_by_one_made_anew(
+def test_bridge_of_a_deleted_volume_is_not_used(
     config: Config, fake: FakeHost, restarted: bool
 ) -> None:
     def refuse(words: Sequence[str]) -> Result | None:
@@ -204,15 +206,15 @@ def test_a_bridge_of_a_volume_that_was_deleted_since_is_not_copied_from_by_one_m
     assert logical(fake, "a") == {"vol-of-a", "vol-x"}
 
 
-def test_a_bridge_of_another_moment_than_the_volume_s_is_not_copied_from(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_bridge_of_another_moment_is_not_used(
+    config: Config, fake: FakeHost, allow_copies: Callable[[], None]
 ) -> None:
     """Of the same source, and in its place."""
     begin(config, fake, "a")
     volumes = fake.lvm2.groups["a"].volumes
     [taken] = [tag for tag in volumes["copy-x"].tags if tag.startswith("carver.time=")]
     fake.lvm("lvchange", "--deltag", taken, "--addtag", "carver.time=1", "--", "a/copy-x")
-    copies_fail()
+    allow_copies()
     with serve(config, fake) as service, Client(config.endpoint) as client:
         idle(service)
         assert logical(fake, "a") == {"vol-of-a", "vol-x"}
@@ -222,15 +224,15 @@ def test_a_bridge_of_another_moment_than_the_volume_s_is_not_copied_from(
         assert logical(fake, "a") == {"vol-of-a"}
 
 
-def test_what_a_version_before_left_half_copied_is_completed(
-    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+def test_copy_of_an_earlier_version_is_completed(
+    config: Config, fake: FakeHost, allow_copies: Callable[[], None]
 ) -> None:
-    """It did not tell of which moment the bridge is."""
+    """That did not record the time of the bridge."""
     begin(config, fake, "a")
     tags = fake.lvm2.groups["a"].volumes["vol-x"].tags
-    [told] = [tag for tag in tags if tag.startswith("carver.bridge=")]
-    fake.lvm("lvchange", "--deltag", told, "--", "a/vol-x")
-    copies_fail()
+    [taken] = [tag for tag in tags if tag.startswith("carver.bridge=")]
+    fake.lvm("lvchange", "--deltag", taken, "--", "a/vol-x")
+    allow_copies()
     with serve(config, fake) as service:
         idle(service)
         assert held(fake, "a") == words_of("a")

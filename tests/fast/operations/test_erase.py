@@ -39,6 +39,26 @@ def start(config: Config, fake: FakeHost) -> Service:
     return serving.start(config, fake, eraser=0.05)
 
 
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", SIZE, block())
+
+
+@pytest.fixture
+def failed(client: Client, volume: csi.Volume, disk: Disk) -> csi.Volume:
+    """A volume whose erasing failed while the call waited."""
+    disk.error = OSError(5, "Input/output error")
+    disk.free.set()
+    with expect.code("INTERNAL", "Input/output error"):
+        client.delete(volume.volume_id)
+    return volume
+
+
+def idle(service: Service) -> None:
+    """Wait until the jobs have ended."""
+    wait([one.ended for one in service.eraser.jobs._jobs.values()], 20)
+
+
 def tags(fake: FakeHost) -> dict[str, set[str]]:
     return {name: one.tags for name, one in fake.lvm2.groups["data"].volumes.items()}
 
@@ -64,11 +84,10 @@ def removed(fake: FakeHost) -> threading.Event:
     return done
 
 
-def test_every_byte_is_overwritten_before_the_extents_are_free(
-    client: Client, fake: FakeHost, disk: Disk
+def test_every_byte_is_overwritten(
+    client: Client, volume: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
-    volume = client.create("pvc-1", SIZE, block())
     client.delete(volume.volume_id)
     end = 0
     for _, offset, length in disk.written:
@@ -77,10 +96,9 @@ def test_every_byte_is_overwritten_before_the_extents_are_free(
     assert end == SIZE
 
 
-def test_a_wipe_that_takes_long_goes_on_behind_the_answer(
-    client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
+def test_long_erasing_continues_in_the_background(
+    client: Client, volume: csi.Volume, fake: FakeHost, disk: Disk, removed: threading.Event
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
     client.delete(volume.volume_id)
 
     assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
@@ -106,7 +124,7 @@ def reports() -> list[report.Group]:
     return [one for one in gc.get_objects() if isinstance(one, report.Group)]
 
 
-def test_wipes_that_wait_keep_no_report_each(client: Client, disk: Disk) -> None:
+def test_queued_jobs_keep_no_reports(client: Client, disk: Disk) -> None:
     # What other tests' dead processes still hold is none of this one's.
     earlier = {id(one): one for one in reports()}
     for number in range(6):
@@ -117,24 +135,21 @@ def test_wipes_that_wait_keep_no_report_each(client: Client, disk: Disk) -> None
     assert sum(len(one.volumes) > 1 for one in kept) <= 1, "the last report, for who only watch"
 
 
-def test_a_wipe_that_fails_is_told_and_is_done_again_by_the_next_call(
-    client: Client, fake: FakeHost, disk: Disk
+def test_failed_deletion_can_only_be_repeated(
+    client: Client, failed: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
-    disk.error = OSError(5, "Input/output error")
-    disk.free.set()
-    with expect.code("INTERNAL", "Input/output error"):
-        client.delete(volume.volume_id)
     assert list(tags(fake)) == ["vol-pvc-1"]
+    assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
     with expect.code("NOT_FOUND"):
-        client.publish(volume, "/staging", "/target", block())
-
+        client.publish(failed, "/staging", "/target", block())
+    with expect.code("NOT_FOUND", failed.volume_id):
+        client.create("pvc-2", 0, block(), source=of_volume(failed.volume_id))
     disk.error = None
-    client.delete(volume.volume_id)
+    client.delete(failed.volume_id)
     assert tags(fake) == {}
 
 
-def test_a_wipe_on_record_goes_on_after_a_restart(
+def test_erasing_is_resumed_after_a_restart(
     config: Config, fake: FakeHost, disk: Disk, removed: threading.Event
 ) -> None:
     first = start(config, fake)
@@ -158,11 +173,10 @@ def test_a_wipe_on_record_goes_on_after_a_restart(
     assert sum(length for _, _, length in disk.written) == SIZE
 
 
-def test_a_kill_before_the_wipe_is_on_record_leaves_a_volume_to_delete_again(
-    service: Service, client: Client, fake: FakeHost
+def test_kill_before_the_tag_leaves_a_volume(
+    service: Service, client: Client, volume: csi.Volume, fake: FakeHost
 ) -> None:
     service.eraser.grace_seconds = 60
-    volume = client.create("pvc-1", SIZE, block())
 
     def killed(words: Sequence[str]) -> Result | None:
         if words[1] == "lvremove":
@@ -178,9 +192,7 @@ def test_a_kill_before_the_wipe_is_on_record_leaves_a_volume_to_delete_again(
     assert tags(fake) == {}
 
 
-def test_a_group_that_does_not_want_its_blocks_wiped_loses_no_time(
-    config: Config, fake: FakeHost, disk: Disk
-) -> None:
+def test_wipe_none_overwrites_nothing(config: Config, fake: FakeHost, disk: Disk) -> None:
     running = start(replace(config, wipe="none"), fake)
     with Client(config.endpoint) as client:
         client.delete(client.create("pvc-1", SIZE, block()).volume_id)
@@ -189,49 +201,43 @@ def test_a_group_that_does_not_want_its_blocks_wiped_loses_no_time(
     assert tags(fake) == {}
 
 
-def test_a_volume_that_a_process_has_open_is_not_wiped(
-    client: Client, fake: FakeHost, disk: Disk
+def test_open_volume_is_not_erased(
+    client: Client, volume: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
-    volume = client.create("pvc-1", SIZE, block())
     fake.block.get("/dev/mapper/data-vol--pvc--1").held = 1
     with expect.code("FAILED_PRECONDITION", "open"):
         client.delete(volume.volume_id)
     assert disk.written == []
+    fake.block.get("/dev/mapper/data-vol--pvc--1").held = 0
+    disk.error = OSError(16, "Device or resource busy")
+    with expect.code("FAILED_PRECONDITION", "held"):
+        client.delete(volume.volume_id)
 
 
-def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
+def test_failure_in_the_background_is_retried(
     service: Service,
     client: Client,
+    volume: csi.Volume,
     fake: FakeHost,
     disk: Disk,
     removed: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.eraser.jobs.retry_seconds = 0.2
-    volume = client.create("pvc-1", SIZE, block())
+    service.eraser.jobs.retry_seconds = 0.05
     client.delete(volume.volume_id)
     disk.fail_once = OSError(5, "Input/output error")
-    disk.free.set()
-    until_removed(fake, removed)
-    assert "Input/output error" in caplog.text
-    assert sum(length for _, _, length in disk.written) == SIZE
-
-
-def test_a_wipe_is_tried_again_also_where_lvm_did_not_answer_to_the_fresh_look(
-    service: Service, client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
-) -> None:
-    service.eraser.jobs.retry_seconds = 0.05
-    client.delete(client.create("pvc-1", SIZE, block()).volume_id)
-    disk.fail_once = OSError(5, "Input/output error")
+    # Nor does lvm2 answer the first report of the retry.
     refused = iter([Result(5, "", "  broken\n")])
     fake.intercept = lambda words: next(refused, None) if "fullreport" in words else None
     disk.free.set()
     until_removed(fake, removed)
     assert not list(refused)
+    assert "Input/output error" in caplog.text
+    assert sum(length for _, _, length in disk.written) == SIZE
 
 
-def test_however_many_wipes_fail_all_are_done_once_the_disk_is_mended(
+def test_many_failed_jobs_are_retried(
     service: Service, client: Client, fake: FakeHost, disk: Disk
 ) -> None:
     jobs = service.eraser.jobs
@@ -249,68 +255,33 @@ def test_however_many_wipes_fail_all_are_done_once_the_disk_is_mended(
     assert tags(fake) == {}
 
 
-def test_a_volume_whose_wipe_is_under_way_or_failed_is_no_source_for_a_clone(
-    client: Client, fake: FakeHost, disk: Disk
+def test_removed_volume_is_not_retried(
+    service: Service, client: Client, failed: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
-    disk.error = OSError(5, "Input/output error")
-    disk.free.set()
-    with expect.code("INTERNAL"):
-        client.delete(volume.volume_id)
-    assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
-    with expect.code("NOT_FOUND", volume.volume_id):
-        client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
-    assert list(tags(fake)) == ["vol-pvc-1"]
-
-
-def test_a_volume_that_went_before_it_could_be_tried_again_is_forgotten(
-    service: Service, client: Client, fake: FakeHost, disk: Disk
-) -> None:
-    volume = client.create("pvc-1", SIZE, block())
-    disk.error = OSError(5, "Input/output error")
-    disk.free.set()
-    with expect.code("INTERNAL"):
-        client.delete(volume.volume_id)
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
-    service.eraser.jobs._retry_now(service.eraser.jobs._jobs[volume.volume_id])
-    assert not service.eraser.is_deleting(volume.volume_id)
+    service.eraser.jobs._retry_now(service.eraser.jobs._jobs[failed.volume_id])
+    assert not service.eraser.is_deleting(failed.volume_id)
 
 
-def test_a_volume_of_the_same_name_made_anew_is_a_volume(
-    service: Service, client: Client, fake: FakeHost, disk: Disk
+def test_new_volume_of_the_same_name(
+    service: Service, client: Client, failed: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
-    disk.error = OSError(5, "Input/output error")
-    disk.free.set()
-    with expect.code("INTERNAL"):
-        client.delete(volume.volume_id)
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
 
     again = client.create("pvc-1", SIZE, block())
-    assert again.volume_id == volume.volume_id
+    assert again.volume_id == failed.volume_id
     client.stage(again, "/staging", block())
-
-
-def test_a_device_that_is_held_is_a_volume_in_use(
-    client: Client, fake: FakeHost, disk: Disk
-) -> None:
-    volume = client.create("pvc-1", SIZE, block())
-    disk.error = OSError(16, "Device or resource busy")
-    disk.free.set()
-    with expect.code("FAILED_PRECONDITION", "held"):
-        client.delete(volume.volume_id)
 
 
 def refuse_record(words: Sequence[str]) -> Result | None:
     return Result(5, "", "  no luck\n") if "carver.state=wiping" in words else None
 
 
-def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_given_to_nobody(
-    service: Service, client: Client, fake: FakeHost, disk: Disk
+def test_job_that_cannot_be_tagged_is_cancelled(
+    service: Service, client: Client, volume: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", SIZE, block())
     fake.intercept = refuse_record
     with expect.code("INTERNAL", "no luck"):
         client.delete(volume.volume_id)
@@ -320,7 +291,7 @@ def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_giv
         with expect.code("ABORTED", "being erased"):
             client.create("pvc-1", SIZE, block())
         disk.free.set()
-        wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
+        idle(service)
     assert len(disk.written) == 1
     assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
     service.eraser.grace_seconds = 20
@@ -329,8 +300,13 @@ def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_giv
     assert client.create("pvc-1", SIZE, block()).volume_id == volume.volume_id
 
 
-def test_a_wipe_that_ends_as_it_was_called_off_is_not_taken_for_one_that_goes_on(
-    service: Service, client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
+def test_cancelled_job_is_started_again(
+    service: Service,
+    client: Client,
+    volume: csi.Volume,
+    fake: FakeHost,
+    disk: Disk,
+    removed: threading.Event,
 ) -> None:
     """Of one that was put on record, though nobody knew."""
 
@@ -340,7 +316,6 @@ def test_a_wipe_that_ends_as_it_was_called_off_is_not_taken_for_one_that_goes_on
             raise lvm_errors.SessionLost(words, "it ended")
         return None
 
-    volume = client.create("pvc-1", SIZE, block())
     fake.intercept = lose
     with expect.code("UNAVAILABLE"):
         client.delete(volume.volume_id)
@@ -349,12 +324,12 @@ def test_a_wipe_that_ends_as_it_was_called_off_is_not_taken_for_one_that_goes_on
     with expect.code("ABORTED"):
         client.delete(volume.volume_id)
     disk.free.set()
-    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
+    idle(service)
     client.delete(volume.volume_id)
     until_removed(fake, removed)
 
 
-def test_what_was_overwritten_is_not_removed_once_it_is_called_off(
+def test_cancelled_job_removes_nothing(
     service: Service, client: Client, fake: FakeHost, disk: Disk
 ) -> None:
     """Nothing of it is left to be overwritten, and the name may be another volume's by then."""
@@ -363,11 +338,11 @@ def test_what_was_overwritten_is_not_removed_once_it_is_called_off(
     with expect.code("INTERNAL", "no luck"):
         client.delete(volume.volume_id)
     disk.free.set()
-    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
+    idle(service)
     assert list(tags(fake)) == ["vol-pvc-1"]
 
 
-def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
+def test_inline_volume_being_erased_is_not_published(
     service: Service, client: Client, fake: FakeHost, disk: Disk, tmp_path: Path
 ) -> None:
     pod = f"csi-{'0123456789abcdef' * 4}"
@@ -380,15 +355,15 @@ def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
         client.publish_inline(pod, tmp_path / "mount", {"size": "300Mi"})
     disk.free.set()
     service.eraser.grace_seconds = 20
-    [job] = service.eraser.jobs._jobs.values()
-    wait([job.ended], 20)
+    idle(service)
     client.unpublish(pod, tmp_path / "mount")
     assert tags(fake) == {}
 
 
-def test_what_was_removed_though_nobody_knew_is_not_put_on_record(
+def test_removed_volume_is_not_tagged(
     service: Service,
     client: Client,
+    volume: csi.Volume,
     fake: FakeHost,
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
@@ -409,7 +384,6 @@ def test_what_was_removed_though_nobody_knew_is_not_put_on_record(
         return None
 
     monkeypatch.setattr(service.eraser, "_put_on_record", put)
-    volume = client.create("pvc-1", SIZE, block())
     disk.free.set()
     fake.intercept = lose
     with expect.code("UNAVAILABLE"):

@@ -1,7 +1,7 @@
 """What is free on a disk that was lost, or beside what was given up: overwritten before use."""
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
@@ -71,10 +71,20 @@ def make(client: Client, name: str, device_class: str) -> str:
 
 
 def repaired(client: Client, volume: str) -> None:
-    for _ in range(20):
-        if client.repair(volume)[0]:
-            return
-    raise AssertionError
+    assert any(client.repair(volume)[0] for _ in range(20))
+
+
+def replaced(client: Client, lost: str, new: str) -> None:
+    assert any(client.replace_disk(lost, new)[0] for _ in range(20))
+
+
+@pytest.fixture
+def volume(client: Client, fake: FakeHost) -> str:
+    """A RAID volume that was repaired when the first disk was lost."""
+    made = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+    repaired(client, made)
+    return made
 
 
 def swept_extents(group: FakeGroup) -> int:
@@ -86,7 +96,7 @@ def owed(*uuids: str) -> set[str]:
 
 
 class Failing:
-    """What is free cannot be overwritten while this is so."""
+    """Zeroing of free extents fails while `fails` is set."""
 
     def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails = True
@@ -105,12 +115,14 @@ def failing(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Failing:
     return Failing(fake, monkeypatch)
 
 
-def test_what_a_replaced_image_left_on_a_lost_disk_is_overwritten_when_the_disk_is_back(
-    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+def test_returned_disk_is_zeroed(
+    client: Client,
+    volume: str,
+    service: Service,
+    fake: FakeHost,
+    group: FakeGroup,
+    failing: Failing,
 ) -> None:
-    volume = make(client, "a", "raid")
-    fake.lose_disk("data", 0)
-    repaired(client, volume)
     assert group.tags == owed(group.disks[0].uuid)
     client.delete(volume)
     serving.again(service)
@@ -127,7 +139,7 @@ def test_what_a_replaced_image_left_on_a_lost_disk_is_overwritten_when_the_disk_
     make(client, "b", "plain")
 
 
-def test_one_that_was_repaired_unasked_leaves_the_same(
+def test_auto_repair_marks_the_disk(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup
 ) -> None:
     make(client, "a", "auto")
@@ -138,43 +150,30 @@ def test_one_that_was_repaired_unasked_leaves_the_same(
     assert group.tags == owed(group.disks[0].uuid)
 
 
-def test_a_disk_that_is_replaced_leaves_nothing_to_overwrite(
-    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+@pytest.mark.parametrize("way", ["replaced", "removed by hand"])
+def test_disk_that_left_the_group_is_not_marked(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, way: str
 ) -> None:
-    make(client, "a", "raid")
-    lost = group.disks[0].uuid
+    volume, lost = make(client, "a", "raid"), group.disks[0].uuid
     fake.lose_disk("data", 0)
-    new = fake.new_device(61 * EXTENT)
-    for _ in range(20):
-        if client.replace_disk(lost, new)[0]:
-            break
+    if way == "replaced":
+        replaced(client, lost, fake.new_device(61 * EXTENT))
+    else:
+        repaired(client, volume)
+        fake.lvm("vgreduce", "--removemissing", "--", "data")
     assert client.capacity().available_capacity
     serving.again(service)
     assert (group.tags, group.swept) == (set(), [])
 
 
-def test_neither_does_one_that_is_taken_out_by_hand(
-    client: Client, service: Service, fake: FakeHost, group: FakeGroup
-) -> None:
-    volume = make(client, "a", "raid")
-    fake.lose_disk("data", 0)
-    repaired(client, volume)
-    fake.lvm("vgreduce", "--removemissing", "--", "data")
-    assert client.capacity().available_capacity
-    serving.again(service)
-    assert (group.tags, group.swept) == (set(), [])
-
-
-def test_a_repair_that_ended_before_it_began_has_its_disk_overwritten_in_vain(
+def test_failed_repair_marks_the_disk(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup
 ) -> None:
     volume = make(client, "a", "raid")
     fake.lose_disk("data", 0)
 
-    def intercept(words: Sequence[str]) -> Result | None:
-        return Result(5, "", "  no luck\n") if words[1] == "lvconvert" else None
-
-    fake.intercept = intercept
+    refused = Result(5, "", "  no luck\n")
+    fake.intercept = lambda words: refused if words[1] == "lvconvert" else None
     with expect.code("INTERNAL"):
         repaired(client, volume)
     assert group.tags == owed(group.disks[0].uuid)
@@ -186,9 +185,7 @@ def test_a_repair_that_ended_before_it_began_has_its_disk_overwritten_in_vain(
     assert swept_extents(group) == 55
 
 
-def test_of_two_lost_disks_each_is_named_and_the_one_that_is_back_overwritten(
-    client: Client, service: Service, fake: FakeHost, group: FakeGroup
-) -> None:
+def test_two_lost_disks(client: Client, service: Service, fake: FakeHost, group: FakeGroup) -> None:
     volume = make(client, "a", "raid")
     first = group.disks[0].uuid
     fake.lose_disk("data", 0)
@@ -207,7 +204,7 @@ def test_of_two_lost_disks_each_is_named_and_the_one_that_is_back_overwritten(
 
 
 @pytest.mark.parametrize(("name", "is_owed"), [("raid", False), ("sealed", True)])
-def test_where_nothing_is_overwritten_a_header_is_all_the_same(
+def test_wipe_none_zeroes_headers(
     fake: FakeHost, config: Config, group: FakeGroup, name: str, *, is_owed: bool
 ) -> None:
     service = serving.start(replace(config, wipe="none"), fake)
@@ -232,7 +229,7 @@ def given_up(client: Client, fake: FakeHost, service: Service, volume: str, numb
     serving.again(service)
 
 
-def test_what_overwrites_it_goes_by_itself_where_it_lacks_a_disk_and_is_made_anew(
+def test_sweep_without_a_disk_is_made_anew(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
 ) -> None:
     given_up(client, fake, service, make(client, "a", "thin"), 0)
@@ -247,7 +244,7 @@ def test_what_overwrites_it_goes_by_itself_where_it_lacks_a_disk_and_is_made_ane
     assert swept_extents(group) == 180
 
 
-def test_a_lost_disk_on_which_only_that_lies_is_replaced(
+def test_disk_with_only_the_sweep_is_replaced(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
 ) -> None:
     given_up(client, fake, service, make(client, "a", "thin"), 0)
@@ -260,7 +257,7 @@ def test_a_lost_disk_on_which_only_that_lies_is_replaced(
     assert swept_extents(group) == 180
 
 
-def test_what_is_given_up_while_the_rest_is_overwritten_is_overwritten_too(
+def test_sweep_is_extended(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
 ) -> None:
     one, other = make(client, "a", "thin"), make(client, "b", "thin2")
@@ -277,12 +274,14 @@ def test_what_is_given_up_while_the_rest_is_overwritten_is_overwritten_too(
     assert before < swept_extents(group) == 120
 
 
-def test_while_another_disk_is_lost_its_room_is_there_for_repairs(
-    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+def test_repair_can_use_the_room_of_the_sweep(
+    client: Client,
+    volume: str,
+    service: Service,
+    fake: FakeHost,
+    group: FakeGroup,
+    failing: Failing,
 ) -> None:
-    volume = make(client, "a", "raid")
-    fake.lose_disk("data", 0)
-    repaired(client, volume)
     fake.bring_disk("data", 0)
     serving.again(service)
     assert group.volumes["sweep"].extents == {"/dev/fake-data-0": 60}
@@ -295,7 +294,7 @@ def test_while_another_disk_is_lost_its_room_is_there_for_repairs(
     assert "/dev/fake-data-0" in group.volumes["vol-a"].extents
 
 
-def test_it_waits_for_a_disk_on_which_nothing_new_can_be_made(
+def test_sweep_waits_for_a_closed_disk(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -347,7 +346,7 @@ class Trial:
             wait([self.machine.service.freed_eraser.start(self.group.name)], 0.05)
 
 
-def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
+def test_kill_at_each_step(tmp_path: Path) -> None:
     whole, counting = Trial(tmp_path / "whole"), Switch()
     whole.run(counting)
     whole.machine.stop()
@@ -372,17 +371,12 @@ def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
             assert sum(end - start for start, end in trial.group.swept) >= 20 * EXTENT
 
 
-def test_nothing_is_left_to_change_behind_the_answer_that_a_disk_is_replaced(
+def test_replacement_is_complete_when_answered(
     client: Client, service: Service, fake: FakeHost, group: FakeGroup
 ) -> None:
     make(client, "a", "raid")
     lost = group.disks[0].uuid
     fake.lose_disk("data", 0)
     service.freed_eraser.jobs.stop()
-    new = fake.new_device(61 * EXTENT)
-    for _ in range(20):
-        if client.replace_disk(lost, new)[0]:
-            break
-    else:
-        raise AssertionError
+    replaced(client, lost, fake.new_device(61 * EXTENT))
     assert group.tags == set()

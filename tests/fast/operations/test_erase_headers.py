@@ -16,6 +16,7 @@ from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm.layout import Layout
 from lvm.thin import Policy
+from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
 KEY = {"passphrase": "correct horse battery staple"}
@@ -70,7 +71,7 @@ def until_done(service: Service) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero", "crypto", "discard", "thin"])
-def test_the_kept_copy_of_a_header_goes_with_its_volume(
+def test_header_copy_is_deleted_with_the_volume(
     client: Client, fake: FakeHost, tmp_path: Path, name: str
 ) -> None:
     client.delete(make(client, tmp_path, name))
@@ -79,7 +80,7 @@ def test_the_kept_copy_of_a_header_goes_with_its_volume(
 
 
 @pytest.mark.parametrize("name", ["zero", "crypto", "discard"])
-def test_it_goes_with_a_volume_that_waits_for_a_lost_disk(
+def test_header_copy_is_deleted_while_a_disk_is_lost(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path, name: str
 ) -> None:
     volume = make(client, tmp_path, name)
@@ -90,7 +91,7 @@ def test_it_goes_with_a_volume_that_waits_for_a_lost_disk(
     assert kept(tmp_path) == []
 
 
-def test_it_goes_with_a_pool_that_is_given_up(
+def test_header_copy_is_deleted_with_the_pool(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     volume = make(client, tmp_path, "thin")
@@ -103,22 +104,18 @@ def test_it_goes_with_a_pool_that_is_given_up(
     assert kept(tmp_path) == []
 
 
-def test_the_area_of_a_snapshot_of_it_is_overwritten_whatever_wipe_says(
-    client: Client, fake: FakeHost, tmp_path: Path
-) -> None:
-    volume = client.create("a", 8 * EXTENT, block(), parameters={"class": "zero"})
-    client.stage(volume, tmp_path / "staged", block(), KEY)
-    client.unstage(volume.volume_id, tmp_path / "staged")
-    snapshot = client.snapshot("1", volume.volume_id)
-    # What is in the area then is the header that the old key opens.
-    client.stage(volume, tmp_path / "staged", block(), NEW_KEY)
-    client.unstage(volume.volume_id, tmp_path / "staged")
+def test_cow_store_is_erased_in_any_case(client: Client, fake: FakeHost, tmp_path: Path) -> None:
+    volume_id = make(client, tmp_path, "zero")
+    snapshot = client.snapshot("1", volume_id)
+    # The COW store gets the header that the old key opens.
+    client.stage(csi.Volume(volume_id=volume_id), tmp_path / "staged", block(), NEW_KEY)
+    client.unstage(volume_id, tmp_path / "staged")
     client.delete_snapshot(snapshot.snapshot_id)
     assert "snap-1" not in fake.lvm2.groups["data"].volumes
     assert fake.freed_bytes("data") == b""
 
 
-def test_one_that_was_deleted_while_a_disk_was_missing_waits_for_that(
+def test_snapshot_waits_for_a_lost_disk(
     client: Client, service: Service, fake: FakeHost, config: Config, tmp_path: Path
 ) -> None:
     volume = make(client, tmp_path, "zero")

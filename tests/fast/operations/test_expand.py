@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import expect
 import pytest
@@ -32,6 +33,18 @@ def volume(client: Client) -> csi.Volume:
     return client.create("pvc-1", SIZE, mounted("ext4"))
 
 
+@pytest.fixture
+def staged(client: Client, volume: csi.Volume, staging: Path) -> str:
+    """The volume, staged."""
+    client.stage(volume, staging)
+    return volume.volume_id
+
+
+def stage_again(client: Client, volume_id: str, staging: Path, **more: Any) -> None:
+    client.unstage(volume_id, staging)
+    client.stage(csi.Volume(volume_id=volume_id), staging, **more)
+
+
 def record(fake: FakeHost, name: str = "vol-pvc-1") -> set[str]:
     """The tags of a volume that are about its growth."""
     found = fake.lvm2.groups["data"].volumes[name].tags
@@ -48,10 +61,10 @@ def length(fake: FakeHost) -> int:
     return fake.lvm2.groups["data"].volumes["vol-pvc-1"].length * EXTENT
 
 
-def message(client: Client, service: Service, volume: csi.Volume) -> str:
+def message(client: Client, service: Service, volume_id: str) -> str:
     """What the volume's health says of its growth."""
     service.inventory.state()
-    every = client.volume_health(volume.volume_id).health_statuses
+    every = client.volume_health(volume_id).health_statuses
     [found] = [one.message for one in every if one.reason == "ExpansionPending"]
     return str(found)
 
@@ -60,8 +73,8 @@ def refusing(*words: str) -> Callable[[Sequence[str]], Result | None]:
     """lvm2 refuses the commands that have all of these words."""
 
     def answer(command: Sequence[str]) -> Result | None:
-        told = " ".join(command)
-        return Result(5, "", "  It cannot be.\n") if all(one in told for one in words) else None
+        line = " ".join(command)
+        return Result(5, "", "  It cannot be.\n") if all(one in line for one in words) else None
 
     return answer
 
@@ -71,34 +84,24 @@ def cannot_grow(*_: object) -> None:
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["in use", "not in use"])
-def test_a_size_without_room_is_infeasible_to_the_resizer_and_a_smaller_one_succeeds(
+def test_size_without_room_is_infeasible(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume, staging: Path, used: bool
 ) -> None:
     if used:
         client.stage(volume, staging)
+    fake.commands.clear()
     for _ in range(2):
         with expect.code("OUT_OF_RANGE", "cannot grow", "vgextend"):
             client.expand(volume.volume_id, TOO_LARGE)
+    assert len([words for words in fake.commands if "lvchange" in words]) == 1
     assert record(fake) == {f"carver.refused={TOO_LARGE}"}
-    assert "had no room" in message(client, service, volume)
+    assert "had no room" in message(client, service, volume.volume_id)
     # Also one that the volume has.
     assert client.expand(volume.volume_id, SIZE).capacity_bytes == SIZE
     assert record(fake) == set()
 
 
-def test_a_refused_size_is_recorded_once(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
-) -> None:
-    client.stage(volume, staging)
-    fake.commands.clear()
-    for _ in range(3):
-        with expect.code("FAILED_PRECONDITION", "Make room"):
-            client.node_expand(volume.volume_id, staging, TOO_LARGE)
-    changes = [words for words in fake.commands if "lvchange" in words]
-    assert len(changes) == 1
-
-
-def test_a_stage_does_not_grow_a_volume_to_a_refused_size(
+def test_stage_ignores_a_refused_size(
     client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
 ) -> None:
     """Its claim may have been made smaller since, and a volume never shrinks."""
@@ -114,115 +117,95 @@ def test_a_stage_does_not_grow_a_volume_to_a_refused_size(
     assert record(fake) == set()
 
 
-def test_a_size_that_an_earlier_version_recorded_without_room_is_given_at_the_next_stage(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, staging: Path
+def test_stage_grows_to_the_size_of_an_earlier_version(
+    client: Client, service: Service, fake: FakeHost, staged: str, staging: Path
 ) -> None:
-    client.stage(volume, staging)
     put(fake, f"carver.wanted={64 * MIB}")
-    told = message(client, service, volume)
-    assert "had no room" in told
-    assert "while it has copy-on-write snapshots" not in told
-    client.unstage(volume.volume_id, staging)
-    client.stage(volume, staging)
+    shown = message(client, service, staged)
+    assert "had no room" in shown
+    assert "while it has copy-on-write snapshots" not in shown
+    stage_again(client, staged, staging)
     assert length(fake) == 64 * MIB
-    assert client.stats(volume.volume_id, staging).usage[0].total > 50 * MIB
+    assert client.stats(staged, staging).usage[0].total > 50 * MIB
 
 
-def test_a_size_that_an_earlier_version_recorded_is_withdrawn_by_a_smaller_claim(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+def test_next_call_replaces_the_size_of_an_earlier_version(
+    client: Client, fake: FakeHost, staged: str, staging: Path
 ) -> None:
-    client.stage(volume, staging)
     put(fake, f"carver.wanted={TOO_LARGE}")
     client.volumes()
-    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+    assert client.node_expand(staged, staging, SIZE).capacity_bytes == SIZE
     assert record(fake) == set()
-
-
-def test_a_size_that_an_earlier_version_recorded_is_not_taken_up_once_it_is_refused_again(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
-) -> None:
-    client.stage(volume, staging)
     put(fake, f"carver.wanted={TOO_LARGE}")
     client.volumes()
-    with expect.code("FAILED_PRECONDITION"):
-        client.node_expand(volume.volume_id, staging, TOO_LARGE)
+    with expect.code("FAILED_PRECONDITION", "Make room"):
+        client.node_expand(staged, staging, TOO_LARGE)
     assert record(fake) == {f"carver.refused={TOO_LARGE}"}
 
 
 @pytest.mark.parametrize("words", [("lvextend",), ("lvextend", "lvchange")], ids=["", "tags too"])
-def test_a_pod_starts_where_lvm2_refuses_to_grow_its_volume(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path, words: tuple[str, ...]
+def test_pod_starts_if_lvm2_refuses(
+    client: Client, fake: FakeHost, staged: str, staging: Path, words: tuple[str, ...]
 ) -> None:
     """As for a pool that is full, or a group that lacks a disk, which takes no tags either."""
-    client.stage(volume, staging)
     answers = [refusing(one) for one in words]
     fake.intercept = lambda command: next(filter(None, (one(command) for one in answers)), None)
     with expect.code("FAILED_PRECONDITION", "It cannot be"):
-        client.node_expand(volume.volume_id, staging, 64 * MIB)
+        client.node_expand(staged, staging, 64 * MIB)
     with expect.code("INTERNAL", "It cannot be"):
-        client.expand(volume.volume_id, 64 * MIB)
+        client.expand(staged, 64 * MIB)
     assert record(fake) == (set() if "lvchange" in words else {f"carver.refused={64 * MIB}"})
     fake.intercept = refusing("nothing at all")
-    assert client.node_expand(volume.volume_id, staging, 64 * MIB).capacity_bytes == 64 * MIB
+    assert client.node_expand(staged, staging, 64 * MIB).capacity_bytes == 64 * MIB
     assert record(fake) == set()
 
 
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "no tag can be written"])
-def test_a_pod_starts_where_the_file_system_cannot_grow(
+def test_pod_starts_if_the_file_system_cannot_grow(
     client: Client,
     service: Service,
     fake: FakeHost,
-    volume: csi.Volume,
+    staged: str,
     staging: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_recorded: bool,
 ) -> None:
-    client.stage(volume, staging)
     with monkeypatch.context() as failing:
         failing.setattr(fake.kernel, "grow_ext4", cannot_grow)
         fake.intercept = refusing(*(["nothing at all"] if is_recorded else ["lvchange"]))
         with expect.code("FAILED_PRECONDITION", "No space left on device"):
-            client.node_expand(volume.volume_id, staging, 64 * MIB)
+            client.node_expand(staged, staging, 64 * MIB)
         assert length(fake) == 64 * MIB
         if not is_recorded:
             assert record(fake) == set()
             return
-        told = message(client, service, volume)
-        assert "its file system could not grow" in told
+        shown = message(client, service, staged)
+        assert "its file system could not grow" in shown
         # Nor is its successor kept from starting.
-        client.unstage(volume.volume_id, staging)
-        client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
-    client.stage(volume, staging)
-    assert client.stats(volume.volume_id, staging).usage[0].total > 50 * MIB
+        stage_again(client, staged, staging)
+    stage_again(client, staged, staging)
+    assert client.stats(staged, staging).usage[0].total > 50 * MIB
     assert record(fake) == set()
 
 
-def test_a_stage_does_not_fail_for_a_tag_that_cannot_be_removed(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+def test_calls_succeed_if_the_tag_cannot_be_removed(
+    client: Client, fake: FakeHost, staged: str, staging: Path
 ) -> None:
-    client.stage(volume, staging)
-    client.unstage(volume.volume_id, staging)
+    client.unstage(staged, staging)
     put(fake, f"carver.refused={SIZE}")
     fake.intercept = refusing("lvchange", "--deltag")
-    client.stage(volume, staging)
-    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+    client.stage(csi.Volume(volume_id=staged), staging)
+    assert client.node_expand(staged, staging, SIZE).capacity_bytes == SIZE
     fake.intercept = refusing("nothing at all")
-    client.node_expand(volume.volume_id, staging, SIZE)
+    client.node_expand(staged, staging, SIZE)
     assert record(fake) == set()
-
-
-def test_a_claim_is_made_smaller_where_the_tag_cannot_be_removed(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
-) -> None:
-    client.stage(volume, staging)
     put(fake, f"carver.refused={TOO_LARGE}")
     client.volumes()
     fake.intercept = refusing("lvchange", "--deltag")
-    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+    assert client.node_expand(staged, staging, SIZE).capacity_bytes == SIZE
 
 
-def test_a_raw_volume_that_grew_before_a_kill_is_no_more_told_of_after_its_next_stage(
+def test_stage_removes_the_tag_of_a_raw_volume(
     client: Client, fake: FakeHost, staging: Path
 ) -> None:
     """Killed between the growth and the removal of the tag; nobody expands it on the node."""
@@ -234,7 +217,7 @@ def test_a_raw_volume_that_grew_before_a_kill_is_no_more_told_of_after_its_next_
 
 
 @pytest.mark.parametrize("capability", [mounted("ext4"), block()], ids=["ext4", "raw"])
-def test_an_encrypted_volume_without_its_key_has_its_pod_run_and_grows_at_the_next_stage(
+def test_encrypted_volume_without_key_grows_at_the_next_stage(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -250,7 +233,7 @@ def test_an_encrypted_volume_without_its_key_has_its_pod_run_and_grows_at_the_ne
     with expect.code("FAILED_PRECONDITION"):
         client.node_expand(volume.volume_id, target, 64 * MIB, {"passphrase": "another"})
     assert len(record(fake)) == 1
-    assert "LUKS mapping" in message(client, service, volume)
+    assert "LUKS mapping" in message(client, service, volume.volume_id)
     if capability == block():
         # For a second pod; what is open of it is smaller still.
         client.stage(volume, staging, capability, KEY)
@@ -264,7 +247,7 @@ def test_an_encrypted_volume_without_its_key_has_its_pod_run_and_grows_at_the_ne
 
 
 @pytest.mark.parametrize("expanded", [True, False], ids=["was expanded", "as it was made"])
-def test_only_a_copy_that_was_expanded_is_staged_with_a_file_system_that_is_too_small(
+def test_copy_with_a_small_file_system(
     client: Client,
     fake: FakeHost,
     staging: Path,
@@ -289,35 +272,32 @@ def test_only_a_copy_that_was_expanded_is_staged_with_a_file_system_that_is_too_
             client.stage(clone, staging)
 
 
-def test_a_size_without_room_of_a_volume_with_snapshots_is_given_by_a_stage(
-    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+def test_stage_grows_a_volume_with_snapshots(
+    client: Client, fake: FakeHost, staged: str, staging: Path
 ) -> None:
     """In use it grows at no call."""
-    client.stage(volume, staging)
-    client.snapshot("1", volume.volume_id)
+    client.snapshot("1", staged)
     other = client.create("pvc-2", client.capacity().available_capacity, block())
     with expect.code("FAILED_PRECONDITION", "Make room"):
-        client.node_expand(volume.volume_id, staging, 64 * MIB)
+        client.node_expand(staged, staging, 64 * MIB)
     assert record(fake) == {f"carver.wanted={64 * MIB}"}
     client.delete(other.volume_id)
-    client.unstage(volume.volume_id, staging)
-    client.stage(volume, staging)
+    stage_again(client, staged, staging)
     assert length(fake) == 64 * MIB
 
 
 @pytest.mark.parametrize("tag", ["wanted", "refused"])
-def test_a_file_system_that_cannot_grow_leaves_a_larger_size_on_record(
+def test_larger_size_stays_on_record(
     client: Client,
     fake: FakeHost,
-    volume: csi.Volume,
+    staged: str,
     staging: Path,
     monkeypatch: pytest.MonkeyPatch,
     tag: str,
 ) -> None:
-    client.stage(volume, staging)
     put(fake, f"carver.{tag}={TOO_LARGE}")
     client.volumes()
     monkeypatch.setattr(fake.kernel, "grow_ext4", cannot_grow)
     with expect.code("FAILED_PRECONDITION"):
-        client.node_expand(volume.volume_id, staging)
+        client.node_expand(staged, staging)
     assert record(fake) == {f"carver.{tag}={TOO_LARGE}"}

@@ -33,7 +33,7 @@ def config(config: Config) -> Config:
 
 @pytest.mark.parametrize("of", [of_snapshot, of_volume])
 @pytest.mark.parametrize("source", ["nowhere@12345678/snap-1", "data@00000000/snap-1"])
-def test_nothing_is_made_of_what_another_node_has(
+def test_source_on_another_node(
     client: Client, source: str, of: Callable[[str], csi.VolumeContentSource], fake: FakeHost
 ) -> None:
     with expect.code("RESOURCE_EXHAUSTED", source, "not this node's"):
@@ -41,29 +41,26 @@ def test_nothing_is_made_of_what_another_node_has(
     assert not fake.lvm2.groups["data"].volumes
 
 
-def test_a_source_that_the_group_here_has_not_is_not_found(client: Client, fake: FakeHost) -> None:
+def test_source_that_does_not_exist(client: Client, fake: FakeHost) -> None:
     uuid = fake.lvm2.groups["data"].uuid.replace("-", "")[:8]
     with expect.code("NOT_FOUND", "snap-1"):
         client.create("pvc-1", 4 * MIB, block(), source=of_snapshot(f"data@{uuid}/snap-1"))
 
 
-def test_a_class_whose_group_is_not_here_has_no_capacity_and_its_volumes_go_elsewhere(
+def test_class_whose_group_is_not_here(
     client: Client,
 ) -> None:
     parameters, free = {"class": "elsewhere"}, client.capacity().available_capacity
-    told = client.capacity(parameters)
-    assert (told.available_capacity, told.maximum_volume_size.value) == (0, 0)
+    # Also for a class of another pool of nodes.
+    for absent in (parameters, {"class": "of-other-nodes"}):
+        found = client.capacity(absent)
+        assert (found.available_capacity, found.maximum_volume_size.value) == (0, 0)
     with expect.code("RESOURCE_EXHAUSTED", "nowhere", "not on this node"):
         client.create("pvc-1", 4 * MIB, block(), parameters=parameters)
     assert client.capacity().available_capacity == free > 0
 
 
-def test_a_class_of_another_pool_of_nodes_has_no_capacity_here(client: Client) -> None:
-    told = client.capacity({"class": "of-other-nodes"})
-    assert (told.available_capacity, told.maximum_volume_size.value) == (0, 0)
-
-
-def test_capacity_costs_no_command_where_no_group_is_here(
+def test_capacity_without_groups_costs_no_command(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     fake.lvm2.groups.clear()
@@ -76,7 +73,7 @@ def test_capacity_costs_no_command_where_no_group_is_here(
     assert client.capacity({"class": "other"}).available_capacity > 0
 
 
-def test_a_copy_whose_source_s_group_went_away_leaves_nothing_here(
+def test_incomplete_copy_of_a_missing_group_is_removed(
     client: Client, fake: FakeHost, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = client.create("pvc-1", 8 * MIB, block(), parameters={"class": "other"})

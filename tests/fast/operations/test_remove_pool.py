@@ -3,7 +3,8 @@
 import errno
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -62,28 +63,29 @@ def free_extents(fake: FakeHost) -> int:
     return sum(group.free(one) for one in group.disks)
 
 
-def test_every_chunk_of_a_pool_is_overwritten_before_its_extents_are_free(
+def begin(client: Client, disk: Disk) -> None:
+    """Delete the last volume of the pool, and wait until the pool is being zeroed."""
+    client.delete(client.create("pvc-1", EXTENT, block()).volume_id)
+    assert disk.reached.wait(20)
+
+
+def test_every_chunk_is_zeroed(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", EXTENT, block())
-    client.delete(volume.volume_id)
-    assert disk.reached.wait(20)
+    begin(client, disk)
     assert names(fake) == {"pool-thin", "wipe-thin"}
-    assert fake.lvm2.groups["data"].volumes["wipe-thin"].tags == {
-        "carver.state=wiping",
-        "carver.class=thin",
-    }
+    made = fake.lvm2.groups["data"].volumes["wipe-thin"]
+    assert made.tags == {"carver.state=wiping", "carver.class=thin"}
     assert client.volumes() == []
     disk.free.set()
     service.pool_remover.give_back("data", "pool-thin").result(20)
-    assert [(offset, length) for _, offset, length in disk.written] == [
-        (offset * MIB, 64 * MIB) for offset in (0, 64, 128)
-    ]
+    expected = [(offset * MIB, 64 * MIB) for offset in (0, 64, 128)]
+    assert [(offset, length) for _, offset, length in disk.written] == expected
     assert names(fake) == set()
     assert free_extents(fake) == 120
 
 
-def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
+def test_unknown_outcome_of_the_last_deletion(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
@@ -105,7 +107,7 @@ def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
     assert free_extents(fake) == 120
 
 
-def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
+def test_partial_chunk_is_not_zeroed(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
@@ -117,15 +119,12 @@ def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
     assert names(fake) == set()
 
 
-def test_a_pool_that_is_wanted_meanwhile_is_kept_and_its_wipe_ends_at_the_next_piece(
+def test_new_volume_keeps_the_pool(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
-    volume = client.create("pvc-1", EXTENT, block())
-    client.delete(volume.volume_id)
-    assert disk.reached.wait(20)
+    begin(client, disk)
     left = service.pool_remover.give_back("data", "pool-thin")
-    releasing = threading.Timer(0.05, disk.free.set)
-    releasing.start()
+    threading.Timer(0.05, disk.free.set).start()
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
     assert wait([left], 20).done
@@ -133,24 +132,11 @@ def test_a_pool_that_is_wanted_meanwhile_is_kept_and_its_wipe_ends_at_the_next_p
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
 
 
-def test_a_pool_that_is_wanted_before_its_wipe_begins_is_kept(
-    client: Client, service: Service, fake: FakeHost, disk: Disk
-) -> None:
-    disk.free.set()
-    client.create("pvc-1", EXTENT, block())
-    service.pool_remover.give_back("data", "pool-thin").result(20)
-    assert names(fake) == {"pool-thin", "vol-pvc-1"}
-    assert disk.written == []
-
-
-def test_a_restart_goes_on_with_a_wipe(
+def test_restart_resumes_zeroing(
     client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
 ) -> None:
-    volume = client.create("pvc-1", EXTENT, block())
-    client.delete(volume.volume_id)
-    assert disk.reached.wait(20)
-    releasing = threading.Timer(0.05, disk.free.set)
-    releasing.start()
+    begin(client, disk)
+    threading.Timer(0.05, disk.free.set).start()
     service.stop()
     assert names(fake) == {"pool-thin", "wipe-thin"}
     fake.deactivate("data", "wipe-thin")
@@ -160,7 +146,7 @@ def test_a_restart_goes_on_with_a_wipe(
     again.stop()
 
 
-def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
+def test_failed_first_volume_removes_the_pool(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
@@ -172,11 +158,13 @@ def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
     assert names(fake) == set()
 
 
-def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
+def test_used_pool_is_kept(
     client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
 ) -> None:
     disk.free.set()
     client.create("pvc-1", EXTENT, block())
+    service.pool_remover.give_back("data", "pool-thin").result(20)
+    assert names(fake) == {"pool-thin", "vol-pvc-1"}
     fake.lvm(
         "lvcreate",
         *("--yes", "--type", "thin", "--activate", "y", "--ignoreactivationskip"),
@@ -190,7 +178,7 @@ def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
     assert disk.written == []
 
 
-def test_a_wipe_that_fails_is_tried_again(
+def test_failed_zeroing_is_retried(
     client: Client,
     service: Service,
     fake: FakeHost,
@@ -211,43 +199,32 @@ def test_a_wipe_that_fails_is_tried_again(
         return result
 
     fake.lvm2_program = program
-    volume = client.create("pvc-1", EXTENT, block())
-    client.delete(volume.volume_id)
+    client.delete(client.create("pvc-1", EXTENT, block()).volume_id)
     assert removed.wait(20)
     assert "pool data/pool-thin is empty, but not removed yet" in caplog.text
     assert names(fake) == set()
 
 
-def test_without_wiping_an_empty_pool_is_just_removed(
-    config: Config, fake: FakeHost, disk: Disk
-) -> None:
-    running = start(Config(**{**vars(config), "wipe": "none"}), fake)
+def test_wipe_none_zeroes_nothing(config: Config, fake: FakeHost, disk: Disk) -> None:
+    running = start(replace(config, wipe="none"), fake)
     running.eraser.grace_seconds = 20
     with Client(config.endpoint) as client:
-        volume = client.create("pvc-1", EXTENT, block())
-        client.delete(volume.volume_id)
+        client.delete(client.create("pvc-1", EXTENT, block()).volume_id)
     assert names(fake) == set()
     assert not disk.reached.is_set()
     running.stop()
 
 
-def test_of_two_volumes_that_are_deleted_at_once_one_is_the_last(
-    client: Client, service: Service, fake: FakeHost, disk: Disk
-) -> None:
+def test_concurrent_deletions(client: Client, service: Service, fake: FakeHost, disk: Disk) -> None:
     disk.free.set()
     service.eraser.grace_seconds = 20
     found = [client.create(f"pvc-{number}", EXTENT, block()) for number in range(6)]
-    threads = [threading.Thread(target=client.delete, args=[one.volume_id]) for one in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as callers:
+        list(callers.map(client.delete, [one.volume_id for one in found]))
     assert names(fake) == set()
 
 
-def test_nothing_is_begun_once_the_service_stops(
-    client: Client, service: Service, fake: FakeHost
-) -> None:
+def test_no_job_begins_after_stop(client: Client, service: Service, fake: FakeHost) -> None:
     client.create("pvc-1", EXTENT, block())
     service.stop()
     assert not service.pool_remover.give_back("data", "pool-thin").done()
