@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import kubernetes_validate
 import pytest
@@ -42,15 +44,26 @@ def cluster(tmp_path: Path) -> FakeCluster:
     return FakeCluster(tmp_path)
 
 
-def tried(cluster: FakeCluster, *arguments: str) -> int:
+def code_of(cluster: FakeCluster, *arguments: str) -> int:
     """The exit code of a run."""
     parsed = run.parser().parse_args(["--limit", "20", *arguments])
-    return run.try_all(parsed, Kubectl(cluster.execute), Clock())
+    act = run.clean if "--clean" in arguments else run.try_all
+    return act(parsed, Kubectl(cluster.execute), Clock())
 
 
-def cleaned(cluster: FakeCluster) -> int:
-    parsed = run.parser().parse_args(["--limit", "20", "--clean"])
-    return run.clean(parsed, Kubectl(cluster.execute), Clock())
+class Tried(Protocol):
+    """Run the program; check its exit code and return what it printed."""
+
+    def __call__(self, code: int, *arguments: str) -> str: ...
+
+
+@pytest.fixture
+def tried(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> Tried:
+    def check(code: int, *arguments: str) -> str:
+        assert code_of(cluster, *arguments) == code
+        return capsys.readouterr().out
+
+    return check
 
 
 def left(cluster: FakeCluster) -> list[str]:
@@ -76,20 +89,16 @@ def outcomes(printed: str) -> dict[str, str]:
 # The checks
 
 
-def test_every_check_passes_where_all_is_well(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tried(cluster) == run.WELL
-    assert outcomes(capsys.readouterr().out) == dict.fromkeys([*checks.ALL, "removed"], "passed")
+def test_every_check_passes_where_all_is_well(cluster: FakeCluster, tried: Tried) -> None:
+    printed = tried(run.WELL)
+    assert outcomes(printed) == dict.fromkeys([*checks.ALL, "removed"], "passed")
     assert left(cluster) == []
 
 
 @pytest.mark.parametrize("check", checks.ALL)
-def test_each_check_can_be_run_alone(
-    cluster: FakeCluster, check: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tried(cluster, "--only", check) == run.WELL
-    assert outcomes(capsys.readouterr().out) == {check: "passed", "removed": "passed"}
+def test_each_check_can_be_run_alone(cluster: FakeCluster, check: str, tried: Tried) -> None:
+    printed = tried(run.WELL, "--only", check)
+    assert outcomes(printed) == {check: "passed", "removed": "passed"}
     assert left(cluster) == []
 
 
@@ -115,23 +124,19 @@ def test_each_check_can_be_run_alone(
     ],
 )
 def test_each_check_finds_what_it_is_for(
-    cluster: FakeCluster, wrong: str, check: str, note: str, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, wrong: str, check: str, note: str, tried: Tried
 ) -> None:
     cluster.wrong = {wrong}
-    assert tried(cluster, "--only", check) == run.WRONG
-    printed = capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", check)
     assert outcomes(printed) == {check: "FAILED", "removed": "passed"}
     assert note in printed
     cluster.held.pop(next((it for it in cluster.held if "csi-" in it), ""), None)
     assert left(cluster) == []
 
 
-def test_a_failure_tells_what_a_person_needs(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_shows_pods_events_and_logs(cluster: FakeCluster, tried: Tried) -> None:
     cluster.wrong = {"never ready"}
-    assert tried(cluster, "--only", "claim", "--only", "inline") == run.WRONG
-    printed = capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "claim", "--only", "inline")
     assert "claim: not within 20 s: pod claim-first is ready" in printed
     assert re.search(r'Pod claim-first: Running, two, waiting .*"ContainerCreating"', printed)
     assert "Warning FailedMount Pod claim-first (3x): mkfs failed: no room" in printed
@@ -141,30 +146,19 @@ def test_a_failure_tells_what_a_person_needs(
     assert left(cluster) == []
 
 
-def test_a_failure_tells_of_snapshots_too(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_shows_snapshots_too(cluster: FakeCluster, tried: Tried) -> None:
     cluster.wrong = {"snapshots"}
-    assert tried(cluster, "--only", "snapshot") == run.WRONG
-    printed = capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "snapshot")
     assert "VolumeSnapshot snapshot-monday: ready to use: False" in printed
     assert re.search(r'/snapshotter: snapshotter says "CreateVolume" of snapcontent-uid-', printed)
 
 
-def test_what_carver_still_holds_is_a_failure_though_its_object_is_gone(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("wrong", ["volume kept", "no object"])
+def test_a_volume_without_its_object_is_a_failure(
+    cluster: FakeCluster, tried: Tried, wrong: str
 ) -> None:
-    cluster.wrong = {"volume kept"}
-    assert tried(cluster, "--only", "claim") == run.WRONG
-    assert re.search(r"volumes on node two go: data@x/pvc-uid-\d+-", capsys.readouterr().out)
-
-
-def test_a_volume_that_never_had_an_object_is_found_by_its_claim(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.wrong = {"no object"}
-    assert tried(cluster, "--only", "claim") == run.WRONG
-    printed = capsys.readouterr().out
+    cluster.wrong = {wrong}
+    printed = tried(run.WRONG, "--only", "claim")
     assert outcomes(printed) == {"claim": "FAILED", "removed": "FAILED"}
     assert re.search(r"removed .* volumes on node two go: data@x/pvc-uid-\d+-", printed)
 
@@ -172,55 +166,64 @@ def test_a_volume_that_never_had_an_object_is_found_by_its_claim(
 # What the cluster lacks
 
 
-def test_checks_that_need_snapshots_say_so_where_there_are_none(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def no_snapshots(cluster: FakeCluster) -> None:
     cluster.snapshots = False
-    assert tried(cluster) == run.PARTLY
-    printed = capsys.readouterr().out
-    missing = {one for one, outcome in outcomes(printed).items() if outcome == "not here"}
-    assert missing == {"snapshot", "restore"}
-    assert "the cluster has no CRDs of snapshot.storage.k8s.io/v1" in printed
+
+
+def no_rights_on_nodes(cluster: FakeCluster) -> None:
+    """A distributed snapshot controller must be allowed to watch nodes."""
+    cluster.wrong = {"nodes"}
+
+
+def no_snapshotter(cluster: FakeCluster) -> None:
+    spec = cluster.objects["daemonsets", "carver-system", "carver-node"]["spec"]["template"]["spec"]
+    spec["containers"] = spec["containers"][:2]
+
+
+def no_inline_volumes(cluster: FakeCluster) -> None:
+    cluster.objects["csidrivers", "", DRIVER]["spec"]["volumeLifecycleModes"] = ["Persistent"]
+
+
+SNAPSHOTS = {"snapshot", "restore"}
+
+
+@pytest.mark.parametrize(
+    ("lack", "code", "outcome", "missing", "sentence"),
+    [
+        (
+            *(no_snapshots, run.PARTLY, "not here", SNAPSHOTS),
+            "the cluster has no CRDs of snapshot.storage.k8s.io/v1",
+        ),
+        (
+            *(no_rights_on_nodes, run.PARTLY, "not here", SNAPSHOTS),
+            "kube-system/snapshot-controller may not watch nodes",
+        ),
+        (no_snapshotter, run.PARTLY, "not here", SNAPSHOTS, "sidecars.snapshotter.enabled"),
+        (no_inline_volumes, run.WELL, "off", {"inline"}, "does not allow Ephemeral"),
+    ],
+)
+def test_checks_name_what_the_cluster_lacks(
+    cluster: FakeCluster,
+    tried: Tried,
+    lack: Callable[[FakeCluster], None],
+    code: int,
+    outcome: str,
+    missing: set[str],
+    sentence: str,
+) -> None:
+    lack(cluster)
+    printed = tried(code)
+    assert {one for one, found in outcomes(printed).items() if found == outcome} == missing
+    assert sentence in printed
     assert left(cluster) == []
 
 
-def test_a_distributed_snapshot_controller_must_be_allowed_to_watch_nodes(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.wrong = {"nodes"}
-    assert tried(cluster, "--only", "snapshot") == run.PARTLY
-    printed = capsys.readouterr().out
-    assert "kube-system/snapshot-controller may not watch nodes" in printed
-
-
-def test_checks_that_need_the_snapshotter_say_so_where_it_is_not_installed(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = cluster.objects["daemonsets", "carver-system", "carver-node"]["spec"]["template"]["spec"]
-    spec["containers"] = spec["containers"][:2]
-    assert tried(cluster, "--only", "snapshot") == run.PARTLY
-    assert "sidecars.snapshotter.enabled" in capsys.readouterr().out
-
-
-def test_inline_volumes_that_are_switched_off_are_no_failure(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.objects["csidrivers", "", DRIVER]["spec"]["volumeLifecycleModes"] = ["Persistent"]
-    assert tried(cluster, "--only", "inline") == run.WELL
-    printed = capsys.readouterr().out
-    assert outcomes(printed)["inline"] == "off"
-    assert "does not allow Ephemeral" in printed
-
-
-def test_nodes_that_run_carver_by_systemd_are_checked_with_an_image_that_is_named(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nodes_that_run_carver_by_systemd_need_an_image(cluster: FakeCluster, tried: Tried) -> None:
     for key in [key for key in cluster.objects if key[1] == "carver-system"]:
         del cluster.objects[key]
     with pytest.raises(installation.Unusable, match="--image"):
-        tried(cluster)
-    assert tried(cluster, "--image", "shell:1") == run.PARTLY
-    found = outcomes(capsys.readouterr().out)
+        code_of(cluster)
+    found = outcomes(tried(run.PARTLY, "--image", "shell:1"))
     assert {one for one, outcome in found.items() if outcome != "passed"} == {"restart"}
     assert {
         one["spec"]["containers"][0]["image"] for one in cluster.applied if one["kind"] == "Pod"
@@ -235,24 +238,24 @@ def test_nodes_that_run_carver_by_systemd_are_checked_with_an_image_that_is_name
     ],
 )
 def test_a_cluster_without_carver_is_not_tried(
-    cluster: FakeCluster, key: tuple[str, ...], sentence: str
+    cluster: FakeCluster, tried: Tried, key: tuple[str, ...], sentence: str
 ) -> None:
     for name in key[1:]:
         del cluster.objects[key[0], "", name]
     with pytest.raises(installation.Unusable, match=sentence):
-        tried(cluster)
+        code_of(cluster)
     assert cluster.applied == []
 
 
-def test_of_several_storage_classes_one_must_be_named(cluster: FakeCluster) -> None:
+def test_of_several_storage_classes_one_must_be_named(cluster: FakeCluster, tried: Tried) -> None:
     other: Object = {"provisioner": DRIVER, "mountOptions": ["noatime"]}
     of = {"name": "slow", "namespace": "", "labels": {}}
     cluster.objects["storageclasses", "", "slow"] = {"metadata": of, **other}
     with pytest.raises(installation.Unusable, match="carver, slow"):
-        tried(cluster)
+        code_of(cluster)
     with pytest.raises(installation.Unusable, match="fast is no StorageClass"):
-        tried(cluster, "--like", "fast")
-    assert tried(cluster, "--like", "slow", "--only", "claim") == run.WELL
+        code_of(cluster, "--like", "fast")
+    tried(run.WELL, "--like", "slow", "--only", "claim")
     [made] = [one for one in cluster.applied if one["kind"] == "StorageClass"]
     assert (made["mountOptions"], "parameters" in made) == (["noatime"], False)
 
@@ -260,31 +263,28 @@ def test_of_several_storage_classes_one_must_be_named(cluster: FakeCluster) -> N
 # Errors of the API server
 
 
-def test_an_api_server_that_is_away_for_a_moment_is_waited_for(cluster: FakeCluster) -> None:
+def test_an_api_server_that_is_away_briefly_is_waited_for(
+    cluster: FakeCluster, tried: Tried
+) -> None:
     away = ("get pods", "apply", "exec", "delete", "patch", "uncordon")
     cluster.errors = [(words, 3, PASSING) for words in away]
-    assert tried(cluster) == run.WELL
+    tried(run.WELL)
     assert [times for _, times, _ in cluster.errors] == [0] * len(away)
     assert left(cluster) == []
 
 
-def test_a_refusal_ends_the_check_and_no_other(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_ends_the_check_and_no_other(cluster: FakeCluster, tried: Tried) -> None:
     cluster.errors = [("cordon two", 1, REFUSED)]
-    assert tried(cluster, "--only", "claim", "--only", "drain") == run.WRONG
-    printed = capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "claim", "--only", "drain")
     assert outcomes(printed) == {"claim": "passed", "drain": "FAILED", "removed": "passed"}
     assert "kubectl cordon two: Error from server (Forbidden)" in printed
     assert left(cluster) == []
 
 
-def test_an_api_server_that_stays_away_is_said_to_have_been_away(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_api_server_that_stays_away_is_a_failure(cluster: FakeCluster, tried: Tried) -> None:
     cluster.errors = [("exec", 1000, PASSING)]
-    assert tried(cluster, "--only", "claim") == run.WRONG
-    assert "not within 20 s: pod claim-first writes; kubectl exec" in capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "claim")
+    assert "not within 20 s: pod claim-first writes; kubectl exec" in printed
     cluster.errors = []
     assert left(cluster) == []
 
@@ -319,14 +319,14 @@ def calls(*arguments: str) -> int:
     """How many a run makes."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = FakeCluster(Path(folder))
-        assert tried(cluster, *arguments) == run.WELL
+        assert code_of(cluster, *arguments) == run.WELL
         return cluster.calls
 
 
 @pytest.mark.parametrize(
     ("arguments", "stride"), [([], 97), (["--only", "drain"], 3), (["--only", "restore"], 5)]
 )
-def test_after_an_interrupt_at_whatever_moment_nothing_is_left(
+def test_after_an_interrupt_at_any_call_nothing_is_left(
     tmp_path: Path, arguments: list[str], stride: int
 ) -> None:
     for moment in range(1, calls(*arguments), stride):
@@ -334,87 +334,81 @@ def test_after_an_interrupt_at_whatever_moment_nothing_is_left(
         cluster = FakeCluster(folder)
         cluster.interrupts = [moment]
         with suppress(KeyboardInterrupt):  # while nothing was made
-            assert tried(cluster, *arguments) == run.INTERRUPTED
+            assert code_of(cluster, *arguments) == run.INTERRUPTED
         assert cluster.interrupts == []
         assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
 
 
 @pytest.mark.parametrize("words", ["apply", "exec", "cordon two", "drain two", "delete pods"])
 def test_after_an_interrupt_the_exit_code_says_so(
-    cluster: FakeCluster, words: str, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, words: str, tried: Tried
 ) -> None:
     cluster.interrupts = [words]
-    assert tried(cluster, "--only", "drain") == run.INTERRUPTED
-    assert "removed          passed" in capsys.readouterr().out
+    printed = tried(run.INTERRUPTED, "--only", "drain")
+    assert "removed          passed" in printed
     assert left(cluster) == []
 
 
-def test_a_second_interrupt_leaves_what_a_later_run_tells_of_and_removes(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+def test_what_a_second_interrupt_leaves_is_removed_later(
+    cluster: FakeCluster, tried: Tried
 ) -> None:
     cluster.interrupts = ["exec", "delete persistentvolumeclaims"]
-    assert tried(cluster, "--only", "claim") == run.INTERRUPTED
-    assert "goes by run.py --clean" in capsys.readouterr().out
+    printed = tried(run.INTERRUPTED, "--only", "claim")
+    assert "goes by run.py --clean" in printed
     assert left(cluster)
 
-    assert tried(cluster, "--only", "claim") == run.WELL
-    assert re.search(r"earlier runs have left .* [0-9a-f]{6} \(--clean\)", capsys.readouterr().out)
+    printed = tried(run.WELL, "--only", "claim")
+    assert re.search(r"earlier runs have left .* [0-9a-f]{6} \(--clean\)", printed)
     assert left(cluster)
 
-    assert cleaned(cluster) == run.WELL
+    tried(run.WELL, "--clean")
     assert left(cluster) == []
-    assert cleaned(cluster) == run.WELL
-    assert "no run has left anything" in capsys.readouterr().out
+    assert "no run has left anything" in tried(run.WELL, "--clean")
 
 
-def test_a_run_that_was_killed_while_every_node_was_cordoned_is_cleaned_up(
-    cluster: FakeCluster,
+def test_a_run_that_was_killed_with_every_node_cordoned_is_cleaned_up(
+    cluster: FakeCluster, tried: Tried
 ) -> None:
     for node in ("one", "two"):
         one = cluster.objects["nodes", "", node]
         one["spec"]["unschedulable"] = True
         one["metadata"]["labels"] = {objects.CORDONED: "abcdef"}
     with pytest.raises(installation.Unusable, match="cordoned"):
-        tried(cluster)
-    assert cleaned(cluster) == run.WELL
+        code_of(cluster)
+    tried(run.WELL, "--clean")
     assert left(cluster) == []
 
 
-def test_a_node_that_somebody_else_has_cordoned_stays_so(cluster: FakeCluster) -> None:
+def test_a_node_cordoned_by_someone_else_stays_so(cluster: FakeCluster, tried: Tried) -> None:
     spec = cluster.objects["nodes", "", "two"]["spec"]
     spec["unschedulable"] = True
-    assert tried(cluster, "--only", "inline", "--only", "drain") == run.WELL
+    tried(run.WELL, "--only", "inline", "--only", "drain")
     assert spec["unschedulable"]
 
 
 # Removal
 
 
-def test_what_does_not_go_is_named_and_is_a_failure(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_go_is_named_and_is_a_failure(cluster: FakeCluster, tried: Tried) -> None:
     cluster.wrong = {"persistentvolumes"}
-    assert tried(cluster, "--only", "claim") == run.WRONG
-    printed = capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "claim")
     assert outcomes(printed) == {"claim": "FAILED", "removed": "FAILED"}
     assert re.search(r"not within 20 s: PersistentVolumes go: pvc-uid-\d+-", printed)
 
 
-def test_what_a_failed_check_made_can_be_kept_and_removed_later(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_of_a_failed_check_can_be_kept(cluster: FakeCluster, tried: Tried) -> None:
     cluster.wrong = {"once"}
-    assert tried(cluster, "--keep", "--only", "claim", "--only", "once-pod") == run.WRONG
-    assert "remove them with --clean" in capsys.readouterr().out
+    printed = tried(run.WRONG, "--keep", "--only", "claim", "--only", "once-pod")
+    assert "remove them with --clean" in printed
     kept = left(cluster)
     assert "pods once-pod-first" in kept
     assert not [one for one in kept if " claim-" in one]
-    assert cleaned(cluster) == run.WELL
+    tried(run.WELL, "--clean")
     assert left(cluster) == []
 
 
 def test_a_mistake_of_a_check_s_own_leaves_nothing(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, tried: Tried
 ) -> None:
     def mistaken(one: site.Site) -> str:
         one.start("pod", one.claim("data"))
@@ -422,16 +416,18 @@ def test_a_mistake_of_a_check_s_own_leaves_nothing(
 
     monkeypatch.setitem(dict(checks.ALL), "claim", mistaken)
     monkeypatch.setattr(checks, "ALL", {**checks.ALL, "claim": mistaken})
-    assert tried(cluster, "--only", "claim") == run.WRONG
-    assert "KeyError: 'spec'" in capsys.readouterr().out
+    printed = tried(run.WRONG, "--only", "claim")
+    assert "KeyError: 'spec'" in printed
     assert left(cluster) == []
 
 
 # What is applied
 
 
-def test_everything_that_is_applied_is_as_kubernetes_own_schema_says(cluster: FakeCluster) -> None:
-    assert tried(cluster) == run.WELL
+def test_all_that_is_applied_fits_the_schema_of_kubernetes(
+    cluster: FakeCluster, tried: Tried
+) -> None:
+    tried(run.WELL)
     kinds = {one["kind"] for one in cluster.applied}
     assert kinds == {
         *("Namespace", "StorageClass", "VolumeSnapshotClass", "PersistentVolumeClaim", "Pod"),
@@ -449,8 +445,8 @@ def test_everything_that_is_applied_is_as_kubernetes_own_schema_says(cluster: Fa
             kubernetes_validate.validate(one, "1.37", strict=True)
 
 
-def test_pods_have_no_more_rights_than_they_need(cluster: FakeCluster) -> None:
-    assert tried(cluster) == run.WELL
+def test_pods_have_no_more_rights_than_they_need(cluster: FakeCluster, tried: Tried) -> None:
+    tried(run.WELL)
     for one in cluster.applied:
         if one["kind"] == "Pod":
             [own] = one["spec"]["containers"]
