@@ -113,6 +113,16 @@ class Cluster:
             self.step()
         return condition()
 
+    def settle(self, seconds: int = 600) -> None:
+        """Let time go by until everything is as people want it."""
+        assert self.run_until(lambda: not self.waiting(), seconds), self.report()
+
+    def start(self, claim: Claim, *nodes: str, **more: Any) -> Pod:
+        """A person makes a pod, and waits until all is as it should be."""
+        made = self.pod(claim, *nodes, **more)
+        self.settle()
+        return made
+
     def _collect(self) -> None:
         """What finalizers let go: in use by no pod, and source of nothing that is being made."""
         snapshotted = {one.claim for one in self.snapshots if not one.is_ready}
@@ -159,7 +169,7 @@ class Cluster:
             ),
         ]
 
-    def told(self) -> list[str]:
+    def report(self) -> list[str]:
         """The same for people, with what callers were told last that was not OK."""
         refused = [str(one) for one in self.answers if one.code != "OK"]
         return [*self.waiting(), *refused[-3:]]

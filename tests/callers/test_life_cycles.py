@@ -14,6 +14,7 @@ import pytest
 from callers.cluster import Cluster
 from callers.machines import Machine
 from callers.objects import Claim, Pod, StorageClass
+from callers.plugin import Answer
 from callers.rules import Reaction
 from real.any import AnyHost
 
@@ -48,12 +49,15 @@ def machine(host: AnyHost, tmp_path: Path, cluster: Cluster) -> Iterator[Machine
     made.stop()
 
 
-def settled(cluster: Cluster) -> bool:
-    return cluster.run_until(lambda: not cluster.waiting(), seconds=600)
+def take_out_deferred(cluster: Cluster) -> list[Answer]:
+    """The answers after which kubelet goes on, and grows the volume later; taken out of all."""
+    found = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
+    cluster.answers[:] = [one for one in cluster.answers if one not in found]
+    return found
 
 
 def end(cluster: Cluster, machine: Machine) -> None:
-    """Take everything away: nothing is left, and nobody was told of an error."""
+    """Take everything away: nothing is left, and no caller met an error."""
     cluster.delete_everything()
     assert cluster.run_until(cluster.is_empty, seconds=600)
     assert machine.left() == []
@@ -74,13 +78,12 @@ def test_a_claim_is_used_by_two_pods_grown_and_gone_without_an_error(
         capability = mounted(fs_type, mode=Mode.SINGLE_NODE_MULTI_WRITER)
     storage_class = "thin" if kind.startswith("thin") else "plain"
     claim = cluster.claim(storage_class, size_bytes=size_bytes, capability=capability)
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    cluster.start(claim)
     cluster.pod(claim)
     cluster.expand(claim, size_bytes + 16 * MIB)
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     cluster.pods[0].is_deleted = True
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     end(cluster, machine)
 
 
@@ -88,25 +91,22 @@ def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
     cluster: Cluster, machine: Machine
 ) -> None:
     claim = cluster.claim("plain")
-    old = cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    old = cluster.start(claim)
     snapshot = cluster.snapshot(claim)
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     before = claim.capacity_bytes
     cluster.expand(claim, before + 16 * MIB)
     for _ in range(2):
-        new = cluster.pod(claim)
-        assert settled(cluster), cluster.told()
+        new = cluster.start(claim)
         old.is_deleted = True
-        assert settled(cluster), cluster.told()
+        cluster.settle()
         old = new
     assert claim.capacity_bytes == before
     # Scaled to 0, until it is unstaged, and back.
     old.is_deleted = True
     assert cluster.run_until(machine.node.kubelet.knows_nothing, seconds=600)
     cluster.pod(claim)
-    grown = cluster.run_until(lambda: claim.capacity_bytes == claim.size_bytes, seconds=600)
-    assert grown, cluster.told()
+    grow_all(cluster, claim)
     assert snapshot in cluster.snapshots
 
 
@@ -114,15 +114,11 @@ def test_a_shared_raw_claim_grows_after_the_pod_that_came_last_ended(
     cluster: Cluster, machine: Machine
 ) -> None:
     claim = cluster.claim("plain", capability=RAW)
-    pods = []
-    for _ in range(2):
-        pods.append(cluster.pod(claim))
-        assert settled(cluster), cluster.told()
+    pods = [cluster.start(claim) for _ in range(2)]
     pods[1].is_deleted = True
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     cluster.expand(claim, claim.size_bytes + 16 * MIB)
-    grown = cluster.run_until(lambda: claim.capacity_bytes == claim.size_bytes, seconds=600)
-    assert grown, cluster.told()
+    grow_all(cluster, claim)
     end(cluster, machine)
 
 
@@ -133,12 +129,12 @@ def test_pods_run_on_after_a_restart(
 ) -> None:
     claim = cluster.claim("plain", **({"capability": RAW} if kind == "raw" else {}))
     pods = [cluster.pod(claim), cluster.pod(claim)]
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     {"kubelet": machine.node.kubelet.restart, "carver": machine.restart, "node": machine.reboot}[
         event
     ]()
     assert all(pod.is_running for pod in pods) == (event == "carver")
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     end(cluster, machine)
 
 
@@ -147,12 +143,10 @@ def test_a_claim_is_made_of_another_larger_than_it(
     of: str, cluster: Cluster, machine: Machine
 ) -> None:
     claim = cluster.claim("plain")
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    cluster.start(claim)
     source = cluster.snapshot(claim) if of == "snapshot" else claim
     copy = cluster.claim("plain", source=source, size_bytes=48 * MIB)
-    cluster.pod(copy)
-    assert settled(cluster), cluster.told()
+    cluster.start(copy)
     assert copy.capacity_bytes == 48 * MIB
     # While it is there, its source cannot be deleted.
     for one in cluster.snapshots:
@@ -166,10 +160,9 @@ def test_a_pod_that_may_write_alone_is_mounted_again_by_a_new_kubelet(
     cluster: Cluster, machine: Machine
 ) -> None:
     alone = mounted("ext4", mode=Mode.SINGLE_NODE_SINGLE_WRITER)
-    cluster.pod(cluster.claim("plain", capability=alone))
-    assert settled(cluster), cluster.told()
+    cluster.start(cluster.claim("plain", capability=alone))
     machine.node.kubelet.restart()
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     end(cluster, machine)
 
 
@@ -189,8 +182,7 @@ def test_a_volume_attributes_class_changes_a_volume_or_marks_its_claim(
     cluster: Cluster, machine: Machine
 ) -> None:
     claim = cluster.claim("plain")
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    cluster.start(claim)
     assert claim.volume is not None
     told = []
     for value in ("1MiB", "much"):
@@ -208,8 +200,7 @@ def test_a_group_snapshot_is_taken_asked_for_again_and_deleted(
 ) -> None:
     claims = [cluster.claim("plain"), cluster.claim("plain")]
     for one in claims:
-        cluster.pod(one)
-    assert settled(cluster), cluster.told()
+        cluster.start(one)
     request = csi.CreateVolumeGroupSnapshotRequest(
         name="groupsnapshot-1", source_volume_ids=[one.volume.id for one in claims if one.volume]
     )
@@ -236,8 +227,16 @@ def replace_pod(cluster: Cluster, claim: Claim) -> Pod:
     return cluster.pod(claim)
 
 
-def runs(cluster: Cluster) -> bool:
-    return cluster.run_until(lambda: all(one.is_running for one in cluster.pods), seconds=600)
+def run_all(cluster: Cluster) -> None:
+    """Wait until every pod runs."""
+    running = cluster.run_until(lambda: all(one.is_running for one in cluster.pods), seconds=600)
+    assert running, cluster.report()
+
+
+def grow_all(cluster: Cluster, claim: Claim) -> None:
+    """Wait until a claim has the size that it asks for."""
+    grown = cluster.run_until(lambda: claim.capacity_bytes == claim.size_bytes, seconds=600)
+    assert grown, cluster.report()
 
 
 def expansions(cluster: Cluster) -> int:
@@ -263,16 +262,16 @@ def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_ma
     cluster.pod(claim)
     if kind == "two pods":
         cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     if running:
         cluster.expand(claim, 10**12)
         assert cluster.run_until(lambda: "ExpansionPending" in health(machine, claim), seconds=60)
     pod = replace_pod(cluster, claim)
     cluster.expand(claim, 10**12)
-    assert runs(cluster), cluster.told()
+    run_all(cluster)
     machine.restart()
     assert "had no room" in health(machine, claim)["ExpansionPending"]
-    # Nobody asks again and again.
+    # kubelet does not ask again and again.
     asked = expansions(cluster)
     cluster.run_until(lambda: False, seconds=3600)
     assert expansions(cluster) == asked
@@ -280,14 +279,12 @@ def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_ma
     cluster.expand(claim, 48 * MIB)
     for _ in range(2):
         replace_pod(cluster, claim)
-        assert runs(cluster), cluster.told()
-    assert settled(cluster), cluster.told()
+        run_all(cluster)
+    cluster.settle()
     assert claim.capacity_bytes == 48 * MIB
-    # What was withdrawn is told no more after the next look, which is had behind the answers.
+    # The next scan, in the background, finds the request withdrawn.
     assert cluster.run_until(lambda: not health(machine, claim), seconds=600)
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
-    assert {one.code for one in in_use} == {"FAILED_PRECONDITION"}
-    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
+    assert {one.code for one in take_out_deferred(cluster)} == {"FAILED_PRECONDITION"}
     end(cluster, machine)
 
 
@@ -298,22 +295,19 @@ def test_a_file_system_that_cannot_grow_has_its_pod_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     claim = cluster.claim("plain")
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
+    cluster.start(claim)
     with monkeypatch.context() as refusing:
         refusing.setattr(machine.host.kernel, "grow_ext4", refuse)
         cluster.expand(claim, 48 * MIB)
         for _ in range(2):
             replace_pod(cluster, claim)
-            assert runs(cluster), cluster.told()
+            run_all(cluster)
         assert claim.capacity_bytes == 32 * MIB
         assert "file system" in health(machine, claim)["ExpansionPending"]
     replace_pod(cluster, claim)
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     assert claim.capacity_bytes == 48 * MIB
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
-    assert all("No space left on device" in one.message for one in in_use)
-    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
+    assert all("No space left on device" in one.message for one in take_out_deferred(cluster))
     end(cluster, machine)
 
 
@@ -323,16 +317,15 @@ def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
     claim = cluster.claim("plain")
     first = cluster.pod(claim)
     snapshot = cluster.snapshot(claim)
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     cluster.expand(claim, 48 * MIB)
     for _ in range(10):
         cluster.step()
     assert first.is_running
     first.is_deleted = True
-    assert settled(cluster), cluster.told()
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
-    assert cluster.run_until(lambda: claim.capacity_bytes == 48 * MIB, seconds=600)
+    cluster.settle()
+    cluster.start(claim)
+    grow_all(cluster, claim)
     assert claim.volume is not None
     request = csi.NodeGetVolumeStatsRequest(
         volume_id=claim.volume.id,
@@ -342,8 +335,7 @@ def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
     assert told.total > 32 * MIB
     snapshot.is_deleted = True
     assert cluster.run_until(lambda: not cluster.snapshots)
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
-    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
+    take_out_deferred(cluster)
     end(cluster, machine)
 
 
@@ -351,12 +343,10 @@ def test_a_raw_volume_is_read_by_one_pod_while_another_writes(
     cluster: Cluster, machine: Machine
 ) -> None:
     claim = cluster.claim("plain", capability=RAW)
-    cluster.pod(claim)
-    assert settled(cluster), cluster.told()
-    cluster.pod(claim, read_only=True)
-    assert settled(cluster), cluster.told()
+    cluster.start(claim)
+    cluster.start(claim, read_only=True)
     cluster.pods[0].is_deleted = True
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     end(cluster, machine)
 
 
@@ -368,6 +358,6 @@ def test_an_inline_volume_that_cannot_be_published_leaves_nothing(
     kubelet = machine.node.kubelet
     attributes = {"carver/class": "plain", "size": "32MiB"}
     answer = kubelet.publish_inline("csi-0123", "pod-1", attributes)
-    # Nobody unpublishes what kubelet takes for never done.
+    # kubelet unpublishes nothing that it takes for not done.
     assert answer.reaction is Reaction.FORGETS
     assert machine.left() == []

@@ -35,17 +35,11 @@ def b(nodes: tuple[Cluster, dict[str, Machine]]) -> Machine:
     return nodes[1]["b"]
 
 
-def settled(cluster: Cluster) -> bool:
-    """Whether everything came to be as people want it, within an hour."""
-    return cluster.run_until(lambda: not cluster.waiting(), seconds=3600)
-
-
 def test_a_pod_runs_where_its_claim_is_and_nothing_is_left_in_the_end(
     cluster: Cluster, a: Machine, b: Machine
 ) -> None:
     for node in "ab":
-        cluster.pod(cluster.claim(), node)
-    assert settled(cluster), cluster.told()
+        cluster.start(cluster.claim(), node)
     assert [one.node for one in cluster.pods] == ["a", "b"]
     cluster.delete_everything()
     assert cluster.run_until(cluster.is_empty)
@@ -54,11 +48,9 @@ def test_a_pod_runs_where_its_claim_is_and_nothing_is_left_in_the_end(
 
 
 def test_a_claim_that_no_longer_fits_where_it_was_to_be_is_made_elsewhere(cluster: Cluster) -> None:
-    cluster.pod(cluster.claim(size_bytes=1000 * MIB), "a")
-    assert settled(cluster), cluster.told()
+    cluster.start(cluster.claim(size_bytes=1000 * MIB), "a")
     late = cluster.claim(size_bytes=1000 * MIB, selected_node="a")
-    cluster.pod(late)
-    assert settled(cluster), cluster.told()
+    cluster.start(late)
     assert late.volume is not None
     assert late.volume.node == "b"
 
@@ -70,23 +62,20 @@ def test_a_copy_whose_pod_lands_on_the_wrong_node_ends_bound_on_the_right_one(
     claim = cluster.claim()
     cluster.pod(claim, "a")
     source = cluster.snapshot(claim) if of == "snapshot" else claim
-    assert settled(cluster), cluster.told()
+    cluster.settle()
     copy = cluster.claim(source=source, selected_node="b")
-    cluster.pod(copy)
-    assert settled(cluster), cluster.told()
+    cluster.start(copy)
     assert copy.volume is not None
     assert copy.volume.node == "a"
 
 
 def test_a_group_that_goes_missing_harms_no_other(cluster: Cluster, a: Machine) -> None:
-    cluster.pod(cluster.claim("slow"), "b")
-    assert settled(cluster), cluster.told()
+    cluster.start(cluster.claim("slow"), "b")
     a.lose("group1")
     a.restart()
     fast, slow = cluster.claim("fast"), cluster.claim("slow", selected_node="a")
     cluster.pod(fast, "a")
-    cluster.pod(slow)
-    assert settled(cluster), cluster.told()
+    cluster.start(slow)
     assert fast.volume is not None
     assert slow.volume is not None
     assert (fast.volume.node, slow.volume.node) == ("a", "b")
@@ -102,8 +91,7 @@ def test_a_class_with_the_sidecars_own_keys_is_scheduled(tmp_path: Path) -> None
     }
     cluster, nodes = machines.pair(tmp_path, {"xfs": StorageClass("xfs", parameters)})
     try:
-        cluster.pod(cluster.claim("xfs", size_bytes=300 * MIB))
-        assert settled(cluster), cluster.told()
+        cluster.start(cluster.claim("xfs", size_bytes=300 * MIB))
     finally:
         for node in nodes.values():
             node.stop()

@@ -15,6 +15,18 @@ _USER = 1000
 IDLE = "while :; do sleep 3600; done"
 
 
+_VERSIONS = {
+    **dict.fromkeys(("Namespace", "PersistentVolumeClaim", "Pod"), "v1"),
+    **dict.fromkeys(("VolumeSnapshot", "VolumeSnapshotClass"), "snapshot.storage.k8s.io/v1"),
+    "StorageClass": "storage.k8s.io/v1",
+    "Deployment": "apps/v1",
+}
+
+
+def _object(kind: str, metadata: Object, **fields: Any) -> Object:
+    return {"apiVersion": _VERSIONS[kind], "kind": kind, "metadata": metadata, **fields}
+
+
 def named(run: str) -> str:
     """What the namespace of a run and its classes are called."""
     return PREFIX + run
@@ -23,36 +35,26 @@ def named(run: str) -> str:
 def namespace(run: str) -> Object:
     """Where all but the classes are. A raw block device is its pod's root's: no lesser level."""
     labels = {RUN: run, "pod-security.kubernetes.io/enforce": "privileged"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {"name": named(run), "labels": labels},
-    }
+    return _object("Namespace", {"name": named(run), "labels": labels})
 
 
 def storage_class(run: str, driver: str, like: Object) -> Object:
     """A class that waits for the pod and may grow, with another's parameters and options."""
-    return {
-        "apiVersion": "storage.k8s.io/v1",
-        "kind": "StorageClass",
-        "metadata": {"name": named(run), "labels": {RUN: run}},
-        "provisioner": driver,
-        "volumeBindingMode": "WaitForFirstConsumer",
-        "allowVolumeExpansion": True,
-        "reclaimPolicy": "Delete",
+    return _object(
+        "StorageClass",
+        {"name": named(run), "labels": {RUN: run}},
+        provisioner=driver,
+        volumeBindingMode="WaitForFirstConsumer",
+        allowVolumeExpansion=True,
+        reclaimPolicy="Delete",
         **{key: like[key] for key in ("parameters", "mountOptions") if like.get(key)},
-    }
+    )
 
 
 def snapshot_class(run: str, driver: str) -> Object:
     """A class whose snapshots go with their objects."""
-    return {
-        "apiVersion": "snapshot.storage.k8s.io/v1",
-        "kind": "VolumeSnapshotClass",
-        "metadata": {"name": named(run), "labels": {RUN: run}},
-        "driver": driver,
-        "deletionPolicy": "Delete",
-    }
+    about = {"name": named(run), "labels": {RUN: run}}
+    return _object("VolumeSnapshotClass", about, driver=driver, deletionPolicy="Delete")
 
 
 def _metadata(run: str, check: str, name: str) -> Object:
@@ -70,18 +72,14 @@ def claim(
     source: Mapping[str, str] | None = None,
 ) -> Object:
     """A claim; `source` is a claim or a snapshot that it begins with, as dataSource has it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(run, check, name),
-        "spec": {
-            "storageClassName": named(run),
-            "volumeMode": "Block" if block else "Filesystem",
-            "accessModes": [mode],
-            "resources": {"requests": {"storage": size}},
-            **({"dataSource": dict(source)} if source else {}),
-        },
+    spec = {
+        "storageClassName": named(run),
+        "volumeMode": "Block" if block else "Filesystem",
+        "accessModes": [mode],
+        "resources": {"requests": {"storage": size}},
+        **({"dataSource": dict(source)} if source else {}),
     }
+    return _object("PersistentVolumeClaim", _metadata(run, check, name), spec=spec)
 
 
 def of_claim(name: str, *, read_only: bool = False) -> Object:
@@ -151,41 +149,24 @@ def pod_spec(
 
 def pod(run: str, check: str, name: str, spec: Object) -> Object:
     """A pod by itself."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": _metadata(run, check, name),
-        "spec": spec,
-    }
+    return _object("Pod", _metadata(run, check, name), spec=spec)
 
 
 def deployment(run: str, check: str, name: str, spec: Object) -> Object:
     """A pod that is made anew where it is evicted, once the old one is gone."""
     labels = {RUN: run, CHECK: check}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": _metadata(run, check, name),
-        "spec": {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": labels},
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {**spec, "restartPolicy": "Always"},
-            },
-        },
+    template = {"metadata": {"labels": labels}, "spec": {**spec, "restartPolicy": "Always"}}
+    of_pods = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": labels},
+        "template": template,
     }
+    return _object("Deployment", _metadata(run, check, name), spec=of_pods)
 
 
 def snapshot(run: str, check: str, name: str, claim_name: str) -> Object:
     """A snapshot of a claim's volume."""
-    return {
-        "apiVersion": "snapshot.storage.k8s.io/v1",
-        "kind": "VolumeSnapshot",
-        "metadata": _metadata(run, check, name),
-        "spec": {
-            "volumeSnapshotClassName": named(run),
-            "source": {"persistentVolumeClaimName": claim_name},
-        },
-    }
+    source = {"persistentVolumeClaimName": claim_name}
+    spec = {"volumeSnapshotClassName": named(run), "source": source}
+    return _object("VolumeSnapshot", _metadata(run, check, name), spec=spec)

@@ -30,6 +30,7 @@ _TELLING_SECONDS = 0.01
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 # What a key makes of a device that is blank below, in the worst case.
 NOISE = Signature("hfsplus", "filesystem")
+_DONE = Result(0, "", "")
 _NO_PERMISSION = Result(2, "", "No key available with this passphrase.\n")
 _NO_SLOT = Result(1, "", "No usable keyslot is available.\n")
 _NO_DEVICE = Result(4, "", "Device does not exist or access denied.\n")
@@ -49,7 +50,7 @@ class Sealed(Media):
     passes_discards: bool = False
 
     def copy(self) -> Media:
-        # Of what holds it; only what is told of the file system comes along.
+        # Of what holds it; only what is known of the file system comes along.
         return Media(self.contents, self.fs_size_bytes, self.damage, self.errors)
 
     def write(self, offset_bytes: int, data: bytes) -> None:
@@ -130,7 +131,7 @@ class FakeCryptsetup:
         assert device.size_bytes > offset, "Device is too small."
         assert _option(options, "--type") == "luks2"
         assert _option(options, "--pbkdf") == "argon2id"
-        told = {
+        header = {
             "keyslots": {_option(options, "--key-slot"): _slot(key)},
             "segments": {
                 "0": {
@@ -144,32 +145,32 @@ class FakeCryptsetup:
             "master": secrets.token_hex(32),
         }
         device.media.inner = None
-        _put(device, _option(options, "--uuid"), told)
-        return Result(0, "", "")
+        _put(device, _option(options, "--uuid"), header)
+        return _DONE
 
     def _open(self, options: list[str], rest: list[str], key: bytes) -> Result:
         path, *name = rest
         device = self._devices.get(path)
-        told = _told(device)
-        if told is None:
+        header = _read(device)
+        if header is None:
             return Result(1, "", f"Device {path} is not a valid LUKS device.\n")
         slot = _option(options, "--key-slot") if "--key-slot" in options else None
-        if not _opens(told, key, slot):
-            return _NO_SLOT if "next" in told and slot is None else _NO_PERMISSION
-        if "next" in told and slot is not None:
+        if not _opens(header, key, slot):
+            return _NO_SLOT if "next" in header and slot is None else _NO_PERMISSION
+        if "next" in header and slot is not None:
             return _NO_SLOT  # it takes another one as well
         if "--test-passphrase" in options:
-            return Result(0, "", "")
-        assert "next" not in told, "a volume that is being re-encrypted is opened"
+            return _DONE
+        assert "next" not in header, "a volume that is being re-encrypted is opened"
         if self._devices.knows(f"/dev/mapper/{name[0]}"):
             return Result(5, "", f"Device {name[0]} already exists.\n")
         if device.mounted or device.held:
             return Result(5, "", f"Cannot use device {path} which is in use.\n")
-        offset = int(told["segments"]["0"]["offset"])
+        offset = int(header["segments"]["0"]["offset"])
         was = device.media.inner or Media()
         own_tags = (was.contents, was.fs_size_bytes, was.damage, was.errors)
         inner = Sealed(*own_tags, outer=device.media, first_block=offset // BLOCK_BYTES)
-        inner.master = bytes.fromhex(told["master"])
+        inner.master = bytes.fromhex(header["master"])
         inner.passes_discards = "--allow-discards" in options
         if device.media.inner is None:
             # It came as bytes alone, as streams do.
@@ -179,7 +180,7 @@ class FakeCryptsetup:
         made = self._devices.add(f"/dev/mapper/{name[0]}", size, inner)
         made.of, made.read_only = device, device.read_only
         device.held += 1
-        return Result(0, "", "")
+        return _DONE
 
     def _close(self, options: list[str], rest: list[str], key: bytes) -> Result:
         path = f"/dev/mapper/{rest[0]}"
@@ -193,7 +194,7 @@ class FakeCryptsetup:
         self._devices.remove(path)
         assert made.of is not None
         made.of.held -= 1
-        return Result(0, "", "")
+        return _DONE
 
     def leave(self, path: str) -> None:
         """Leave on a device one of its own, as when it is killed."""
@@ -236,33 +237,31 @@ class FakeCryptsetup:
             raise errors.classify(words, result.exit_code, result.stderr)
 
     def _begin(self, options: list[str], device: FakeDevice, key: bytes) -> Result:
-        told = _told(device)
-        assert told is not None
+        header = _header(device)
         if self._devices.is_open(device.path):
             return Result(1, "", f"Device {device.path} is still in use.\n")
         if "--resume-only" in options:
-            if "next" not in told:
+            if "next" not in header:
                 return Result(1, "", "Device reencryption not in progress.\n")
-            if told["segments"]["0"].get("flags"):
+            if header["segments"]["0"].get("flags"):
                 return Result(1, "", "Device requires reencryption recovery. Run repair first.\n")
-            return Result(0, "", "") if _opens(told, key, None) else _NO_SLOT
-        assert "next" not in told
+            return _DONE if _opens(header, key, None) else _NO_SLOT
+        assert "next" not in header
         slot = _option(options, "--key-slot")
-        if not _opens(told, key, slot):
+        if not _opens(header, key, slot):
             return _NO_PERMISSION
-        free = [str(one) for one in range(8) if str(one) not in told["keyslots"]]
+        free = [str(one) for one in range(8) if str(one) not in header["keyslots"]]
         # Both keys are in it from now on, and the new one's slot alone is left at the end.
-        told["keyslots"] |= {free[0]: _slot(key), free[1]: {"type": "reencrypt"}}
-        told |= {"next": secrets.token_hex(32), "left": free[0]}
-        _put(device, _uuid(device), told)
-        return Result(0, "", "")
+        header["keyslots"] |= {free[0]: _slot(key), free[1]: {"type": "reencrypt"}}
+        header |= {"next": secrets.token_hex(32), "left": free[0]}
+        _put(device, _uuid(device), header)
+        return _DONE
 
     def _pieces(self, device: FakeDevice) -> Iterator[bytes]:
-        told = _told(device)
-        assert told is not None
-        offset = int(told["segments"]["0"]["offset"])
+        header = _header(device)
+        offset = int(header["segments"]["0"]["offset"])
         size_bytes = device.size_bytes - offset
-        done_bytes = told["segments"]["0"]["size"]
+        done_bytes = header["segments"]["0"]["size"]
         first = 0 if done_bytes == "dynamic" else self.pieces * int(done_bytes) // size_bytes
         for number in range(first, self.pieces):
             yield b"{}\n"
@@ -271,59 +270,56 @@ class FakeCryptsetup:
                 yield b"{}\n"
             if self.dies and number == self.pieces - 1:
                 raise Died
-            told["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
-            _put(device, _uuid(device), told)
-        _renew(device, offset, told)
+            header["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
+            _put(device, _uuid(device), header)
+        _renew(device, offset, header)
 
     def _repair(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
-        told = _told(device)
-        assert told is not None
-        if not _opens(told, key, None):
+        header = _header(device)
+        if not _opens(header, key, None):
             return _NO_SLOT
-        told["segments"]["0"].pop("flags", None)
-        _put(device, _uuid(device), told)
-        return Result(0, "", "")
+        header["segments"]["0"].pop("flags", None)
+        _put(device, _uuid(device), header)
+        return _DONE
 
     def _rename(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
-        told = _told(device)
-        assert told is not None
-        assert "next" not in told, "Operation incompatible with device marked for reencryption."
-        _put(device, _option(options, "--uuid"), told)
-        return Result(0, "", "")
+        header = _header(device)
+        assert "next" not in header, "Operation incompatible with device marked for reencryption."
+        _put(device, _option(options, "--uuid"), header)
+        return _DONE
 
     def _resize(self, options: list[str], rest: list[str], key: bytes) -> Result:
         made = self._devices.get(f"/dev/mapper/{rest[0]}")
         assert made.of is not None
-        told = _told(made.of)
-        if told is None or not _opens(told, key, None):
+        header = _read(made.of)
+        if header is None or not _opens(header, key, None):
             return _NO_PERMISSION
-        made.size_bytes = made.of.size_bytes - int(told["segments"]["0"]["offset"])
-        return Result(0, "", "")
+        made.size_bytes = made.of.size_bytes - int(header["segments"]["0"]["offset"])
+        return _DONE
 
     def _add(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
         length = int(_option(options, "--keyfile-size"))
         assert len(key) == length + int(_option(options, "--new-keyfile-size"))
-        told, slot = _told(device), _option(options, "--new-key-slot")
-        if told is None or not _opens(told, key[:length], None):
+        header, slot = _read(device), _option(options, "--new-key-slot")
+        if header is None or not _opens(header, key[:length], None):
             return _NO_PERMISSION
-        assert slot not in told["keyslots"]
-        told["keyslots"][slot] = _slot(key[length:])
-        _put(device, _uuid(device), told)
-        return Result(0, "", "")
+        assert slot not in header["keyslots"]
+        header["keyslots"][slot] = _slot(key[length:])
+        _put(device, _uuid(device), header)
+        return _DONE
 
     def _kill(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
-        told = _told(device)
-        assert told is not None
-        others = {one: how for one, how in told["keyslots"].items() if one != rest[1]}
+        header = _header(device)
+        others = {one: how for one, how in header["keyslots"].items() if one != rest[1]}
         if not _opens({"keyslots": others}, key, None):
             return _NO_PERMISSION
-        told["keyslots"] = others
-        _put(device, _uuid(device), told)
-        return Result(0, "", "")
+        header["keyslots"] = others
+        _put(device, _uuid(device), header)
+        return _DONE
 
     def _back_up(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device, file = self._devices.get(rest[0]), _option(options, "--header-backup-file")
@@ -331,40 +327,39 @@ class FakeCryptsetup:
             opened.write(device.media.read(0, 2 * luks.METADATA_BYTES))
         Path(file).chmod(0o400)
         self._inner[_uuid(device)] = device.media.inner
-        return Result(0, "", "")
+        return _DONE
 
     def _restore(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
         device.media.write(0, Path(_option(options, "--header-backup-file")).read_bytes())
         device.media.inner = self._inner[_uuid(device)]
         device.contents = Signature("crypto_LUKS", "crypto", _uuid(device), "carver")
-        return Result(0, "", "")
+        return _DONE
 
 
 def _tear(device: FakeDevice) -> None:
     """Have a piece be half done."""
-    told = _told(device)
-    assert told is not None
-    if "next" in told:
-        told["segments"]["0"]["flags"] = ["in-reencryption"]
-        _put(device, _uuid(device), told)
+    header = _header(device)
+    if "next" in header:
+        header["segments"]["0"]["flags"] = ["in-reencryption"]
+        _put(device, _uuid(device), header)
 
 
-def _renew(device: FakeDevice, offset_bytes: int, told: dict[str, Any]) -> None:
+def _renew(device: FakeDevice, offset_bytes: int, header: dict[str, Any]) -> None:
     """Have what is in a device lie there by the next master key, and by no other slot."""
     first, length = offset_bytes // BLOCK_BYTES, device.size_bytes - offset_bytes
     old, new = (
-        Sealed(outer=device.media, first_block=first, master=bytes.fromhex(told[one]))
+        Sealed(outer=device.media, first_block=first, master=bytes.fromhex(header[one]))
         for one in ("master", "next")
     )
     numbers = device.media.part(offset_bytes, length)
     plain = {one: old.read((one - first) * BLOCK_BYTES, BLOCK_BYTES) for one in numbers}
     for number, data in plain.items():
         new.write((number - first) * BLOCK_BYTES, data)
-    told["master"], left = told.pop("next"), told.pop("left")
-    told["keyslots"] = {left: told["keyslots"][left]}
-    told["segments"]["0"]["size"] = "dynamic"
-    _put(device, _uuid(device), told)
+    header["master"], left = header.pop("next"), header.pop("left")
+    header["keyslots"] = {left: header["keyslots"][left]}
+    header["segments"]["0"]["size"] = "dynamic"
+    _put(device, _uuid(device), header)
 
 
 def _slot(key: bytes) -> dict[str, Any]:
@@ -372,15 +367,15 @@ def _slot(key: bytes) -> dict[str, Any]:
     return {"type": "luks2", "key": hashlib.sha256(key).hexdigest(), "kdf": kdf}
 
 
-def _opens(told: dict[str, Any], key: bytes, slot: str | None) -> bool:
-    slots = told["keyslots"]
+def _opens(header: dict[str, Any], key: bytes, slot: str | None) -> bool:
+    slots = header["keyslots"]
     every = [slots[slot]] if slot in slots else list(slots.values()) if slot is None else []
     return any(one.get("key") == hashlib.sha256(key).hexdigest() for one in every)
 
 
-def copies(uuid: str, told: dict[str, Any]) -> Iterator[bytes]:
+def copies(uuid: str, header: dict[str, Any]) -> Iterator[bytes]:
     """Both copies of a header that says so, in their order on a disk, each METADATA_BYTES long."""
-    text = json.dumps(told).encode()
+    text = json.dumps(header).encode()
     assert len(text) < luks.METADATA_BYTES - BLOCK_BYTES
     for number, magic in enumerate(_MAGICS):
         start = number * luks.METADATA_BYTES
@@ -393,26 +388,32 @@ def copies(uuid: str, told: dict[str, Any]) -> Iterator[bytes]:
         yield whole[:448] + luks.digest(whole, "sha256") + whole[512:]
 
 
-def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
+def _put(device: FakeDevice, uuid: str, header: dict[str, Any]) -> None:
     """Both copies of a header, as they stand on a disk."""
-    slots = [one for one, how in told["keyslots"].items() if how["type"] == "luks2"]
-    bound = [one for one in slots if one not in told.get("unbound", ())]
+    slots = [one for one, how in header["keyslots"].items() if how["type"] == "luks2"]
+    bound = [one for one in slots if one not in header.get("unbound", ())]
     # Made of nothing else, so it is as good as a master key's own name.
-    master = hashlib.sha256(told["master"].encode()).hexdigest()
+    master = hashlib.sha256(header["master"].encode()).hexdigest()
     digest = {"type": "pbkdf2", "keyslots": bound, "segments": ["0"], "digest": master}
-    told = {**told, "digests": {"0": digest}}
-    for number, copy in enumerate(copies(uuid, told)):
+    header = {**header, "digests": {"0": digest}}
+    for number, copy in enumerate(copies(uuid, header)):
         device.media.write(number * luks.METADATA_BYTES, copy)
     device.contents = Signature("crypto_LUKS", "crypto", uuid, "carver")
 
 
-def _told(device: FakeDevice) -> dict[str, Any] | None:
+def _read(device: FakeDevice) -> dict[str, Any] | None:
     for number, magic in enumerate(_MAGICS):
         data = device.media.read(number * luks.METADATA_BYTES, luks.METADATA_BYTES)
         if data.startswith(magic) and luks.digest(data, "sha256") == data[448:512]:
-            told: dict[str, Any] = json.loads(data[BLOCK_BYTES:].rstrip(b"\0"))
-            return told
+            return cast("dict[str, Any]", json.loads(data[BLOCK_BYTES:].rstrip(b"\0")))
     return None
+
+
+def _header(device: FakeDevice) -> dict[str, Any]:
+    """What the header of a device says, which must be there."""
+    found = _read(device)
+    assert found is not None
+    return found
 
 
 def _uuid(device: FakeDevice) -> str:
