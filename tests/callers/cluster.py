@@ -170,7 +170,7 @@ class Cluster:
         ]
 
     def report(self) -> list[str]:
-        """The same for people, with what callers were told last that was not OK."""
+        """What is waiting, and the last answers that were not OK."""
         refused = [str(one) for one in self.answers if one.code != "OK"]
         return [*self.waiting(), *refused[-3:]]
 

@@ -31,7 +31,7 @@ def config(host: AnyHost, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def answers() -> list[Answer]:
-    """Everything that the callers were told."""
+    """Every answer to the callers."""
     return []
 
 

@@ -135,8 +135,8 @@ class Kubelet:
             health = answer.response.volume_health
             assert health.volume_id == volume.id
             # Twice the same, and the status of the whole pod is refused.
-            told = [(one.status, one.reason) for one in health.health_statuses]
-            assert len(set(told)) == len(told)
+            statuses = [(one.status, one.reason) for one in health.health_statuses]
+            assert len(set(statuses)) == len(statuses)
         self._plugin.ask("NodeGetStorageHealth")
 
     def _stage(self, volume: PersistentVolume) -> bool:
@@ -265,10 +265,10 @@ class Kubelet:
 
 
 def _about(pod: str) -> dict[str, str]:
-    """What a CSIDriver with podInfoOnMount is told of a pod (`csi_mounter.go`)."""
-    told = {"pod.name": pod, "pod.namespace": "shop", "pod.uid": pod}
-    told["serviceAccount.name"] = "default"
-    return {_POD + key: value for key, value in told.items()}
+    """What a CSIDriver with podInfoOnMount gets about a pod (`csi_mounter.go`)."""
+    info = {"pod.name": pod, "pod.namespace": "shop", "pod.uid": pod}
+    info["serviceAccount.name"] = "default"
+    return {_POD + key: value for key, value in info.items()}
 
 
 def _is_block(volume: PersistentVolume) -> bool:

@@ -120,7 +120,7 @@ class Machine:
         run = switch.run(host.run)
         seams = Host(run, switch.kernel(host.kernel), switch.devices(host.devices), host.disks)
         self._service = Service(self._config, seams, replace(host.lvm, run=run))
-        # A deletion has ended when it is answered, however slow the disk: what is left is told. In
+        # A deletion has ended when it is answered, however slow the disk: what is left is found. In
         # memory none is slow, and for so long the threads of a service that was killed keep Python
         # from ending: pytest-xdist waits ten seconds for that, then kills, coverage and all.
         self._service.eraser.grace_seconds = 5 if isinstance(host, FakeHost) else 60

@@ -51,7 +51,7 @@ class Answer:
 
 
 class Plugin:
-    """The driver on one node. `seen` is told of every answer."""
+    """The driver on one node. `seen` gets every answer."""
 
     def __init__(self, client: Client, seen: Callable[[Answer], object]) -> None:
         # Another one once the driver was started anew.

@@ -143,11 +143,11 @@ class Provisioner(Sidecar):
             )
             answer = self._plugin.ask("GetCapacity", request)
             if answer.reaction is Reaction.GOES_ON:
-                # What kube-scheduler compares with: the largest volume, where that is told.
-                told = answer.response
-                largest = told.maximum_volume_size.value
-                if not told.HasField("maximum_volume_size"):
-                    largest = told.available_capacity
+                # What kube-scheduler compares with: the largest volume, where that is given.
+                found = answer.response
+                largest = found.maximum_volume_size.value
+                if not found.HasField("maximum_volume_size"):
+                    largest = found.available_capacity
                 self._cluster.capacities[self._node, one.name] = largest
 
 

@@ -184,13 +184,13 @@ def test_a_volume_attributes_class_changes_a_volume_or_marks_its_claim(
     claim = cluster.claim("plain")
     cluster.start(claim)
     assert claim.volume is not None
-    told = []
+    reactions = []
     for value in ("1MiB", "much"):
         request = csi.ControllerModifyVolumeRequest(
             volume_id=claim.volume.id, mutable_parameters={"carver/readAhead": value}
         )
-        told.append(machine.plugin.ask("ControllerModifyVolume", request).reaction)
-    assert told == [Reaction.GOES_ON, Reaction.INFEASIBLE]
+        reactions.append(machine.plugin.ask("ControllerModifyVolume", request).reaction)
+    assert reactions == [Reaction.GOES_ON, Reaction.INFEASIBLE]
     cluster.answers.pop()
     end(cluster, machine)
 
@@ -331,8 +331,8 @@ def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
         volume_id=claim.volume.id,
         volume_path=machine.node.kubelet.target(cluster.pods[0], claim.volume),
     )
-    told = machine.plugin.ask("NodeGetVolumeStats", request).response.usage[0]
-    assert told.total > 32 * MIB
+    usage = machine.plugin.ask("NodeGetVolumeStats", request).response.usage[0]
+    assert usage.total > 32 * MIB
     snapshot.is_deleted = True
     assert cluster.run_until(lambda: not cluster.snapshots)
     take_out_deferred(cluster)

@@ -36,7 +36,7 @@ def test_the_sender_of_each_recorded_call_goes_on_and_warns_of_nothing(
     replay = Replay(plugin, host, directories, config.node_id)
     made = replay.run(recorded(which))
     assert [str(one) for one in answers if one.reaction.is_a_stop] == []
-    # People deleted a volume before its copy-on-write snapshots, and are told so.
+    # People deleted a volume before its copy-on-write snapshots, and get an error.
     warned = [one for one in answers if one.is_warned_of and "has the snapshots" not in one.message]
     assert [str(one) for one in warned] == []
     assert len(replay.met) == (37 if which == "all" else 10)

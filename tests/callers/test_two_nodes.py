@@ -1,4 +1,4 @@
-"""Two nodes, each with its Carver, and nobody but Kubernetes to tell one from the other."""
+"""Two nodes, each with its Carver, under one Kubernetes."""
 
 from collections.abc import Iterator
 from pathlib import Path

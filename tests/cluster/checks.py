@@ -190,7 +190,7 @@ def inline(site: Site) -> str:
     if not site.place.inline:
         raise Off("the CSIDriver does not allow Ephemeral (volumeLifecycleModes)")
     volume = objects.inline(site.place.driver, f"{site.size_mib}Mi")
-    # The scheduler knows nothing of such a volume, so it is told the nodes.
+    # The scheduler knows nothing of such a volume, so the pod names the nodes.
     spec = site.spec(volume, terms=objects.on_nodes(site.place.nodes))
     name = "inline-pod"
     site.apply(objects.pod(site.run, site.check, name, spec))

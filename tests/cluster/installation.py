@@ -69,14 +69,14 @@ class Installation:
             container(pod["spec"])["name"],
         )
         try:
-            told = json.loads(kubectl.inside(*where, "carver", "status", "--json"))
+            found = json.loads(kubectl.inside(*where, "carver", "status", "--json"))
         except (Refused, json.JSONDecodeError):
             return None
         volumes = {
             one["id"]: Held(one["claim"], tuple(it["path"] for it in one["places"]))
-            for one in told["volumes"]
+            for one in found["volumes"]
         }
-        return volumes | {one["id"]: Held("", ()) for one in told["snapshots"]}
+        return volumes | {one["id"]: Held("", ()) for one in found["snapshots"]}
 
 
 def environment() -> None:
@@ -95,13 +95,13 @@ def environment() -> None:
 def reach(kubectl: Kubectl) -> tuple[str, str]:
     """The cluster's address and version; raises Unusable where it does not answer."""
     try:
-        told = json.loads(kubectl("version", "--output=json", "--request-timeout=20s"))
+        found = json.loads(kubectl("version", "--output=json", "--request-timeout=20s"))
         shown = kubectl("config", "view", "--minify", "--output=json")
     except Refused as error:
         text = f"the cluster that KUBECONFIG names does not answer: {error.text}"
         raise Unusable(text) from error
     server = path(json.loads(shown), "clusters", 0, "cluster", "server", default="")
-    return str(server), str(path(told, "serverVersion", "gitVersion", default="unknown"))
+    return str(server), str(path(found, "serverVersion", "gitVersion", default="unknown"))
 
 
 def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") -> Installation:

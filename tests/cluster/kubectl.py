@@ -117,8 +117,8 @@ class Kubectl:
             "kind": "SubjectAccessReview",
             "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
         }
-        told = self("create", "--filename=-", "--output=json", stdin=json.dumps(asked))
-        return path(json.loads(told), "status", "allowed") is True
+        review = self("create", "--filename=-", "--output=json", stdin=json.dumps(asked))
+        return path(json.loads(review), "status", "allowed") is True
 
     def patch(self, kind: str, name: str, change: Object, namespace: str = "") -> None:
         """Change an object."""

@@ -115,7 +115,7 @@ def pod_spec(
     terms: Sequence[Any] = (),
     script: str = IDLE,
 ) -> Object:
-    """One container with a shell. Its user is nobody's, except where the device is root's."""
+    """One container with a shell, of an ordinary user; of root for a device, which is root's."""
     user = {"runAsUser": 0} if block else {"runAsUser": _USER, "runAsNonRoot": True}
     mount = {"name": "data", "devicePath" if block else "mountPath": DEVICE if block else PLACE}
     return {

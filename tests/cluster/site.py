@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -101,41 +101,19 @@ class Site:
         """Make objects."""
         self.persist("the API server takes objects", lambda: self.kubectl.apply(*made))
 
-    def claim(
-        self,
-        name: str,
-        *,
-        times: int = 1,
-        block: bool = False,
-        mode: str = "ReadWriteOnce",
-        source: Mapping[str, str] | None = None,
-    ) -> str:
-        """Make a claim, `times` as large as usual."""
+    def claim(self, name: str, *, times: int = 1, **how: Any) -> str:
+        """Make a claim, `times` as large as usual; `how` is as for objects.claim."""
         words = (self.run, self.check, self._called(name), f"{self.size_mib * times}Mi")
-        self.apply(objects.claim(*words, block=block, mode=mode, source=source))
+        self.apply(objects.claim(*words, **how))
         return self._called(name)
 
-    def spec(
-        self, volume: Object, *, block: bool = False, terms: Sequence[Any] = (), script: str = ""
-    ) -> Object:
-        """What a pod of this cluster is."""
-        words = (self.place.image, volume, self.place.tolerations)
-        script = script or objects.IDLE
-        return objects.pod_spec(*words, block=block, terms=terms, script=script)
+    def spec(self, volume: Object, **how: Any) -> Object:
+        """What a pod of this cluster is; `how` is as for objects.pod_spec."""
+        return objects.pod_spec(self.place.image, volume, self.place.tolerations, **how)
 
-    def pod(
-        self,
-        name: str,
-        claim: str,
-        *,
-        block: bool = False,
-        read_only: bool = False,
-        terms: Sequence[Any] = (),
-        script: str = "",
-    ) -> str:
+    def pod(self, name: str, claim: str, *, read_only: bool = False, **how: Any) -> str:
         """Make a pod with a claim's volume."""
-        volume = objects.of_claim(claim, read_only=read_only)
-        spec = self.spec(volume, block=block, terms=terms, script=script)
+        spec = self.spec(objects.of_claim(claim, read_only=read_only), **how)
         self.apply(objects.pod(self.run, self.check, self._called(name), spec))
         return self._called(name)
 
@@ -163,8 +141,8 @@ class Site:
     def _why_no_snapshot(self, name: str) -> str:
         """What a snapshot tells of those who should have made it."""
         one = self.kubectl.find(SNAPSHOTS, name, self.namespace) or {}
-        if (told := path(one, "status", "error", "message")) is not None:
-            return f"; {told}"
+        if (message := path(one, "status", "error", "message")) is not None:
+            return f"; {message}"
         if (content := path(one, "status", "boundVolumeSnapshotContentName")) is None:
             return "; nobody took it up: does the snapshot-controller run?"
         labels = path(self.kubectl.find(CONTENTS, content) or {}, "metadata", "labels", default={})
@@ -202,7 +180,7 @@ class Site:
         Each of the words must be in what it says.
         """
 
-        def told() -> str | None:
+        def reason() -> str | None:
             one = self.kubectl.find("pods", name, self.namespace) or {}
             if path(one, "spec", "nodeName"):
                 raise Failed(f"pod {name} was given a node, and must not be")
@@ -212,7 +190,7 @@ class Site:
                     return message if all(word in message for word in words) else None
             return None
 
-        return self.until(f"the scheduler refuses pod {name}: {' '.join(words)}", told)
+        return self.until(f"the scheduler refuses pod {name}: {' '.join(words)}", reason)
 
     def node_of(self, pod: str) -> str:
         """The node that a pod is on."""
@@ -241,15 +219,14 @@ class Site:
         return self.kubectl.inside(self.namespace, pod, "main", "sh", "-c", script)
 
     def write(self, pod: str, *, block: bool = False) -> str:
-        """Write words that nobody wrote before, and have them on the disk; the words."""
+        """Write words that are new, and have them on the disk; the words."""
         words = secrets.token_hex(16)
-        self.persist(f"pod {pod} writes", lambda: self._write(pod, words, block))
+        into = f"cat > {objects.PLACE}/words"
+        if block:
+            into = f"dd of={objects.DEVICE} conv=notrunc 2>/dev/null"
+        script = f"printf %s {words} | {into} && sync"
+        self.until(f"pod {pod} writes", lambda: self.sh(pod, script))
         return words
-
-    def _write(self, pod: str, words: str, block: bool) -> None:
-        target = f"dd of={objects.DEVICE} conv=notrunc 2>/dev/null" if block else "cat"
-        into = "" if block else f" > {objects.PLACE}/words"
-        self.sh(pod, f"printf %s {words} | {target}{into} && sync")
 
     def expect(self, pod: str, words: str, *, block: bool = False) -> None:
         """Raises Failed where a pod does not read the words."""
@@ -274,19 +251,20 @@ class Site:
             middle = (low + high) // 2
             words = f"dd if={objects.DEVICE} of=/dev/null bs={MIB} count=1 skip={middle - 1} 2>&1"
             said = self.until("dd answers", lambda: self.sh(pod, f"{words} || :"))  # noqa: B023
-            low, high = (
-                (middle, high) if re.search(r"^1\+0 ", said, re.MULTILINE) else (low, middle)
-            )
+            if re.search(r"^1\+0 ", said, re.MULTILINE):
+                low = middle
+            else:
+                high = middle
         return low
 
-    def grown(self, pod: str, before_mib: int, *, block: bool = False) -> int:
+    def grown(self, pod: str, before_mib: int) -> int:
         """Wait until a volume of twice the usual size is so in its pod; how large it is, in MiB.
 
         A file system keeps some of it for itself.
         """
 
         def larger() -> int | None:
-            found = self.room_mib(pod, block=block)
+            found = self.room_mib(pod)
             return found if found >= before_mib + self.size_mib * 3 // 4 else None
 
         return self.until(f"the volume in pod {pod} is larger than {before_mib} MiB", larger)
@@ -316,12 +294,12 @@ class Site:
     def has_size(self, claim: str, times: int) -> None:
         """Wait until a claim says that it has been given so much."""
 
-        def told() -> bool | None:
+        def is_given() -> bool | None:
             one = self.kubectl.find("persistentvolumeclaims", claim, self.namespace) or {}
             given = path(one, "status", "capacity", "storage", default="0")
             return True if quantity(given) >= self.size_mib * times * MIB else None
 
-        self.until(f"claim {claim} has {self.size_mib * times} MiB", told)
+        self.until(f"claim {claim} has {self.size_mib * times} MiB", is_given)
 
 
 def quantity(text: str) -> int:

@@ -76,7 +76,7 @@ class Sealed(Media):
 
     @property
     def looks_like(self) -> Signature | None:
-        """Noise that a probe takes for a signature, where nobody wrote yet."""
+        """Noise that a probe takes for a signature, where nothing was written yet."""
         return None if self.first_block in self.outer.blocks else NOISE
 
     def flush(self) -> None:
@@ -217,7 +217,7 @@ class FakeCryptsetup:
         try:
             pieces = self._pieces(device) if result.exit_code == 0 else iter(())
             yield cast(BinaryIO, pieces)
-            # To the end, where whoever reads does not end it.
+            # To the end, where the reader does not end it.
             for _ in pieces:
                 pass
         except Exception:  # it is ended, at a safe point
@@ -226,7 +226,7 @@ class FakeCryptsetup:
             raise
         except GeneratorExit:
             raise
-        except BaseException as death:  # and so is whoever began it, but where it died alone
+        except BaseException as death:  # and so is the caller, except where it died alone
             _tear(device)
             if isinstance(death, Died):
                 raise errors.classify(words, -9, "") from death

@@ -34,8 +34,8 @@ _SUPERBLOCK = b"a file system, as a fake has it: "
 def superblock(media: Media) -> bytes:
     """The first block of a device with a file system, for who copies it by reading."""
     assert media.contents is not None
-    told = [asdict(media.contents), media.fs_size_bytes, media.damage]
-    return (_SUPERBLOCK + json.dumps(told).encode()).ljust(BLOCK_BYTES, b"\0")
+    fields = [asdict(media.contents), media.fs_size_bytes, media.damage]
+    return (_SUPERBLOCK + json.dumps(fields).encode()).ljust(BLOCK_BYTES, b"\0")
 
 
 def restore(media: Media, block: bytes) -> bytes:
@@ -43,10 +43,10 @@ def restore(media: Media, block: bytes) -> bytes:
     if not block.startswith(_SUPERBLOCK):
         media.contents = None
         return block
-    told, media.fs_size_bytes, media.damage = json.loads(
+    signature, media.fs_size_bytes, media.damage = json.loads(
         block.removeprefix(_SUPERBLOCK).rstrip(b"\0")
     )
-    media.contents = Signature(**told)
+    media.contents = Signature(**signature)
     return block
 
 
@@ -106,9 +106,9 @@ def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
 
 def _uuid(options: Sequence[str]) -> uuid.UUID | None:
     """What `-U`, or `-m uuid=` for xfs, gives it."""
-    told = dict(pairwise(options))
-    lists = [one for one in told.get("-m", "").split(",") if one.startswith("uuid=")]
-    found = told.get("-U") or "".join(lists).removeprefix("uuid=")
+    given = dict(pairwise(options))
+    lists = [one for one in given.get("-m", "").split(",") if one.startswith("uuid=")]
+    found = given.get("-U") or "".join(lists).removeprefix("uuid=")
     return uuid.UUID(found) if found else None
 
 

@@ -32,7 +32,6 @@ from mount.kernel import Kernel, XfsGeometry
 from mount.options import CONTEXT, SUPERBLOCK
 from mount.table import Mount
 
-_BLOCK_BYTES = 4096
 _DEVTMPFS = (0, 6)
 _USED_BYTES = 1024 * 1024
 
@@ -106,11 +105,11 @@ class FakeKernel(Kernel):
         if mount.mount_id not in self._nodes:
             return super().statvfs(path)
         media = self._nodes[mount.mount_id].media
-        blocks, used = media.fs_size_bytes // _BLOCK_BYTES, _USED_BYTES // _BLOCK_BYTES
+        blocks, used = media.fs_size_bytes // BLOCK_BYTES, _USED_BYTES // BLOCK_BYTES
         inodes = 0 if mount.fs_type == "btrfs" else blocks // 4
         free = (blocks - used, blocks - used)
         return os.statvfs_result(
-            (_BLOCK_BYTES, _BLOCK_BYTES, blocks, *free, inodes, inodes, inodes, 0, 255)
+            (BLOCK_BYTES, BLOCK_BYTES, blocks, *free, inodes, inodes, inodes, 0, 255)
         )
 
     def error_counters(self, fs_type: str, device: tuple[int, int]) -> dict[str, int]:
@@ -136,12 +135,7 @@ class FakeKernel(Kernel):
         return self.selinux
 
     def mount(
-        self,
-        device: str,
-        path: str,
-        fs_type: str,
-        attributes: Set[str],
-        parameters: Sequence[str],
+        self, device: str, path: str, fs_type: str, attributes: Set[str], parameters: Sequence[str]
     ) -> None:
         if not stat.S_ISDIR(self._lstat_mode(path)):
             _fail(errno.ENOTDIR, path)
@@ -163,7 +157,7 @@ class FakeKernel(Kernel):
         access = "ro" if "ro" in parameters else "rw"
         super_options = (access, *(word for word in parameters if word != "ro"))
         others = [mount for mount in self.mounts if self._holds(mount, found)]
-        # As show_sid tells it, whose quotes are for the commas.
+        # As show_sid writes it, whose quotes are for the commas.
         super_options += (
             tuple(f'{CONTEXT}"{one}"' for one in contexts) or ("seclabel",) * self.selinux
         )
@@ -216,14 +210,14 @@ class FakeKernel(Kernel):
 
     def xfs_geometry(self, path: str) -> XfsGeometry:
         device = self._file_system(path, "xfs")
-        return XfsGeometry(_BLOCK_BYTES, device.media.fs_size_bytes // _BLOCK_BYTES, 25)
+        return XfsGeometry(BLOCK_BYTES, device.media.fs_size_bytes // BLOCK_BYTES, 25)
 
     def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
         assert max_inode_percent == 25
         self._grow(path, "xfs", blocks)
 
     def grow_btrfs(self, path: str) -> None:
-        self._grow(path, "btrfs", self._file_system(path, "btrfs").size_bytes // _BLOCK_BYTES)
+        self._grow(path, "btrfs", self._file_system(path, "btrfs").size_bytes // BLOCK_BYTES)
 
     def sync_btrfs(self, path: str) -> None:
         self._file_system(path, "btrfs")
@@ -240,7 +234,7 @@ class FakeKernel(Kernel):
         return self._present(device).size_bytes
 
     def physical_block_bytes(self, device: str) -> int:
-        return _BLOCK_BYTES if self._block_device(device) else 0
+        return BLOCK_BYTES if self._block_device(device) else 0
 
     def logical_block_bytes(self, device: str) -> int:
         return self._present(device).block_bytes
@@ -262,19 +256,15 @@ class FakeKernel(Kernel):
 
     def signatures(self, device: str) -> Mapping[str, str]:
         if not self.devices.knows(device):
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), device)
+            _fail(errno.ENOENT, device)
         if self.devices.get(device).unreadable:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), device)
+            _fail(errno.EIO, device)
         return filesystems.tags(self.devices.get(device))
 
     def zero_out(
         self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
     ) -> None:
-        found = self._block_device(device)
-        if found.mounted or (found.held and not held):
-            _fail(errno.EBUSY, device)
-        if found.read_only:
-            _fail(errno.EACCES, device)
+        found = self._writable(device, held=held)
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
             _fail(errno.EINVAL, device)
         if found.is_missing(offset_bytes, length_bytes):
@@ -317,9 +307,7 @@ class FakeKernel(Kernel):
             found.held -= 1
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
-        found = self._block_device(device)
-        if found.mounted or found.held:
-            _fail(errno.EBUSY, device)
+        found = self._writable(device)
         found.media.write(offset_bytes, data)
         if offset_bytes == BTRFS_SUPERBLOCK_AT and found.contents:
             identity = str(uuid.UUID(bytes=data[0x20:0x30]))
@@ -328,11 +316,7 @@ class FakeKernel(Kernel):
     def copy(
         self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
     ) -> None:
-        read, written = self._block_device(source), self._block_device(target)
-        if written.mounted or written.held:
-            _fail(errno.EBUSY, target)
-        if written.read_only:
-            _fail(errno.EACCES, target)
+        read, written = self._block_device(source), self._writable(target)
         end = offset_bytes + length_bytes
         if read.media.unreadable or end > min(read.size_bytes, written.size_bytes):
             _fail(errno.EIO, source)
@@ -349,10 +333,8 @@ class FakeKernel(Kernel):
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
         found = self._present(device)
-        if to_write and (found.mounted or found.held):
-            _fail(errno.EBUSY, device)
-        if to_write and found.read_only:
-            _fail(errno.EACCES, device)
+        if to_write:
+            self._writable(device)
         found.held += to_write
         found.readers += not to_write
         try:
@@ -497,6 +479,15 @@ class FakeKernel(Kernel):
             _fail(errno.ENOTBLK, path)
         return device
 
+    def _writable(self, path: str, *, held: bool = False) -> FakeDevice:
+        """A device that can be opened for writing, also where it is `held`."""
+        device = self._block_device(path)
+        if device.mounted or (device.held and not held):
+            _fail(errno.EBUSY, path)
+        if device.read_only:
+            _fail(errno.EACCES, path)
+        return device
+
     def _present(self, path: str) -> FakeDevice:
         device = self._block_device(path)
         if not self._is_there(device):
@@ -531,7 +522,7 @@ class FakeKernel(Kernel):
         device = self._file_system(path, fs_type)
         if self._mounted_at(path).read_only:
             _fail(errno.EROFS, path)
-        size_bytes = blocks * _BLOCK_BYTES
+        size_bytes = blocks * BLOCK_BYTES
         if not device.media.fs_size_bytes <= size_bytes <= device.size_bytes:
             _fail(errno.EINVAL, path)
         device.media.fs_size_bytes = size_bytes
