@@ -7,6 +7,7 @@ requests are judged by it.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 KUBELET = "kubelet"
 PROVISIONER = "external-provisioner"
@@ -84,34 +85,34 @@ def _each(codes: tuple[str, ...], reaction: Reaction) -> dict[str, Reaction]:
     return dict.fromkeys(codes, reaction)
 
 
+_sidecars, _provisioner, _resizer, _snapshotter, _kubelet = (
+    partial(Rule, one) for one in (SIDECARS, PROVISIONER, RESIZER, SNAPSHOTTER, KUBELET)
+)
 _CLIENT = "kubernetes `pkg/volume/csi/csi_client.go` isFinalError"
 _HEALTH = "kubernetes `pkg/kubelet/volumemanager/volumehealth/manager.go`"
 _STAGED = ("volume_id", "staging_target_path", "volume_capability", "volume_context")
 
 RULES = (
-    Rule(
-        SIDECARS,
+    _sidecars(
         "Probe",
         "csi-lib-utils `rpc/common.go` ProbeForever",
         Reaction.ENDS,
         {"DEADLINE_EXCEEDED": Reaction.REPEATS},
     ),
     *(
-        Rule(SIDECARS, method, f"csi-lib-utils `rpc/common.go` {function}", Reaction.ENDS)
+        _sidecars(method, f"csi-lib-utils `rpc/common.go` {function}", Reaction.ENDS)
         for method, function in (
             ("GetPluginInfo", "GetDriverName"),
             ("GetPluginCapabilities", "GetPluginCapabilities"),
             ("ControllerGetCapabilities", "GetControllerCapabilities"),
         )
     ),
-    Rule(
-        PROVISIONER,
+    _provisioner(
         "NodeGetInfo",
         "external-provisioner `cmd/csi-provisioner/csi-provisioner.go` main",
         Reaction.ENDS,
     ),
-    Rule(
-        PROVISIONER,
+    _provisioner(
         "CreateVolume",
         "external-provisioner `pkg/controller/controller.go` checkError",
         Reaction.STICKS,
@@ -126,23 +127,20 @@ RULES = (
             "accessibility_requirements",
         ),
     ),
-    Rule(
-        PROVISIONER,
+    _provisioner(
         "DeleteVolume",
         "sig-storage-lib-external-provisioner `controller/controller.go` deleteVolumeOperation",
         Reaction.REPEATS,
         warning="VolumeFailedDelete",
         fields=("volume_id",),
     ),
-    Rule(
-        PROVISIONER,
+    _provisioner(
         "GetCapacity",
         "external-provisioner `pkg/capacity/capacity.go` syncCapacity",
         Reaction.KEEPS,
         fields=("parameters", "volume_capabilities", "accessible_topology"),
     ),
-    Rule(
-        SNAPSHOTTER,
+    _snapshotter(
         "CreateSnapshot",
         "external-snapshotter `pkg/sidecar-controller/snapshot_controller.go` isCSIFinalError",
         Reaction.FORGETS,
@@ -150,8 +148,7 @@ RULES = (
         "SnapshotCreationFailed",
         ("name", "source_volume_id"),
     ),
-    Rule(
-        SNAPSHOTTER,
+    _snapshotter(
         "DeleteSnapshot",
         "external-snapshotter `pkg/sidecar-controller/snapshot_controller.go`"
         " deleteCSISnapshotOperation",
@@ -159,8 +156,7 @@ RULES = (
         warning="SnapshotDeleteError",
         fields=("snapshot_id",),
     ),
-    Rule(
-        SNAPSHOTTER,
+    _snapshotter(
         "CreateVolumeGroupSnapshot",
         "external-snapshotter `pkg/sidecar-controller/groupsnapshot_helper.go`"
         " createGroupSnapshotWrapper",
@@ -169,8 +165,7 @@ RULES = (
         "GroupSnapshotCreationFailed",
         ("name", "source_volume_ids"),
     ),
-    Rule(
-        SNAPSHOTTER,
+    _snapshotter(
         "DeleteVolumeGroupSnapshot",
         "external-snapshotter `pkg/sidecar-controller/groupsnapshot_helper.go`"
         " deleteCSIGroupSnapshotOperation",
@@ -178,8 +173,7 @@ RULES = (
         warning="GroupSnapshotDeleteError",
         fields=("group_snapshot_id", "snapshot_ids"),
     ),
-    Rule(
-        RESIZER,
+    _resizer(
         "ControllerExpandVolume",
         "external-resizer `pkg/controller/expand_and_recover.go` callResizeOnPlugin",
         Reaction.REPEATS,
@@ -189,8 +183,7 @@ RULES = (
         "VolumeResizeFailed",
         ("volume_id", "capacity_range", "volume_capability"),
     ),
-    Rule(
-        RESIZER,
+    _resizer(
         "ControllerModifyVolume",
         "external-resizer `pkg/modifycontroller/modify_volume.go`",
         Reaction.REPEATS,
@@ -198,20 +191,15 @@ RULES = (
         "VolumeModifyFailed",
         ("volume_id", "mutable_parameters"),
     ),
-    Rule(
-        KUBELET,
-        "NodeGetInfo",
-        "kubernetes `pkg/volume/csi/csi_plugin.go` RegisterPlugin",
-        Reaction.REPEATS,
+    _kubelet(
+        "NodeGetInfo", "kubernetes `pkg/volume/csi/csi_plugin.go` RegisterPlugin", Reaction.REPEATS
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeGetCapabilities",
         "kubernetes `pkg/volume/csi/csi_client.go` nodeGetCapabilities",
         Reaction.REPEATS,
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeStageVolume",
         f"{_CLIENT}; `csi_attacher.go` MountDevice, `csi_block.go` SetUpDevice",
         Reaction.FORGETS,
@@ -219,8 +207,7 @@ RULES = (
         "FailedMount",
         _STAGED,
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodePublishVolume",
         f"{_CLIENT}; `csi_mounter.go` SetUpAt, `csi_block.go` MapPodDevice",
         Reaction.FORGETS,
@@ -228,22 +215,19 @@ RULES = (
         "FailedMount",
         (*_STAGED, "target_path", "readonly"),
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeUnpublishVolume",
         "kubernetes `pkg/volume/csi/csi_mounter.go` TearDownAt",
         Reaction.REPEATS,
         fields=("volume_id", "target_path"),
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeUnstageVolume",
         "kubernetes `pkg/volume/csi/csi_attacher.go` UnmountDevice",
         Reaction.REPEATS,
         fields=("volume_id", "staging_target_path"),
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeExpandVolume",
         "kubernetes `pkg/volume/csi/expander.go` nodeExpandWithClient;"
         " `pkg/volume/util/operationexecutor/node_expander.go` expandOnPlugin",
@@ -254,26 +238,19 @@ RULES = (
         "VolumeResizeFailed",
         ("volume_id", "volume_path", "capacity_range", "staging_target_path", "volume_capability"),
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeGetVolumeStats",
         "kubernetes `pkg/volume/csi/csi_metrics.go` GetMetrics",
         Reaction.REPEATS,
         fields=("volume_id", "volume_path"),
     ),
-    Rule(
-        KUBELET,
+    _kubelet(
         "NodeGetVolumeHealth",
         f"{_HEALTH} probeVolumeHealth",
         Reaction.REPEATS,
         fields=("volume_id", "volume_publish_path", "staging_target_path"),
     ),
-    Rule(
-        KUBELET,
-        "NodeGetStorageHealth",
-        f"{_HEALTH} probeStorageHealth",
-        Reaction.REPEATS,
-    ),
+    _kubelet("NodeGetStorageHealth", f"{_HEALTH} probeStorageHealth", Reaction.REPEATS),
 )
 
 

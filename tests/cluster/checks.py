@@ -27,16 +27,14 @@ done
 
 def claim(site: Site) -> str:
     """A claim becomes a volume on the pod's node; what a pod writes, the next one reads."""
-    site.claim("data")
-    first = site.start("first", "claim-data")
-    words = site.write(first)
-    volume = site.volume("claim-data")
+    data, first, words = site.used("first")
+    volume = site.volume(data)
     if (driver := path(volume, "spec", "csi", "driver")) != site.place.driver:
         raise Failed(f"the volume is of {driver}")
-    site.topology("claim-data")
+    site.topology(data)
     node = site.node_of(first)
     site.stop(first)
-    second = site.start("second", "claim-data")
+    second = site.start("second", data)
     site.expect(second, words)
     if site.node_of(second) != node:
         raise Failed(f"the second pod is on {site.node_of(second)}, the volume on {node}")
@@ -45,9 +43,7 @@ def claim(site: Site) -> str:
 
 def block(site: Site) -> str:
     """A raw block volume has its size, and keeps what is written."""
-    data = site.claim("data", block=True)
-    first = site.start("first", data, block=True)
-    words = site.write(first, block=True)
+    data, first, words = site.used("first", block=True)
     room = site.room_mib(first, block=True)
     if room < site.size_mib:
         raise Failed(f"the device has {room} MiB, {site.size_mib} were claimed")
@@ -76,9 +72,8 @@ def restore(site: Site) -> str:
     Its pod is sent to the node of the snapshot by the topology of the source's volume.
     """
     _needs_snapshots(site)
-    data = site.claim("data")
-    pod = site.start("pod", data)
-    words, before = site.write(pod), site.room_mib(pod)
+    data, pod, words = site.used("pod")
+    before = site.room_mib(pod)
     monday = site.snapshot("monday", data)
     site.write(pod)
     source = {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": monday}
@@ -90,9 +85,7 @@ def restore(site: Site) -> str:
 
 def clone(site: Site) -> str:
     """A claim made of a claim in use begins with what is in it, and lives by itself then."""
-    data = site.claim("data")
-    pod = site.start("pod", data)
-    words = site.write(pod)
+    data, pod, words = site.used("pod")
     twin = site.claim("twin", source={"kind": "PersistentVolumeClaim", "name": data})
     other = site.start("other", twin, terms=site.topology(data))
     site.expect(other, words)
@@ -104,9 +97,8 @@ def clone(site: Site) -> str:
 
 def expand_online(site: Site) -> str:
     """A claim grows while a pod uses it."""
-    data = site.claim("data")
-    pod = site.start("pod", data)
-    words, before = site.write(pod), site.room_mib(pod)
+    data, pod, words = site.used("pod")
+    before = site.room_mib(pod)
     site.expand(data, 2)
     site.has_size(data, 2)
     after = site.grown(pod, before)
@@ -116,9 +108,8 @@ def expand_online(site: Site) -> str:
 
 def expand_offline(site: Site) -> str:
     """A claim that no pod uses grows when the next pod starts."""
-    data = site.claim("data")
-    first = site.start("first", data)
-    words, before = site.write(first), site.room_mib(first)
+    data, first, words = site.used("first")
+    before = site.room_mib(first)
     site.stop(first)
     site.expand(data, 2)
     site.until(f"claim {data} waits for a node", lambda: _waits_for_node(site, data))
@@ -141,9 +132,7 @@ def _waits_for_node(site: Site, name: str) -> bool | None:
 
 def two_pods(site: Site) -> str:
     """Two pods of one node read and write one ReadWriteOnce claim."""
-    data = site.claim("data")
-    first = site.start("first", data)
-    words = site.write(first)
+    data, first, words = site.used("first")
     second = site.start("second", data)
     site.expect(second, words)
     site.expect(first, site.write(second))
@@ -154,9 +143,7 @@ def two_pods(site: Site) -> str:
 
 def once_pod(site: Site) -> str:
     """The scheduler refuses a second pod a ReadWriteOncePod claim, until the first is gone."""
-    data = site.claim("data", mode="ReadWriteOncePod")
-    first = site.start("first", data)
-    words = site.write(first)
+    data, first, words = site.used("first", mode="ReadWriteOncePod")
     second = site.pod("second", data)
     site.refused(second, "ReadWriteOncePod")
     site.stop(first)
@@ -167,9 +154,7 @@ def once_pod(site: Site) -> str:
 
 def read_only_block(site: Site) -> str:
     """A raw block volume can be read, and not written, by a pod beside the one that writes it."""
-    data = site.claim("data", block=True)
-    writer = site.start("writer", data, block=True)
-    words = site.write(writer, block=True)
+    data, writer, words = site.used("writer", block=True)
     reader = site.start("reader", data, block=True, read_only=True)
     site.expect(reader, words, block=True)
     attempt = f"printf x | dd of={objects.DEVICE} conv=notrunc 2>/dev/null && sync"

@@ -123,6 +123,12 @@ class Site:
         self.ready(made)
         return made
 
+    def used(self, name: str, *, block: bool = False, **how: Any) -> tuple[str, str, str]:
+        """Make a claim and a pod that writes to it; the claim, the pod and the words."""
+        data = self.claim("data", block=block, **how)
+        pod = self.start(name, data, block=block)
+        return data, pod, self.write(pod, block=block)
+
     def snapshot(self, name: str, claim: str) -> str:
         """Make a snapshot, and wait until it can be used."""
         called = self._called(name)

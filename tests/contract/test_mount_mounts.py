@@ -167,10 +167,11 @@ def test_a_link_that_took_the_place_of_a_directory_is_not_followed(
         lambda: mounts.ensure_bound(kernel, path, place, NONE),
         lambda: mounts.ensure_bound(kernel, place, new_directory(host, "other"), NONE),
         lambda: target.ensure_directory(kernel, place),
+        lambda: target.ensure_file(kernel, place),
         lambda: target.ensure_absent(kernel, place),
     ]
     for act in acts:
-        with pytest.raises(errors.PathChanged):
+        with pytest.raises(errors.PathChanged, match="was not there before"):
             act()
 
     assert table.read(kernel).under(str(outside)) == ()

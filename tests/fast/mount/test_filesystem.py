@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.devices import FakeDevices
-from fakes.filesystems import fsck, mkfs
+from fakes.filesystems import mkfs
 from fakes.kernel import FakeKernel, failing
 from hypothesis import given
 from hypothesis import strategies as st
@@ -251,27 +251,14 @@ def test_too_small_a_volume_is_refused_before_it_is_made() -> None:
         filesystem.check_size("xfs", 300 * MIB - 1)
 
 
-@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
-def test_growing_fills_the_device_and_may_be_repeated(
-    fs_type: str, kernel: FakeKernel, tmp_path: str
-) -> None:
-    mounted = mount(kernel, fs_type, str(tmp_path))
-    kernel.devices.resize("/dev/data/web", 800 * MIB)
-
-    for _ in range(2):
-        filesystem.grow(kernel, mounted)
-
-    assert kernel.devices.get("/dev/data/web").media.fs_size_bytes == 800 * MIB
-
-
 @pytest.mark.parametrize(
     ("number", "why"), [(errno.EROFS, "Read-only"), (errno.EPERM, "CAP_SYS_RESOURCE")]
 )
 def test_the_error_of_a_refused_growth_says_why(
-    kernel: FakeKernel, tmp_path: str, number: int, why: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, tmp_path: str, number: int, why: str
 ) -> None:
     mounted = mount(kernel, "ext4", str(tmp_path))
-    monkeypatch.setattr(kernel, "grow_ext4", failing(number))
+    kernel.override(grow_ext4=failing(number))
 
     with pytest.raises(errors.GrowFailed, match=why):
         filesystem.grow(kernel, mounted)
@@ -285,20 +272,6 @@ def test_growing_refuses_a_source_that_is_another_device_now(
 
     with pytest.raises(errors.GrowFailed, match="another device"):
         filesystem.grow(kernel, mounted)
-
-
-def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:
-    devices = FakeDevices()
-    device = devices.add("/dev/x", 400 * MIB)
-    words = ["mkfs.xfs", "-q", "--", "/dev/x"]
-
-    assert mkfs([*words[:-1], "/dev/missing"], devices).exit_code == 1
-    device.read_only = True
-    assert mkfs(words, devices).exit_code == 1
-    device.read_only = False
-    assert mkfs(words, devices).exit_code == 0
-    assert fsck(["fsck.xfs", "-p", "--", "/dev/x"], devices).exit_code == 0
-    assert fsck(["fsck.ext4", "-p", "--", "/dev/x"], devices).exit_code == 8
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 2])

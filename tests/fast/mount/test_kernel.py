@@ -73,54 +73,6 @@ def test_binds_of_a_device_node_are_found_by_its_number(tmp_path: Path) -> None:
     assert nodes.bound(kernel, mounts, [second.number]) == ()
 
 
-def test_a_mounted_or_held_device_cannot_be_removed_or_zeroed(tmp_path: Path) -> None:
-    devices = FakeDevices()
-    kernel = FakeKernel(devices)
-    device = devices.add("/dev/data/web", 1 << 20)
-    devices.link("/dev/mapper/data-web", "/dev/data/web")
-    device.held = 1
-
-    with pytest.raises(OSError, match="busy"):
-        devices.remove("/dev/mapper/data-web")
-    with pytest.raises(OSError, match="busy"):
-        kernel.zero_out("/dev/dm-0", 0, 512)
-    kernel.zero_out("/dev/dm-0", 0, 512, held=True)
-
-    device.held = 0
-    device.read_only = True
-    with pytest.raises(PermissionError):
-        kernel.zero_out(device.path, 0, 512)
-    device.read_only = False
-    for span in ((0, 511), (1 << 20, 512)):
-        with pytest.raises(OSError, match="Invalid"):
-            kernel.zero_out(device.path, *span)
-    kernel.zero_out(device.path, 512, 512)
-    assert device.media.zeroed == [(0, 512), (512, 512)]
-    devices.remove(device.path)
-    assert not devices.knows("/dev/mapper/data-web")
-
-
-def test_the_next_device_takes_the_first_free_minor() -> None:
-    devices = FakeDevices()
-    for name in "abc":
-        devices.add(name, 512)
-    devices.remove("b")
-
-    assert devices.add("d", 512).number == (253, 1)
-    assert [device.path for device in devices] == ["a", "c", "d"]
-
-
-def test_the_fake_refuses_what_is_no_device(tmp_path: Path) -> None:
-    kernel = FakeKernel(FakeDevices())
-
-    with pytest.raises(OSError, match="Block device required"):
-        kernel.device_number(str(tmp_path))
-    with pytest.raises(FileNotFoundError):
-        kernel.device_number(str(tmp_path / "missing"))
-    with pytest.raises(OSError, match="ioctl"):
-        kernel.xfs_geometry(str(tmp_path))
-
-
 @pytest.fixture
 def device(tmp_path: Path) -> Path:
     """A file in the place of a block device."""

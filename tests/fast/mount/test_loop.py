@@ -28,16 +28,10 @@ def file(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(("times", "is_attached"), [(3, True), (1000, False)])
 def test_a_free_device_that_others_take_is_tried_again(
-    kernel: FakeKernel,
-    file: str,
-    times: int,
-    is_attached: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kernel: FakeKernel, file: str, times: int, is_attached: bool
 ) -> None:
     operations = iter([*[failing(errno.EBUSY)] * times, kernel.loop_configure])
-    monkeypatch.setattr(
-        kernel, "loop_configure", lambda *words, **options: next(operations)(*words, **options)
-    )
+    kernel.override(loop_configure=lambda *words, **options: next(operations)(*words, **options))
     if is_attached:
         assert loop.attach(kernel, file) == "/dev/loop0"
     else:
@@ -45,9 +39,7 @@ def test_a_free_device_that_others_take_is_tried_again(
             loop.attach(kernel, file)
 
 
-def test_two_that_attach_one_file_end_with_one_device(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_attach_one_file_end_with_one_device(kernel: FakeKernel, file: str) -> None:
     configure = kernel.loop_configure
 
     def raced(device: str, *words: str, **options: Any) -> None:
@@ -55,8 +47,8 @@ def test_two_that_attach_one_file_end_with_one_device(
         configure(device, *words, **options)
         configure("/dev/loop0", *words, **options)
 
-    monkeypatch.setattr(kernel, "loop_free", lambda: "/dev/loop5")
-    monkeypatch.setattr(kernel, "loop_configure", raced)
+    kernel.override(loop_free=lambda: "/dev/loop5")
+    kernel.override(loop_configure=raced)
 
     assert loop.attach(kernel, file) == "/dev/loop0"
     assert kernel.loop_devices() == ["/dev/loop0"]
@@ -64,7 +56,7 @@ def test_two_that_attach_one_file_end_with_one_device(
 
 @pytest.mark.parametrize("has_direct_io", [True, False])
 def test_direct_io_is_used_where_the_file_system_has_it(
-    kernel: FakeKernel, file: str, has_direct_io: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, file: str, has_direct_io: bool
 ) -> None:
     configure = kernel.loop_configure
 
@@ -73,53 +65,45 @@ def test_direct_io_is_used_where_the_file_system_has_it(
             raise OSError(errno.EINVAL, "Invalid argument", device)
         configure(device, file, direct_io=direct_io, **options)
 
-    monkeypatch.setattr(kernel, "loop_configure", configured)
+    kernel.override(loop_configure=configured)
 
     assert kernel.loop_status(loop.attach(kernel, file)).direct_io == has_direct_io
 
 
-def test_a_kernel_without_loop_devices_is_an_error(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "loop_free", failing(errno.ENOENT))
+def test_a_kernel_without_loop_devices_is_an_error(kernel: FakeKernel, file: str) -> None:
+    kernel.override(loop_free=failing(errno.ENOENT))
 
     with pytest.raises(errors.LoopFailed, match="No such file"):
         loop.attach(kernel, file)
 
 
 def test_a_device_detached_since_it_was_listed_is_passed_over(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, file: str
 ) -> None:
     loop.attach(kernel, file)
-    monkeypatch.setattr(kernel, "loop_status", failing(errno.ENXIO))
+    kernel.override(loop_status=failing(errno.ENXIO))
 
     assert loop.find(kernel, file) is None
 
 
-def test_a_device_whose_status_is_refused_is_an_error(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_whose_status_is_refused_is_an_error(kernel: FakeKernel, file: str) -> None:
     loop.attach(kernel, file)
-    monkeypatch.setattr(kernel, "loop_status", failing(errno.EACCES))
+    kernel.override(loop_status=failing(errno.EACCES))
 
     with pytest.raises(errors.LoopFailed, match="Permission denied"):
         loop.find(kernel, file)
 
 
-def test_a_device_that_stays_open_is_busy(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_stays_open_is_busy(kernel: FakeKernel, file: str) -> None:
     # The kernel says yes, and detaches it when its reader has closed it.
     device = loop.attach(kernel, file)
-    monkeypatch.setattr(kernel, "loop_clear", lambda _device: None)
+    kernel.override(loop_clear=lambda _device: None)
 
     with pytest.raises(errors.Busy):
         loop.detach(kernel, device)
 
 
-def test_a_device_that_another_detaches_first_is_detached(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_another_detaches_first_is_detached(kernel: FakeKernel, file: str) -> None:
     device = loop.attach(kernel, file)
     clear = kernel.loop_clear
 
@@ -127,7 +111,7 @@ def test_a_device_that_another_detaches_first_is_detached(
         clear(device)
         clear(device)
 
-    monkeypatch.setattr(kernel, "loop_clear", cleared)
+    kernel.override(loop_clear=cleared)
 
     loop.detach(kernel, device)
 
@@ -135,10 +119,10 @@ def test_a_device_that_another_detaches_first_is_detached(
 
 
 def test_a_device_that_the_kernel_does_not_detach_is_an_error(
-    kernel: FakeKernel, file: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, file: str
 ) -> None:
     device = loop.attach(kernel, file)
-    monkeypatch.setattr(kernel, "loop_clear", failing(errno.EIO))
+    kernel.override(loop_clear=failing(errno.EIO))
 
     with pytest.raises(errors.LoopFailed):
         loop.detach(kernel, device)
@@ -177,16 +161,14 @@ def test_only_read_only_devices_that_carver_made_are_handed_out(kernel: FakeKern
     assert loop.over(kernel, volume.number) == (own,)
 
 
-def test_a_device_that_is_about_to_go_is_not_handed_out(
-    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_about_to_go_is_not_handed_out(kernel: FakeKernel) -> None:
     status = kernel.loop_status
 
     def leaving(device: str) -> LoopStatus:
         """The first one was detached while a program had it open."""
         return replace(status(device), leaving=device == "/dev/loop0")
 
-    monkeypatch.setattr(kernel, "loop_status", leaving)
+    kernel.override(loop_status=leaving)
     volume = kernel.devices.add("/dev/data/web", 1 << 20)
 
     assert loop.attach_read_only(kernel, volume.path) == "/dev/loop0"

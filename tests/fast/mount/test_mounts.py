@@ -41,11 +41,8 @@ def mount(kernel: FakeKernel, path: str, fs_type: str = "ext4") -> None:
     mounts.ensure_mounted(kernel, formatted(kernel, fs_type=fs_type), path, fs_type, NONE)
 
 
-def test_a_mount_that_the_table_does_not_show_is_an_error(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for operation in ("mount", "bind"):
-        monkeypatch.setattr(kernel, operation, lambda *_: None)
+def test_a_mount_that_the_table_does_not_show_is_an_error(kernel: FakeKernel, path: str) -> None:
+    kernel.override(mount=lambda *_: None, bind=lambda *_: None)
 
     with pytest.raises(errors.MountFailed, match="does not show it"):
         mount(kernel, path)
@@ -88,10 +85,10 @@ def followed_by(act: Callable[..., None], then: Callable[[], None]) -> Callable[
 
 
 def test_a_foreign_mount_right_over_ours_is_named_and_left_alone(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, path: str
 ) -> None:
     raced = followed_by(kernel.mount, lambda: kernel.mount_foreign(path))
-    monkeypatch.setattr(kernel, "mount", raced)
+    kernel.override(mount=raced)
 
     with pytest.raises(errors.ForeignMount, match="tmpfs"):
         mount(kernel, path)
@@ -130,14 +127,9 @@ def test_the_error_for_a_damaged_file_system_names_its_repair(
     ],
 )
 def test_the_error_for_a_refused_mount_says_why(
-    kernel: FakeKernel,
-    path: str,
-    fs_type: str,
-    number: int,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
+    kernel: FakeKernel, path: str, fs_type: str, number: int, why: str
 ) -> None:
-    monkeypatch.setattr(kernel, "mount", failing(number))
+    kernel.override(mount=failing(number))
 
     with pytest.raises(errors.MountFailed, match=why):
         mount(kernel, path, fs_type)
@@ -199,22 +191,20 @@ def test_a_device_node_that_was_made_anew_is_the_same_device(
     assert mounts.node(kernel, path) == device.number
 
 
-def test_a_source_under_no_mount_is_not_bound(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_under_no_mount_is_not_bound(kernel: FakeKernel, path: str) -> None:
     # A mount table without a root, as seen from a strange chroot.
-    monkeypatch.setattr(kernel, "mountinfo", lambda: "")
+    kernel.override(mountinfo=lambda: "")
 
     with pytest.raises(errors.NotMounted):
         mounts.ensure_bound(kernel, path, path, NONE)
 
 
 def test_a_mount_that_another_process_unmounts_first_is_unmounted(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, path: str
 ) -> None:
     mount(kernel, path)
     unmount = kernel.unmount
-    monkeypatch.setattr(kernel, "unmount", followed_by(unmount, lambda: unmount(path)))
+    kernel.override(unmount=followed_by(unmount, lambda: unmount(path)))
 
     mounts.ensure_unmounted(kernel, path)
 
@@ -222,34 +212,30 @@ def test_a_mount_that_another_process_unmounts_first_is_unmounted(
 
 
 def test_a_place_that_is_mounted_again_at_once_is_not_unmounted(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, path: str
 ) -> None:
     mount(kernel, path)
     again = followed_by(kernel.unmount, lambda: kernel.mount_foreign(path))
-    monkeypatch.setattr(kernel, "unmount", again)
+    kernel.override(unmount=again)
 
     with pytest.raises(errors.UnmountFailed, match="again"):
         mounts.ensure_unmounted(kernel, path)
 
 
-def test_a_mount_that_was_busy_for_a_moment_is_unmounted(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_that_was_busy_for_a_moment_is_unmounted(kernel: FakeKernel, path: str) -> None:
     # A statfs of the mount is under way at the first try.
     mount(kernel, path)
     tries = iter([failing(errno.EBUSY), kernel.unmount])
-    monkeypatch.setattr(kernel, "unmount", lambda place: next(tries)(place))
+    kernel.override(unmount=lambda place: next(tries)(place))
 
     mounts.ensure_unmounted(kernel, path)
 
     assert not table.read(kernel).at(path)
 
 
-def test_an_unmount_that_the_kernel_refuses_is_an_error(
-    kernel: FakeKernel, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unmount_that_the_kernel_refuses_is_an_error(kernel: FakeKernel, path: str) -> None:
     mount(kernel, path)
-    monkeypatch.setattr(kernel, "unmount", failing(errno.EPERM))
+    kernel.override(unmount=failing(errno.EPERM))
 
     with pytest.raises(errors.UnmountFailed, match="EPERM"):
         mounts.ensure_unmounted(kernel, path)

@@ -83,7 +83,7 @@ def use(client: Client, volume: csi.Volume, tmp_path: Path) -> Use:
 
 def remove_slots(fake: FakeHost) -> None:
     """Have the header of the volume without a key slot, as a killed cryptsetup leaves it."""
-    header = cryptsetup._told(device(fake))
+    header = cryptsetup._read(device(fake))
     assert header is not None
     cryptsetup._put(device(fake), cryptsetup._uuid(device(fake)), {**header, "keyslots": {}})
 

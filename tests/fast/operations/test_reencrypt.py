@@ -173,7 +173,7 @@ def test_other_key_slots_are_killed_first(host: FakeHost, config: Config) -> Non
         client.stage(source, staging, block(), KEY)
         client.unstage(source.volume_id, staging)
         made = client.create("copy", 0, block(), source=of_volume(source.volume_id))
-        told = cryptsetup._told(device(host))
+        told = cryptsetup._read(device(host))
         assert told is not None
         # Another key, that for recovery, and one of a re-encryption that never began.
         told["keyslots"] |= {one: cryptsetup._slot(one.encode()) for one in ("1", "2", "3")}

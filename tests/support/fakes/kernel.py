@@ -397,6 +397,10 @@ class FakeKernel(Kernel):
 
     # What the tests set up
 
+    def override(self, **operations: Callable[..., object]) -> None:
+        """Have other operations in place of the ones of these names."""
+        vars(self).update(operations)
+
     def remount_read_only(self, device: str, *words: str) -> None:
         """As a file system does by itself after an error: the superblock, not its mounts.
 
