@@ -357,7 +357,7 @@ def test_a_copy_may_grow_during_its_re_encryption(
 
 @pytest.mark.variation
 def test_a_killed_re_encryption_is_recovered_and_continues(
-    client: Client, box: Box, service: Service, killed: csi.Volume
+    box: Box, service: Service, killed: csi.Volume
 ) -> None:
     assert service.reencrypter.jobs.counts()["failed"] == 1
     assert box.header("vol-copy").is_reencrypting

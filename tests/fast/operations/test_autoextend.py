@@ -156,8 +156,10 @@ def test_a_failure_is_logged_and_retried_while_the_kernel_delays_writers(
     assert service.autoextender.step(10)
 
 
-@pytest.mark.parametrize("change", [{"mode": "ro"}, {"mode": "fail"}, {"needs_check": True}])
-def test_a_pool_that_needs_a_repair_is_left_alone(
+@pytest.mark.parametrize(
+    "change", [{"mode": "ro"}, {"mode": "fail"}, {"needs_check": True}, {"active": False}]
+)
+def test_a_pool_that_is_inactive_or_needs_a_repair_is_left_alone(
     service: Service, fake: FakeHost, pool: FakePool, change: dict[str, object]
 ) -> None:
     fill(pool, 90)
@@ -165,13 +167,6 @@ def test_a_pool_that_needs_a_repair_is_left_alone(
         setattr(pool, key, value)
     assert not service.autoextender.step(0)
     assert started(fake) == []
-
-
-def test_an_inactive_pool_is_left_alone(service: Service, fake: FakeHost, pool: FakePool) -> None:
-    fill(pool, 90)
-    fake.deactivate("data", "vol-pvc-1")
-    fake.deactivate("data", "pool-thin")
-    assert not service.autoextender.step(0)
 
 
 def test_a_pool_that_is_being_erased_is_not_extended(

@@ -7,7 +7,6 @@ from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
-import expect
 import pytest
 from csi_client import Client
 from fakes.host import FakeHost
@@ -199,18 +198,6 @@ def test_health_is_by_the_last_report_and_starts_no_process(
     group.volumes["vol-pvc-1"].health = ""
     renew(service)
     assert problems(client, staged, tmp_path / "staging") == ""
-
-
-def test_an_inline_volume_has_a_health_of_the_node(
-    client: Client, service: Service, fake: FakeHost, tmp_path: Path
-) -> None:
-    client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
-    report_partial(fake, service, "eph-csi-1")
-    [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
-    assert "eph-csi-1 is partial" in found.message
-    with expect.code("NOT_FOUND"):
-        client.volume_health("csi-1")
-    assert client.unhealthy() == []
 
 
 def test_while_lvm_does_not_answer_its_last_report_counts(

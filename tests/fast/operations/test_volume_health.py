@@ -205,6 +205,13 @@ def test_an_inline_volume_is_found_as_long_as_its_pod_exists(
     node.fake.commands.clear()
     assert not client.node_health("csi-1", tmp_path / "target").health_statuses
     assert node.fake.commands == []
+    node.lose_disk_of("eph-csi-1")
+    [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
+    assert "eph-csi-1 is partial" in found.message
+    # The controller does not know it.
+    assert client.unhealthy() == []
+    with expect.code("NOT_FOUND"):
+        client.volume_health("csi-1")
     client.unpublish("csi-1", tmp_path / "target")
     with expect.code("NOT_FOUND"):
         client.node_health("csi-1")
