@@ -175,10 +175,8 @@ def test_a_wrong_key_changes_nothing(box: Box, sealed: csi.Volume, secrets: dict
 
 @pytest.mark.variation
 @pytest.mark.parametrize("secrets", [{"passphrase": ""}, {"passphrase": "x" * 3000}])
-def test_a_key_that_is_empty_or_too_long_is_refused(
-    client: Client, box: Box, secrets: dict[str, str]
-) -> None:
-    volume = create(client)
+def test_a_key_that_is_empty_or_too_long_is_refused(box: Box, secrets: dict[str, str]) -> None:
+    volume = create(box.client)
     with expect.code("INVALID_ARGUMENT", "secrets[passphrase]", "1 to 2048 bytes"):
         box.stage(volume, secrets)
 
@@ -218,11 +216,9 @@ def test_a_lost_header_is_never_made_anew(client: Client, box: Box, sealed: csi.
 
 
 @pytest.mark.variation
-def test_the_ends_of_a_new_volume_are_blank_and_keep_what_is_written(
-    client: Client, box: Box
-) -> None:
+def test_the_ends_of_a_new_volume_are_blank_and_keep_what_is_written(box: Box) -> None:
     """Noise may read as a file system, and a volume with one is never formatted."""
-    volume = create(client, fs_type="")
+    volume = create(box.client, fs_type="")
     below = box.logical()
     ends = (0, volume.capacity_bytes - END_BYTES)
     leftover = bytes(range(256)) * (BLOCK_BYTES // 256)
@@ -243,10 +239,8 @@ def test_the_ends_of_a_new_volume_are_blank_and_keep_what_is_written(
 
 
 @pytest.mark.variation
-def test_a_header_of_another_volume_is_not_opened(
-    client: Client, box: Box, sealed: csi.Volume
-) -> None:
-    other = client.create("other", 48 * MIB, mounted("ext4"), parameters={"class": "linear"})
+def test_a_header_of_another_volume_is_not_opened(box: Box, sealed: csi.Volume) -> None:
+    other = box.client.create("other", 48 * MIB, mounted("ext4"), parameters={"class": "linear"})
     box.stage(other, KEY)
     box.unstage(other)
     header = box.host.read_bytes(box.logical("vol-other"), 0, 4 * MIB)
@@ -301,16 +295,14 @@ def test_growth_without_a_key_is_completed_by_the_next_stage(client: Client, box
 
 
 @pytest.mark.variation
-def test_an_unused_mapping_is_reopened_by_its_key_only_and_deleted(
-    client: Client, box: Box
-) -> None:
-    volume = create(client, fs_type="")
+def test_an_unused_mapping_is_reopened_by_its_key_only_and_deleted(box: Box) -> None:
+    volume = create(box.client, fs_type="")
     box.stage(volume, KEY, block())
     assert box.mapping() is not None
     with expect.code("UNAUTHENTICATED"):
         box.stage(volume, OTHER, block())
     box.stage(volume, KEY, block())
-    client.delete(volume.volume_id)
+    box.client.delete(volume.volume_id)
     assert box.used_extents() == 0
 
 

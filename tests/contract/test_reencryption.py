@@ -7,6 +7,7 @@ import chosen
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from encrypted import Box
 from real.any import AnyHost
 
@@ -14,7 +15,7 @@ from agent.cli import status
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm.layout import Layout
 from lvm.thin import Policy
@@ -239,16 +240,14 @@ def test_what_is_not_encrypted_cannot_be_re_encrypted(client: Client, key: str) 
 
 
 @pytest.mark.variation
-def test_a_new_volume_and_a_copy_of_an_unused_one_have_their_own_key_anyway(
-    client: Client, box: Box
-) -> None:
-    new = client.create("source", SIZE, mounted("ext4"))
+def test_a_new_volume_and_a_copy_of_an_unused_one_have_their_own_key_anyway(box: Box) -> None:
+    new = box.client.create("source", SIZE, mounted("ext4"))
     assert "sharedKey" not in box.tags("vol-source")
-    made = client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
+    made = box.client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
     assert box.tags("vol-copy")["sharedKey"] == "yes"
     box.stage(made, KEY)
     assert "sharedKey" not in box.tags("vol-copy")
-    client.snapshot("snap", made.volume_id)
+    box.client.snapshot("snap", made.volume_id)
 
 
 @pytest.mark.variation
@@ -288,10 +287,8 @@ def test_a_wrong_key_begins_nothing(client: Client, box: Box, source: csi.Volume
 
 
 @pytest.mark.variation
-def test_the_sources_old_key_does_not_open_the_copy(
-    client: Client, box: Box, source: csi.Volume
-) -> None:
-    made = copy(client, source)
+def test_the_sources_old_key_does_not_open_the_copy(box: Box, source: csi.Volume) -> None:
+    made = copy(box.client, source)
     # The secret has a new key when the copy is first used.
     box.stage(made, BOTH, block())
     box.unstage(made)
@@ -304,16 +301,14 @@ def test_the_sources_old_key_does_not_open_the_copy(
 
 
 @pytest.mark.variation
-def test_a_copy_without_its_own_key_is_not_copied(
-    client: Client, box: Box, source: csi.Volume
-) -> None:
-    made = copy(client, source)
+def test_a_copy_without_its_own_key_is_not_copied(box: Box, source: csi.Volume) -> None:
+    made = copy(box.client, source)
     with expect.code("FAILED_PRECONDITION", "master key of its own"):
-        client.snapshot("snap", made.volume_id)
+        box.client.snapshot("snap", made.volume_id)
     with expect.code("FAILED_PRECONDITION", "master key of its own"):
-        client.create("third", 0, block(), source=of_volume(made.volume_id))
+        box.client.create("third", 0, block(), source=of_volume(made.volume_id))
     box.stage(made, KEY, block())
-    client.snapshot("snap", made.volume_id)
+    box.client.snapshot("snap", made.volume_id)
 
 
 @pytest.mark.variation

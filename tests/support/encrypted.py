@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from csi_client import Client
 from real.any import AnyHost
 
-from agent.csi.client import Client, mounted
+from agent.csi.client import mounted
 from lvm import report, tags
 from lvm.devices import Device
 from mount import luks
