@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,12 +23,9 @@ class Below(Protocol):
     """What a medium has its room from."""
 
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
-        """Zeroes; OSError where there is no more room."""
-        ...
+        """Write zeroes; OSError where there is no more room."""
 
-    def flush(self) -> None:
-        """What was written is on the disk."""
-        ...
+    def flush(self) -> None: ...
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Media:
     # What the disk still has of it where zeroes are in its volatile cache alone.
     cached_over: dict[int, bytes] = field(default_factory=dict)
     # What a thin volume's chunks are of: those of its pool.
-    below: "Below | None" = None
+    below: Below | None = None
     # What is in it by the key of its LUKS2 header, but for the blocks: those are here, encrypted.
     inner: "Media | None" = None
 
@@ -214,16 +212,13 @@ class FakeDevices:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def knows(self, path: str) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             return bool(self.get(path))
-        except FileNotFoundError:
-            return False
+        return False
 
     def is_open(self, path: str) -> bool:
-        device = self.get(path)
-        return bool(
-            device.mounted or device.held or device.readers or device.swap or device.holders
-        )
+        one = self.get(path)
+        return bool(one.mounted or one.held or one.readers or one.swap or one.holders)
 
     def remove(self, path: str) -> None:
         """The device goes with its links; EBUSY while it is mounted or held."""

@@ -36,11 +36,9 @@ class FakeDisks(Disks):
         for device in list(self._devices):
             if device.major == DEVICE_MAPPER_MAJOR:
                 found[device.node] = Excluded(Why.VOLUME, device.path.removeprefix("/dev/mapper/"))
-            elif device.contents and device.contents.fs_type == "LVM2_member":
-                is_used = device.contents.label == "used"
-                found[device.path] = PhysicalLabel(
-                    device.contents.uuid, device.size_bytes, is_used, None
-                )
+            elif (on_it := device.contents) and on_it.fs_type == "LVM2_member":
+                label = PhysicalLabel(on_it.uuid, device.size_bytes, on_it.label == "used", None)
+                found[device.path] = label
             elif device.partitions:
                 found[device.path] = Excluded(Why.PARTITIONED)
             elif device.holders:
@@ -79,7 +77,7 @@ def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
         # Else it is a flag that an lvm2 which knows of no system ids does not know either.
         status.add("WRITE")
     every_tags = [group.tags, *(one.tags for one in group.volumes.values())]
-    told = Group(
+    known = Group(
         group.name,
         group.uuid,
         group.seqno,
@@ -89,9 +87,7 @@ def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
         group.lock_type,
         has_own_tags=any(tags.decode(frozenset(one)) for one in every_tags),
     )
-    is_active = any(
-        one.active and (disk.name in one.extents or not one.extents)
-        for one in group.volumes.values()
-    )
+    active = (one for one in group.volumes.values() if one.active)
+    is_active = any(disk.name in one.extents or not one.extents for one in active)
     groups = frozenset({group.uuid} if is_active else ())
-    return PhysicalLabel(disk.uuid, size_bytes, True, told, active_groups=groups)
+    return PhysicalLabel(disk.uuid, size_bytes, True, known, active_groups=groups)

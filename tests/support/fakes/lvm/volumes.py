@@ -79,8 +79,7 @@ class VolumeCommands(PoolCommands):
         kind, cache_size = arguments.take("--type"), arguments.take("--cachesize")
         fast = arguments.take_all("--cachedevice")
         group_name, name = arguments.value("--"), arguments.value("--name")
-        arguments.put("--type", "linear")
-        arguments.put("--yes")
+        arguments.put("--yes", "--type", "linear")
         self._lvcreate(arguments)
         group = self._group(group_name)
         volume = group.volumes[name]
@@ -225,19 +224,14 @@ class VolumeCommands(PoolCommands):
             assert activate == "y"
             # "Change of snapshot will also change its origin. Proceed?"
             assert not volume.is_copy_on_write, "lvm2 would ask, and get no answer"
-            if (
-                not partial
-                and lost_ranges(group, volume)
-                and volume.layout.kind in ("linear", "striped")
-            ):
-                path = f"{group.name}/{volume.name}"
-                raise Failure(f"Refusing activation of partial LV {path}.")
+            if not partial and lost_ranges(group, volume):
+                raise Failure(f"Refusing activation of partial LV {group.name}/{volume.name}.")
             if ignored or not volume.activation_skipped:
                 self._activate(group, volume)
         return ""
 
     def _deactivate_all(self, *paths: str) -> None:
-        """Each that can be; the others are told of in the end."""
+        """Deactivate what is not open; the rest is an error in the end."""
         refused: list[Failure] = []
         for group, volume in map(self._found, paths):
             try:
@@ -272,9 +266,8 @@ class VolumeCommands(PoolCommands):
         group, volume = self._found(path)
         extents = -(-size // group.extent_size_bytes)
         if extents == volume.length:
-            raise Failure(
-                f"New size ({extents} extents) matches existing size ({extents} extents)."
-            )
+            size_now = f"({extents} extents)"
+            raise Failure(f"New size {size_now} matches existing size {size_now}.")
         assert extents > volume.length, "lvextend never shrinks"
         if volume.active and self._snapshots(group, volume):
             raise Failure(
@@ -309,9 +302,7 @@ class VolumeCommands(PoolCommands):
             return ""
         # With --yes the snapshots of an origin go with it, and with a pool what is in it.
         named = [self._found(path) for path in arguments.rest()]
-        held = [
-            (group, one) for group, volume in named for one in (*group.thin(volume.name), volume)
-        ]
+        held = [(group, one) for group, it in named for one in (*group.thin(it.name), it)]
         for group, one in held:
             self._refuse_open(group, one)
         for group, one in held:
