@@ -51,7 +51,7 @@ class Machine:
     def __init__(self, **found: Found) -> None:
         self.found = at(**found)
         self.blank: set[str] = set()
-        self.anew: Counter[str] = Counter()
+        self.attached: Counter[str] = Counter()
         self.active: dict[str, str] = {}
         self.listed: tuple[str, ...] = ()
         self.backup = ""
@@ -61,7 +61,7 @@ class Machine:
     def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
         there = (self.found.keys() | self.blank).intersection(paths)
         gone = Excluded(Why.EMPTY)
-        return {path: str(self.anew[path]) for path in there if self.found.get(path) != gone}
+        return {path: str(self.attached[path]) for path in there if self.found.get(path) != gone}
 
     def add(self, **found: Found) -> None:
         """Devices that come, or say something else from now on."""
@@ -71,7 +71,7 @@ class Machine:
         """Detach devices."""
         for one in names:
             del self.found[f"/dev/{one}"]
-            self.anew[f"/dev/{one}"] += 1
+            self.attached[f"/dev/{one}"] += 1
 
     def locate(self) -> Location | None:
         seen = {path: self._seen(path, one) for path, one in self.found.items()}
@@ -91,7 +91,7 @@ class Machine:
         if not isinstance(found, PhysicalLabel):
             return found
         groups = frozenset({self.active[path]} if path in self.active else ())
-        sequence = str(self.anew[path])
+        sequence = str(self.attached[path])
         return replace(found, kind=kind(path), active_groups=groups, sequence=sequence)
 
     def found_on(self, *names: str, missing: Collection[str] = ()) -> None:
@@ -145,7 +145,7 @@ def test_a_disk_removed_while_it_was_away_is_reported() -> None:
     assert "the group does not have it" in machine.foreign()["sdb"]
 
 
-# Disks that contradict each other, and what tells them apart
+# Disks that contradict each other
 
 OWN = at(sda=pv("1", "1", "2", seqno=100), sdb=pv("2", "1", "2", seqno=100))
 INTRUDERS: dict[str, tuple[PhysicalLabel, str]] = {
@@ -487,7 +487,7 @@ def test_a_foreign_disk_is_a_group_only_where_it_is_listed(disks: tuple[str, ...
 def failing(known_sequence: int, other_sequence: int) -> Machine:
     """A group on two disks, one of which cannot be read any more, and a device with its label."""
     machine = Machine(sda=pv("1", "1", "2"), sdb=pv("2", "1", "2"))
-    machine.anew["/dev/sdb"], machine.anew["/dev/sdc"] = known_sequence, other_sequence
+    machine.attached["/dev/sdb"], machine.attached["/dev/sdc"] = known_sequence, other_sequence
     machine.found_on("sda", "sdb")
     machine.add(sdb=Unreadable("Input/output error"), sdc=pv("2", "1", "2"))
     return machine

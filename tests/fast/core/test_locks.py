@@ -132,7 +132,7 @@ def test_waiting_calls_are_bounded(locks: VolumeLocks, pool: ThreadPoolExecutor)
         with pytest.raises(OperationPending), locks.hold("a"):
             pass
         locks.wait_until(lambda: False)
-        # What meets nobody needs not wait.
+        # A free volume is had at once.
         with locks.hold("b"):
             pass
     calls.end()

@@ -123,7 +123,7 @@ def test_a_start_does_not_wait_for_a_disk_that_hangs() -> None:
         with quiesce.resume_left(devices, ["data"], release):
             pass
         assert devices.suspended == {"vol-a"}
-    assert devices.tries.count("vol-a") == 1, "one thread, however often a start begins anew"
+    assert devices.tries.count("vol-a") == 1, "one thread, however often the start is retried"
     devices.answers.set()
     expect.soon(lambda: not devices.suspended)
 

@@ -219,7 +219,7 @@ def test_forget_during_a_read_makes_the_next_one_ask_lvm2(
         mark = real(paths, patience_seconds)
         # In the second the report was read already, and is about to be kept.
         if next(calls) == is_read_again:
-            # Another call's lvm2 is killed over a change: no commit tells of the suspended device.
+            # Another call's lvm2 is killed during a change: no commit shows the suspended device.
             fake.suspend("data", "a")
             known.metadata.forget()
         return mark
@@ -270,7 +270,7 @@ def test_quick_reads_do_not_wait_twice_for_a_group_that_hangs(
 
 
 class Endless:
-    """Commands of lvm2's of these kinds do not end, though they are told to, until they are let."""
+    """Commands of these kinds get SIGTERM and do not end, until they are in `ended`."""
 
     def __init__(self, fake: FakeHost, *kinds: str) -> None:
         self.kinds = set(kinds)

@@ -14,6 +14,7 @@ import serving
 from csi_client import Client
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
+from fast.failures.test_isolation import Trouble
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -22,8 +23,6 @@ from agent.daemon.server import Service
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
-from mount import command
-from mount import errors as mount_errors
 from mount.command import Result
 
 MIB = 1 << 20
@@ -71,23 +70,15 @@ def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def hang(fake: FakeHost) -> Iterator[Callable[[], threading.Event]]:
     """Have lvm2 hang for all that has to do with group a; the event says that it did."""
-    over, asked = threading.Event(), threading.Event()
-
-    def intercept(words: Sequence[str]) -> Result | None:
-        if words[0] == "lvm" and "/dev/fake-a-" in " ".join(words) and not over.is_set():
-            asked.set()
-            limit = command.remaining_seconds()
-            if not over.wait(60 if limit is None else limit):
-                raise mount_errors.CommandTimedOut(tuple(words), limit or 60.0)
-        return None
+    troubles: list[Trouble] = []
 
     def begin() -> threading.Event:
-        fake.lvm2.groups["a"].seqno += 1
-        fake.intercept = intercept
-        return asked
+        troubles.append(Trouble(fake, ends_in_time=True))
+        return troubles[0].asked
 
     yield begin
-    over.set()
+    for one in troubles:
+        one.over.set()
 
 
 class FailsOnce:

@@ -58,7 +58,7 @@ class Trouble:
         fake.intercept = self
 
     def __call__(self, words: Sequence[str]) -> Result | None:
-        if words[0] != "lvm" or "/dev/fake-a-0" not in " ".join(words) or self.over.is_set():
+        if words[0] != "lvm" or "/dev/fake-a-" not in " ".join(words) or self.over.is_set():
             return None
         self.asked.set()
         limit = command.remaining_seconds() if self._ends_in_time else None
@@ -516,7 +516,7 @@ def take(fake: FakeHost) -> Callable[[], object]:
 
 
 def double(fake: FakeHost) -> Callable[[], object]:
-    """Another group of the name, which nothing tells apart."""
+    """Another group of the name, as well proved."""
     fake.deactivate("a", "vol-deleted-sick")
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "a"
