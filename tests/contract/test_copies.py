@@ -196,21 +196,17 @@ def test_copies_cost_no_more_commands_than_promised(
 
 
 @pytest.mark.variation
-def test_repeated_create_needs_no_source(client: Client, snapshot: csi.Snapshot) -> None:
+def test_inactive_source_and_missing_source(
+    client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
+) -> None:
     source = of_snapshot(snapshot.snapshot_id)
+    host.deactivate(group, "vol-pvc-1")
     made = client.create("pvc-2", 0, block(), source=source)
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == BEFORE
+    # A repeated call no longer needs the source.
     client.delete_snapshot(snapshot.snapshot_id)
     assert client.create("pvc-2", 0, block(), source=source) == made
     assert client.create("pvc-2", 32 * MIB, block(), source=source) == made
-
-
-@pytest.mark.variation
-def test_inactive_source_is_activated(
-    client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
-) -> None:
-    host.deactivate(group, "vol-pvc-1")
-    client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
-    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == BEFORE
 
 
 # What is refused

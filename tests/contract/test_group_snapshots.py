@@ -80,16 +80,27 @@ def test_capabilities_include_group_snapshots(client: Client) -> None:
 def test_create_runs_one_command_for_each_source(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
+    prefix = "csi.storage.k8s.io/volumegroupsnapshot"
+    given = {f"{prefix}/name": "weekday", f"{prefix}/namespace": "shop"}
     host.commands.clear()
-    made = client.group_snapshot("nightly", pair)
+    made = client.group_snapshot("nightly", pair, {**given, f"{prefix}content/name": "content-1"})
     assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate", "lvchange"]
     assert made.ready_to_use
+    expected = {
+        "groupSnapshotName": "weekday",
+        "namespace": "shop",
+        "content": "content-1",
+        "name": "nightly",
+        "groupSnapshot": made.group_snapshot_id,
+    }
     assert sorted(one.source_volume_id for one in made.snapshots) == sorted(pair)
     for one in made.snapshots:
         assert one.group_snapshot_id == made.group_snapshot_id
         assert one.creation_time == made.creation_time
         assert one.ready_to_use
         assert [dict(each.segments) for each in one.accessible_topology] == [{TOPOLOGY_KEY: "here"}]
+        own_tags = tags.decode(logical(host, group, logical_name(one.snapshot_id)).tags)
+        assert expected.items() <= own_tags.items()
     assert not is_held(host, group)
 
 
@@ -137,23 +148,6 @@ def test_missing_source_is_named(
         client.group_snapshot("nightly", [*pair, elsewhere])
     assert client.snapshots() == []
     assert not is_held(host, group)
-
-
-@pytest.mark.variation
-def test_names_become_tags(client: Client, pair: list[str], host: AnyHost, group: str) -> None:
-    prefix = "csi.storage.k8s.io/volumegroupsnapshot"
-    given = {f"{prefix}/name": "nightly", f"{prefix}/namespace": "shop"}
-    made = client.group_snapshot("1", pair, {**given, f"{prefix}content/name": "content-1"})
-    expected = {
-        "groupSnapshotName": "nightly",
-        "namespace": "shop",
-        "content": "content-1",
-        "name": "1",
-        "groupSnapshot": made.group_snapshot_id,
-    }
-    for one in ids(made):
-        own_tags = tags.decode(logical(host, group, logical_name(one)).tags)
-        assert expected.items() <= own_tags.items()
 
 
 # One moment
@@ -449,12 +443,17 @@ def test_snapshots_are_deleted_together(
     assert [one.group_snapshot_id for one in client.snapshots()] == [made.group_snapshot_id] * 2
     with expect.code("INVALID_ARGUMENT", made.group_snapshot_id, "DeleteVolumeGroupSnapshot"):
         client.delete_snapshot(ids(made)[0])
+    for one in pair:
+        with expect.code("FAILED_PRECONDITION"):
+            client.delete(one)
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
     assert names(host, group) == {"vol-data", "vol-wal"}
     assert report.read(host.lvm).group(group).free_extents == free
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
     with expect.code("NOT_FOUND"):
         client.find_group_snapshot(made.group_snapshot_id, ids(made))
+    for one in pair:
+        client.delete(one)
 
 
 @pytest.mark.variation
@@ -478,17 +477,6 @@ def test_delete_of_an_unknown_id_is_ok(client: Client, pair: list[str], group: s
     with expect.code("FAILED_PRECONDITION"):
         client.delete_group_snapshot(f"{group}@00000000/gsnap-nightly")
     assert len(client.volumes()) == 2
-
-
-@pytest.mark.variation
-def test_source_with_snapshots_is_not_deleted(client: Client, pair: list[str]) -> None:
-    made = client.group_snapshot("nightly", pair)
-    for one in pair:
-        with expect.code("FAILED_PRECONDITION"):
-            client.delete(one)
-    client.delete_group_snapshot(made.group_snapshot_id, ids(made))
-    for one in pair:
-        client.delete(one)
 
 
 # Two at once

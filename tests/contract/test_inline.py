@@ -75,13 +75,6 @@ def test_publish_makes_formats_and_mounts_a_volume(
     assert (mount.fs_type, mount.root, mount.read_only) == ("xfs", "/", False)
     [volume] = volumes(host, group)
     assert volume.size_bytes == 320 * MIB
-    assert client.stats(VOLUME, target).usage[0].total > 200 * MIB
-
-
-@pytest.mark.variation
-def test_tags_name_the_pod(client: Client, host: AnyHost, group: str, target: Path) -> None:
-    client.publish_inline(VOLUME, target, SMALL)
-    [volume] = volumes(host, group)
     expected = {
         "name": VOLUME,
         "ephemeral": "true",
@@ -91,6 +84,7 @@ def test_tags_name_the_pod(client: Client, host: AnyHost, group: str, target: Pa
         "podUid": "17",
     }
     assert expected.items() <= tags.decode(volume.tags).items()
+    assert client.stats(VOLUME, target).usage[0].total > 200 * MIB
 
 
 def test_unpublish_erases_it(client: Client, host: AnyHost, group: str, target: Path) -> None:
@@ -247,7 +241,8 @@ def test_controller_does_not_know_it(
     client: Client, host: AnyHost, group: str, target: Path
 ) -> None:
     client.publish_inline(VOLUME, target, SMALL)
-    logical_id = own_id(host, group)
+    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+    logical_id = f"{group}@{uuid}/{volumes(host, group)[0].name}"
     assert client.volumes() == []
     for volume_id in (VOLUME, logical_id):
         with expect.code("NOT_FOUND"):
@@ -260,13 +255,9 @@ def test_controller_does_not_know_it(
     with expect.code("FAILED_PRECONDITION", str(target)):
         client.delete(logical_id)
     assert len(volumes(host, group)) == 1
-
-
-@pytest.mark.variation
-def test_delete_by_logical_volume(client: Client, host: AnyHost, group: str, target: Path) -> None:
-    client.publish_inline(VOLUME, target, SMALL)
+    # An operator may delete one that is no longer used.
     host.kernel.unmount(str(target))
-    client.delete(own_id(host, group))
+    client.delete(logical_id)
     assert volumes(host, group) == []
 
 
@@ -307,12 +298,6 @@ def forgotten(host: AnyHost, client: Client, target: Path) -> None:
         path.rmdir()
 
 
-def own_id(host: AnyHost, group: str) -> str:
-    """The id of an inline volume by its logical volume."""
-    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
-    return f"{group}@{uuid}/{volumes(host, group)[0].name}"
-
-
 @pytest.mark.variation
 def test_second_sweep_removes_a_volume_without_pod(
     client: Client, host: AnyHost, service: Service, group: str, target: Path
@@ -337,6 +322,10 @@ def test_pod_that_came_back_keeps_its_volume(
     (target.parent).rmdir()
     (target.parent.parent).rmdir()
     service.inline_volumes.sweep(group)
+    # Without the directory of all pods, that of a pod proves nothing.
+    (host.directory / "pods").rmdir()
+    for _ in range(2):
+        service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 1
 
 
@@ -366,17 +355,6 @@ def test_inactive_and_other_volumes_are_kept(
     for _ in range(2):
         service.inline_volumes.sweep(group)
     assert len(volumes(host, group)) == 2
-
-
-@pytest.mark.variation
-def test_sweep_needs_the_directory_of_all_pods(
-    client: Client, host: AnyHost, service: Service, group: str, target: Path
-) -> None:
-    forgotten(host, client, target)
-    (host.directory / "pods").rmdir()
-    for _ in range(2):
-        service.inline_volumes.sweep(group)
-    assert len(volumes(host, group)) == 1
 
 
 @pytest.mark.variation

@@ -109,16 +109,11 @@ def test_pools() -> None:
 
 
 @pytest.mark.variation
-def test_service_that_does_not_run(host: AnyHost, config: Config, tmp_path: Path) -> None:
-    seen = look(host, replace(config, endpoint=tmp_path / "nobody.sock"))
+def test_missing_group_and_service(host: AnyHost, config: Config, tmp_path: Path) -> None:
+    classes = (*config.classes, DeviceClass(name="other", group="nowhere"))
+    seen = look(host, replace(config, classes=classes, endpoint=tmp_path / "absent.sock"))
     assert not seen.serving
     assert "not serving" in shown(seen)
-
-
-@pytest.mark.variation
-def test_missing_group(host: AnyHost, config: Config) -> None:
-    other = DeviceClass(name="other", group="nowhere")
-    seen = look(host, replace(config, classes=(*config.classes, other)))
     assert [one.present for one in seen.groups] == [True, False]
     assert seen.classes[1].largest_bytes is None
     assert "is not on this node" in shown(seen)

@@ -30,15 +30,25 @@ def find(client: Client, snapshot_id: str) -> csi.Snapshot:
 def test_create_runs_two_commands(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
+    prefix = "csi.storage.k8s.io/volumesnapshot"
+    given = {f"{prefix}/name": "nightly", f"{prefix}/namespace": "shop"}
+    given[f"{prefix}content/name"] = "content-1"
     host.commands.clear()
-    snapshot = client.snapshot("snap-1", volume.volume_id)
+    snapshot = client.snapshot("snap-1", volume.volume_id, given)
     assert lvm2_commands(host) == ["fullreport", "lvcreate"]
     assert (snapshot.ready_to_use, snapshot.size_bytes) == (True, 64 * MIB)
     assert snapshot.source_volume_id == volume.volume_id
     assert snapshot.creation_time.seconds > 0
     made = logical(host, group, "snap-snap-1")
     assert (made.origin, made.read_only) == ("vol-pvc-1", True)
-    expected = {"name": "snap-1", "state": "ready", "source": "vol-pvc-1"}
+    expected = {
+        "name": "snap-1",
+        "state": "ready",
+        "source": "vol-pvc-1",
+        "snapshot": "nightly",
+        "namespace": "shop",
+        "content": "content-1",
+    }
     assert expected.items() <= tags.decode(made.tags).items()
 
 
@@ -190,17 +200,6 @@ def test_snapshot_without_room_is_refused(client: Client, volume: csi.Volume) ->
     with expect.code("RESOURCE_EXHAUSTED", str(EXTENT)):
         client.snapshot("1", volume.volume_id, {"size": "8MiB"})
     assert client.snapshot("1", volume.volume_id, {"size": "4MiB"}).ready_to_use
-
-
-@pytest.mark.variation
-def test_names_given_by_the_snapshotter_become_tags(
-    client: Client, volume: csi.Volume, host: AnyHost, group: str
-) -> None:
-    prefix = "csi.storage.k8s.io/volumesnapshot"
-    given = {f"{prefix}/name": "nightly", f"{prefix}/namespace": "shop"}
-    client.snapshot("1", volume.volume_id, {**given, f"{prefix}content/name": "content-1"})
-    expected = {"snapshot": "nightly", "namespace": "shop", "content": "content-1"}
-    assert expected.items() <= tags.decode(logical(host, group, "snap-1").tags).items()
 
 
 # Lists
