@@ -18,11 +18,11 @@ from csi_client import Client
 from model.machine import bury, die
 from model.stopping import Switch
 from real.any import AnyHost, device
+from serving import machine
 
 from agent.cli import main
 from agent.cli.volumes import VolumeVerbs
 from agent.core import errors
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon import server
@@ -99,11 +99,6 @@ class Node:
 def command_line() -> argparse.ArgumentParser:
     """The words that carver takes. To put them together takes longer than most calls."""
     return main.parser()
-
-
-def machine(host: AnyHost) -> Host:
-    """The machine that all of them have."""
-    return Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
 
 
 def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Service:

@@ -17,14 +17,17 @@ from agent.daemon.server import Service
 from lvm.lvm2 import Lvm
 
 
+def machine(host: AnyHost) -> Host:
+    """The machine as the product sees it."""
+    return Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
+
+
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
     """Go on with what an earlier process left, and serve.
 
     `eraser` and `copier` are how long a call waits for them, where that is not as usual.
     """
-    running = Service(
-        config, Host(fake.run, fake.kernel, fake.devices, fake.disks, stream=fake.stream), fake.lvm
-    )
+    running = Service(config, machine(fake), fake.lvm)
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
     server.resume(running)
@@ -37,8 +40,7 @@ def served(
     host: AnyHost, config: Config, lvm: Lvm | None = None
 ) -> Iterator[tuple[Service, Client]]:
     """Serve on a socket of the test's own; calls wait for erasing and copying to end."""
-    machine = Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
-    running = Service(config, machine, lvm or host.lvm)
+    running = Service(config, machine(host), lvm or host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)
     try:

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 from fakes.host import FakeHost
+from serving import machine
 
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.daemon import process
 from agent.daemon.monitor import Monitor
@@ -28,8 +28,7 @@ class Started:
         monkeypatch.setattr(Monitor, "start", noting)
         monkeypatch.setattr(process, "notify", self._notify)
         monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
-        host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-        self._thread = threading.Thread(target=process.serve, args=(config, host))
+        self._thread = threading.Thread(target=process.serve, args=(config, machine(fake)))
         self._thread.start()
         assert self.served.wait(20)
 

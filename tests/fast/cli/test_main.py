@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
-from nodes import machine
+from serving import machine
 
 from agent.cli import main as cli
 from agent.cli import status, terminal

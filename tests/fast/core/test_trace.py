@@ -11,7 +11,7 @@ import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
-from nodes import machine
+from serving import machine
 
 from agent.cli.volumes import VolumeVerbs
 from agent.core import trace

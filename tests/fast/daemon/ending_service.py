@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import configured
 from fakes.host import FakeHost
+from serving import machine
 
 from agent.cli import main as cli
 from agent.core import host, settings
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.daemon import process, server
 from agent.operations import preflight
 from mount.command import Result
@@ -54,7 +54,7 @@ def main(directory: Path) -> int:
         return None
 
     fake.intercept = intercept
-    made = Host(fake.run, fake.kernel, fake.devices, fake.disks)
+    made = machine(fake)
     with (
         patch.object(fake.kernel, "zero_out", hang),
         patch.object(host, "this_host", lambda _: made),

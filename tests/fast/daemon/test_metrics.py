@@ -17,8 +17,8 @@ import yaml
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
-from nodes import machine
 from prometheus_client.parser import text_string_to_metric_families
+from serving import machine
 
 from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block

@@ -18,7 +18,7 @@ from fakes import known as fake_known
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fast.daemon.conftest import Start
-from nodes import machine
+from serving import machine
 from started import page
 
 from agent.core import errors, inventory

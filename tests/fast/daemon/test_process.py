@@ -23,11 +23,12 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
 from fast.daemon.conftest import Start
+from serving import machine
 from started import Started
 
 from agent.cli import main as cli
 from agent.core import errors
-from agent.core.host import Host, log_command
+from agent.core.host import log_command
 from agent.core.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, GroupDefinition
 from agent.csi import interceptor
 from agent.csi.client import Client, block
@@ -119,7 +120,7 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
     monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(process, "_until_signal", threading.Event)
     with pytest.raises(errors.SocketGone, match=r"csi\.sock: it was deleted"):
-        process.serve(config, Host(fake.run, fake.kernel, fake.devices, fake.disks))
+        process.serve(config, machine(fake))
 
 
 def test_the_service_is_ready_before_slow_checks_end(
