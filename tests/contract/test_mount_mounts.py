@@ -95,13 +95,17 @@ def test_a_read_only_mount_is_read_only_for_the_file_system_too(host: Any) -> No
         mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
 
 
-def test_nothing_is_mounted_over_another_volume(host: Any) -> None:
+def test_nothing_is_mounted_or_bound_over_another_volume(host: Any) -> None:
     _, path = staged(host)
+    published = new_directory(host, "published")
+    mounts.ensure_mounted(host.kernel, formatted(host), published, "ext4", NONE)
 
     with pytest.raises(errors.ForeignMount):
         mounts.ensure_mounted(host.kernel, formatted(host), path, "ext4", NONE)
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_bound(host.kernel, path, published, NONE)
 
-    assert len(at(host, path)) == 1
+    assert [len(at(host, place)) for place in (path, published)] == [1, 1]
 
 
 def test_mounting_a_blank_device_fails_and_leaves_no_mount(host: Any) -> None:
@@ -127,11 +131,7 @@ def test_mounting_what_is_missing_or_no_device_fails(host: Any) -> None:
     for device in ("/dev/carver-no-such", path):
         with pytest.raises(errors.DeviceMissing):
             mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
-
-
-def test_mounting_at_a_missing_path_fails(host: Any) -> None:
     missing = str(host.directory / "no")
-
     with pytest.raises(errors.MountFailed):
         mounts.ensure_mounted(host.kernel, formatted(host), missing, "ext4", NONE)
 
@@ -206,26 +206,19 @@ def test_a_bind_asked_for_with_other_access_is_a_conflict(host: Any, read_only: 
     assert [mount.read_only for mount in at(host, published)] == [read_only]
 
 
-def test_a_bind_has_its_own_attributes_and_those_of_its_source(host: Any) -> None:
-    _, path = staged(host, flags=("nodev", "noatime"))
+@pytest.mark.parametrize("flags", [("nodev", "noatime"), ("ro",)])
+def test_a_bind_has_its_own_attributes_and_those_of_its_source(
+    host: Any, flags: tuple[str, ...]
+) -> None:
+    _, path = staged(host, flags=flags)
     published = new_directory(host, "published")
 
     for _ in range(2):
         mounts.ensure_bound(host.kernel, path, published, options.parse(["noexec"]))
 
     [found] = at(host, published)
-    assert {"nodev", "noatime", "noexec"} <= set(found.options)
+    assert {*flags, "noexec"} <= set(found.options)
     assert "noexec" not in at(host, path)[0].options
-
-
-def test_a_bind_of_a_read_only_mount_stays_read_only(host: Any) -> None:
-    _, path = staged(host, flags=("ro",))
-    published = new_directory(host, "published")
-
-    for _ in range(2):
-        mounts.ensure_bound(host.kernel, path, published, NONE)
-
-    assert at(host, published)[0].read_only
 
 
 def test_a_directory_below_the_staging_path_can_be_bound(host: Any) -> None:
@@ -239,17 +232,6 @@ def test_a_directory_below_the_staging_path_can_be_bound(host: Any) -> None:
     assert [mount.root for mount in at(host, published)] == ["/inner"]
     with pytest.raises(errors.ForeignMount):
         mounts.ensure_bound(host.kernel, path, published, NONE)
-
-
-def test_a_bind_is_never_stacked_on_another_volume(host: Any) -> None:
-    _, path = staged(host)
-    published = new_directory(host, "published")
-    mounts.ensure_mounted(host.kernel, formatted(host), published, "ext4", NONE)
-
-    with pytest.raises(errors.ForeignMount):
-        mounts.ensure_bound(host.kernel, path, published, NONE)
-
-    assert len(at(host, published)) == 1
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -280,21 +262,15 @@ def test_another_device_at_the_file_is_foreign(host: Any) -> None:
     assert host.kernel.device_number(published) == number
 
 
-def test_a_directory_is_not_bound_to_a_file(host: Any) -> None:
-    _, path = staged(host)
-    published = new_file(host, "block")
+@pytest.mark.parametrize("old_calls", [False, True])
+def test_a_failed_bind_leaves_no_mount(host: Any, real: bool, old_calls: bool) -> None:
+    kernel = Kernel(old_calls=old_calls) if real else host.kernel
+    directory, block = new_directory(host, "published"), new_file(host, "block")
 
-    with pytest.raises(errors.MountFailed):
-        mounts.ensure_bound(host.kernel, path, published, NONE)
-
-    assert at(host, published) == ()
-
-
-def test_a_missing_source_is_not_bound(host: Any) -> None:
-    published = new_directory(host, "published")
-
-    with pytest.raises(errors.MountFailed):
-        mounts.ensure_bound(host.kernel, str(host.directory / "no"), published, NONE)
+    for source, place in ((str(host.directory / "no"), directory), (directory, block)):
+        with pytest.raises(errors.MountFailed):
+            mounts.ensure_bound(kernel, source, place, NONE, read_only=True)
+        assert at(host, place) == ()
 
 
 def test_unmounting_twice_or_at_a_missing_path_succeeds(host: Any) -> None:
@@ -307,29 +283,22 @@ def test_unmounting_twice_or_at_a_missing_path_succeeds(host: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_mounts_of_the_volume_that_were_stacked_all_go(host: Any, known: bool) -> None:
+def test_binds_of_the_volume_that_were_stacked_all_go(host: Any, known: bool) -> None:
     device, path = staged(host)
-    published = new_directory(host, "published")
-    for _ in range(3):
-        host.kernel.bind(path, published, set())
-    assert len(at(host, published)) == 3
+    devices = [host.kernel.device_number(device)]
+    published, block = new_directory(host, "published"), new_file(host, "block")
 
-    devices = [host.kernel.device_number(device)] if known else None
-    mounts.ensure_unmounted(host.kernel, published, devices)
+    for source, place, of in (
+        (path, published, devices if known else None),
+        (device, block, devices),
+    ):
+        for _ in range(3):
+            host.kernel.bind(source, place, set())
+        assert len(at(host, place)) == 3
+        mounts.ensure_unmounted(host.kernel, place, of)
+        assert at(host, place) == ()
 
-    assert at(host, published) == ()
     assert len(at(host, path)) == 1
-
-
-def test_device_nodes_that_were_stacked_all_go(host: Any) -> None:
-    device = host.new_device(32 * MIB)
-    published = new_file(host, "block")
-    for _ in range(3):
-        host.kernel.bind(device, published, set())
-
-    mounts.ensure_unmounted(host.kernel, published, [host.kernel.device_number(device)])
-
-    assert at(host, published) == ()
 
 
 def test_a_foreign_mount_is_not_unmounted(host: Any) -> None:
@@ -414,13 +383,3 @@ def test_the_calls_of_older_kernels_end_in_the_same_mounts(host: Any, real: bool
     assert {"ro", "nodev", "noatime", "nosymfollow"} <= set(found.at(published)[0].options)
     for place in (block, published, path):
         mounts.ensure_unmounted(old, place)
-
-
-def test_a_failed_bind_of_older_kernels_leaves_no_mount(host: Any, real: bool) -> None:
-    old = Kernel(old_calls=True) if real else host.kernel
-    published = new_directory(host, "published")
-
-    with pytest.raises(errors.MountFailed):
-        mounts.ensure_bound(old, str(host.directory / "no"), published, NONE, read_only=True)
-
-    assert at(host, published) == ()
