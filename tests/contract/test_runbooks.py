@@ -1,4 +1,4 @@
-"""What docs/operations.md has people type, on two services with groups of their own."""
+"""The commands of docs/operations.md, on two services with groups of their own."""
 
 import random
 import re
@@ -25,14 +25,17 @@ MIB = 1 << 20
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def runbook(name: str, end: str = "end") -> list[str]:
-    """The lines of it."""
-    [found] = re.findall(rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: {end} -->", text(), re.S)
+def runbook(name: str) -> list[str]:
+    """The lines of a runbook."""
+    marked = rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->"
+    [found] = re.findall(marked, DOCUMENT.read_text(), re.S)
     return [line.strip() for line in found.splitlines() if line.strip()]
 
 
-def text() -> str:
-    return DOCUMENT.read_text()
+def use(node: Node, volume: csi.Volume) -> None:
+    """Stage a volume, which has a file system then, and unstage it."""
+    node.client.stage(volume, node.directory / "staging", mounted("ext4"))
+    node.client.unstage(volume.volume_id, node.directory / "staging")
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 
 
 def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) -> None:
-    """As a shell does on that node."""
+    """Run a line as a shell on that node does."""
     line = line.replace("/backup", str(backups))
     words = shlex.split(line.replace("/etc/carver/admin.conf", f"{backups}/kubeconfig"))
     assert words.pop(0) == "carver"
@@ -80,14 +83,11 @@ def test_backups_of_each_night_are_restored_on_a_bare_node(
 ) -> None:
     backups = tmp_path / "backup"
     backups.mkdir()
-    volume = here.client.create("db", 64 * MIB, mounted("ext4"))
-    staging = here.directory / "staging"
-    here.client.stage(volume, staging, mounted("ext4"))
-    here.client.unstage(volume.volume_id, staging)
+    use(here, here.client.create("db", 64 * MIB, mounted("ext4")))
     chance = random.Random(9)
     for line in runbook("backup"):
         if " create " in line:
-            # Behind the file system's own blocks, of which nobody is told.
+            # Behind the file system's own blocks.
             path = here.device("vol-db")
             at = (chance.randrange(40 * MIB) + 20 * MIB) // 4096 * 4096
             here.host.write_bytes(path, at, chance.randbytes(8192))
@@ -99,8 +99,7 @@ def test_backups_of_each_night_are_restored_on_a_bare_node(
     assert there.content("vol-db", 64 * MIB) == content
     type_in(there, runbook("restore")[-1], backups)
     [restored] = there.client.volumes()
-    there.client.stage(restored, there.directory / "staging", mounted("ext4"))
-    there.client.unstage(restored.volume_id, there.directory / "staging")
+    use(there, restored)
 
 
 ABOUT = {
@@ -111,16 +110,15 @@ ABOUT = {
 
 
 def claimed(node: Node) -> csi.Volume:
-    """A volume that was made for a claim, and holds a file system; nobody uses it."""
+    """An unused volume of a claim, with a file system."""
     volume = node.client.create("pvc-1", 24 * MIB, mounted("ext4"), parameters=ABOUT)
-    node.client.stage(volume, node.directory / "staging", mounted("ext4"))
-    node.client.unstage(volume.volume_id, node.directory / "staging")
+    use(node, volume)
     return volume
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What somebody was asked who says yes to all of it."""
+    """The questions of the commands; each is answered with yes."""
     found: list[str] = []
 
     def yes(question: str) -> bool:
@@ -180,35 +178,26 @@ def test_a_drain_is_undone_while_the_claim_is_as_it_was(
         require_bound(cluster, volume, "here")
     assert there.names() == set()
     assert list(here.client.volumes()) == [volume]
-    here.client.stage(volume, here.directory / "staging", mounted("ext4"))
-    here.client.unstage(volume.volume_id, here.directory / "staging")
+    use(here, volume)
 
 
 @pytest.mark.variation
-def test_what_re_points_a_claim_is_told_where_it_is_not_done(
+def test_a_move_without_a_kubeconfig_prints_how_to_rebind_the_claim(
     here: Node, there: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     claimed(here)
     type_in(here, "carver volume move pvc-1 --to node-b", tmp_path, Stand(there))
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     [moved] = there.client.volumes()
-    # It names all of it.
-    assert moved.volume_id in told
-    assert '"values": ["node-b"]' in told
-    steps = (
-        "Retain",
-        "pv.json |",
-        "delete pvc data",
-        "pvc.json |",
-        'delete pv "$PV"',
-        "here: carver",
-    )
-    order = [told.index(one) for one in steps]
+    assert moved.volume_id in printed
+    assert '"values": ["node-b"]' in printed
+    steps = ["Retain", "pv.json |", "delete pvc data", "pvc.json |", 'delete pv "$PV"']
+    order = [printed.index(one) for one in (*steps, "here: carver")]
     assert order == sorted(order)
 
 
 @pytest.mark.variation
-def test_a_node_that_still_runs_is_replaced(
+def test_a_running_node_is_replaced(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:
     volume = claimed(here)
@@ -224,7 +213,7 @@ def test_a_node_that_still_runs_is_replaced(
     assert asked
 
 
-def test_a_node_that_is_lost_is_replaced_from_backups(
+def test_a_lost_node_is_replaced_from_backups(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:
     volume = claimed(here)
@@ -243,6 +232,5 @@ def test_a_node_that_is_lost_is_replaced_from_backups(
             type_in(there, line, backups)
         [restored] = there.client.volumes()
         require_bound(cluster, restored, "node-b")
-        there.client.stage(restored, there.directory / "staging", mounted("ext4"))
-        there.client.unstage(restored.volume_id, there.directory / "staging")
+        use(there, restored)
     assert len(asked) == 6
