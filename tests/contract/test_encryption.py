@@ -194,7 +194,7 @@ def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(client: Client, b
 @pytest.mark.variation
 def test_the_device_of_a_closed_encrypted_volume_is_not_published(client: Client, box: Box) -> None:
     volume = create(client, fs_type="")
-    # As with a PersistentVolume made by hand, whose attributes say nothing.
+    # As with a PersistentVolume made by hand, without attributes.
     bare = csi.Volume(volume_id=volume.volume_id)
     with expect.code("INVALID_ARGUMENT", "is encrypted"):
         box.stage(bare, None, block())

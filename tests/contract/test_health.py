@@ -41,7 +41,7 @@ def test_a_volume_is_healthy_from_its_creation_and_not_found_once_deleted(
     host.commands.clear()
     assert reported(client, volume) == []
     assert not client.node_health(volume.volume_id, target, staging).health_statuses
-    # What the machine lacks that runs the test is none of its groups' fault.
+    # What this machine lacks is no fault of its groups.
     assert [one for one in client.storage_health() if not one.HasField("volume_capability")] == []
     assert host.commands == []
     client.unpublish(volume.volume_id, target)

@@ -127,7 +127,7 @@ class Node:
             os.fsync(device.fileno())
 
     def content(self, volume: csi.Volume) -> bytes:
-        """All that a volume holds that nobody uses."""
+        """The content of a volume in no use."""
         staging = self.directory / "staging"
         self.client.stage(volume, staging, block())
         try:

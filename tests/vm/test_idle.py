@@ -1,4 +1,4 @@
-"""What the installed service costs while its volumes are in use and nobody calls it."""
+"""What the installed service costs while its volumes are in use and there are no calls."""
 
 import time
 import urllib.request

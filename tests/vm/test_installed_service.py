@@ -187,7 +187,7 @@ def test_the_unit_is_hardened_and_metrics_are_served_under_it(
     assert 'method="Probe"' in pages["metrics"]
     assert 'carver_group_free_bytes{group="carver"}' in pages["metrics"]
     assert pages["healthz"] == "ok\n"
-    # All is well but that nobody registers it: there is no kubelet here.
+    # Only the registration fails: there is no kubelet here.
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen("http://127.0.0.1:9898/readyz", timeout=30)
     assert b"kubelet has not registered" in refused.value.read()

@@ -55,7 +55,7 @@ def line(there: Node, tmp_path: Path) -> Iterator[Line]:
 
 @pytest.fixture
 def volume(here: Node) -> csi.Volume:
-    """One with content that does not pack, in nobody's use."""
+    """A volume in no use, with content that does not compress."""
     made: csi.Volume = here.client.create("db", SIZE, block())
     staging = here.directory / "staging"
     here.client.stage(made, staging, block())
@@ -141,7 +141,7 @@ def test_after_a_kill_within_a_stream_exactly_one_volume_is_usable(
 
 def kill(those: list[psutil.Process], but: int) -> None:
     those = [one for one in those if one.pid != but]
-    assert those, "there is none"
+    assert those, "no process to kill"
     for one in those:
         one.kill()
 

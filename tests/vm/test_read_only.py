@@ -74,7 +74,7 @@ def test_no_look_sees_a_read_only_publish_writable(
         for _ in range(times):
             watching.tell(watcher.LOOK)
             client.publish(volume, staging, target, capability, read_only=True)
-            # Not during the unmount: whoever looks at a mount keeps it busy.
+            # Not during the unmount: an open file keeps the mount busy.
             watching.tell(watcher.WAIT)
             client.unpublish(volume.volume_id, target)
     print(f"\n{times} read-only publishes, {kind}: {watching.found}")

@@ -333,7 +333,7 @@ def test_what_the_node_lacks(bench: Bench, host: RealHost, disks: Disks) -> None
 
 @contextmanager
 def covered(program: str) -> Iterator[None]:
-    """Inside, the program is none."""
+    """Inside, the file is not a program."""
     subprocess.run(["mount", "--bind", "/dev/null", program], check=True)
     try:
         yield

@@ -44,7 +44,7 @@ def device(path: str) -> str:
     try:
         if not stat.S_ISBLK(os.fstat(descriptor).st_mode):
             return "nothing"
-        # A read-only bind keeps nobody from writing a device; only the device itself does.
+        # A read-only bind of a device does not prevent writes; only the device itself does.
         answer = fcntl.ioctl(descriptor, _BLKROGET, bytes(4))
         return "read-only" if any(answer) else "writable"
     finally:

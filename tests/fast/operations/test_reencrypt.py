@@ -173,12 +173,12 @@ def test_other_key_slots_are_killed_first(host: FakeHost, config: Config) -> Non
         client.stage(source, staging, block(), KEY)
         client.unstage(source.volume_id, staging)
         made = client.create("copy", 0, block(), source=of_volume(source.volume_id))
-        told = cryptsetup._read(device(host))
-        assert told is not None
+        metadata = cryptsetup._read(device(host))
+        assert metadata is not None
         # Another key, that for recovery, and one of a re-encryption that never began.
-        told["keyslots"] |= {one: cryptsetup._slot(one.encode()) for one in ("1", "2", "3")}
-        told["unbound"] = ["3"]
-        cryptsetup._put(device(host), cryptsetup._uuid(device(host)), told)
+        metadata["keyslots"] |= {one: cryptsetup._slot(one.encode()) for one in ("1", "2", "3")}
+        metadata["unbound"] = ["3"]
+        cryptsetup._put(device(host), cryptsetup._uuid(device(host)), metadata)
         assert header(host).unbound == (3,)
         client.stage(made, staging, block(), KEY)
     assert (header(host).slots, header(host).unbound) == ((1,), ())
