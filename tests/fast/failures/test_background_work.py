@@ -81,23 +81,6 @@ def hang(fake: FakeHost) -> Iterator[Callable[[], threading.Event]]:
         one.over.set()
 
 
-class FailsOnce:
-    """The first command of a kind of background work fails with this."""
-
-    def __init__(self, fake: FakeHost, kind: str, problem: Exception) -> None:
-        self.kind, self.problem = kind, problem
-        self.has_failed = False
-        fake.intercept = self
-
-    def __call__(self, _words: Sequence[str]) -> None:
-        if threading.current_thread().name.startswith(self.kind) and not self.has_failed:
-            self.has_failed = True
-            raise self.problem
-
-
-AGAIN = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-
 def filled(client: Client, fake: FakeHost, group: str) -> FakePool:
     """A pool that is to be extended."""
     parameters = {"class": f"thin-{group}"}
@@ -160,7 +143,7 @@ def test_a_retry_waits_from_the_end_of_the_failed_try(
 @pytest.mark.parametrize(
     "problem",
     [
-        AGAIN,
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
         OSError(errno.EMFILE, "Too many open files"),
         RuntimeError("can't start new thread"),
     ],
@@ -177,10 +160,16 @@ def test_a_pool_grows_after_a_fork_that_failed(
     pool = filled(client, fake, "b")
     before = pool.length
     fake.lvm2.groups["b"].seqno += 1
-    failing = FailsOnce(fake, "grow", problem)
+    problems = [problem]
+
+    def fail_once(_words: Sequence[str]) -> None:
+        if threading.current_thread().name.startswith("grow") and problems:
+            raise problems.pop()
+
+    fake.intercept = fail_once
     service.autoextender.tasks.start()
     expect.soon(lambda: pool.length > before)
-    assert failing.has_failed
+    assert not problems
     assert service.autoextender.counts()["data", "failed"] == 1
 
 
