@@ -85,29 +85,33 @@ def test_mkfs_never_gets_the_option_to_overwrite(fs_type: str) -> None:
     assert not {"-f", "-F"} & set(words)
 
 
-def test_a_users_option_takes_the_place_of_ours() -> None:
-    words = made("ext4", ["-m", "5", "-L", "web", "-b", "1024"])
-
-    assert options_of(words) | {"-O": "", "-E": ""} == {
-        "-b": "1024", "-m": "5", "-E": "", "-O": "", "-L": "web",
-    }  # fmt: skip
+EXT4_FEATURES = filesystem.FILE_SYSTEMS["ext4"].options["-O"].removesuffix(",metadata_csum")
 
 
-def test_a_users_features_are_added_to_ours_and_win() -> None:
-    features = options_of(made("ext4", ["-O", "^metadata_csum,quota"]))["-O"].split(",")
+@pytest.mark.parametrize(
+    ("fs_type", "option", "given", "expected"),
+    [
+        ("ext4", "-m", "5", "5"),
+        ("ext4", "-b", "1024", "1024"),
+        ("ext4", "-L", "web", "web"),
+        ("ext4", "-O", "^metadata_csum,quota", f"{EXT4_FEATURES},^metadata_csum,quota"),
+        ("xfs", "-m", "rmapbt=1", "crc=1,finobt=1,reflink=1,bigtime=0,inobtcount=0,rmapbt=1"),
+        ("xfs", "-m", "bigtime=1", "crc=1,finobt=1,reflink=1,rmapbt=0,inobtcount=0,bigtime=1"),
+        ("xfs", "-n", "size=8192", "parent=0,size=8192"),
+    ],
+)
+def test_a_users_words_take_the_place_of_ours(
+    fs_type: str, option: str, given: str, expected: str
+) -> None:
+    ours, words = options_of(made(fs_type)), options_of(made(fs_type, [option, given]))
 
-    assert features[0] == "none"
-    assert "metadata_csum" not in features
-    assert features[-2:] == ["^metadata_csum", "quota"]
+    assert words == {**ours, option: expected}
 
 
-def test_xfs_is_never_given_a_key_twice() -> None:
-    words = list(made("xfs", ["-m", "rmapbt=1", "-K", "-n", "size=8192"]))
+def test_a_flag_has_no_value() -> None:
+    words = list(made("xfs", ["-K"]))
 
-    metadata = "crc=1,finobt=1,reflink=1,bigtime=0,inobtcount=0,rmapbt=1"
-    assert words[words.index("-m") + 1] == metadata
-    assert words[words.index("-K") + 1] != ""
-    assert words[words.index("-n") + 1].endswith("size=8192")
+    assert words[words.index("-K") + 1] == "--"
 
 
 @pytest.mark.parametrize(
@@ -127,13 +131,6 @@ def test_xfs_has_no_feature_that_the_oldest_kernel_cannot_mount(
 
     said = [one for word in words for one in word.split(",") if one.endswith("=0")]
     assert [one for one in said if one != "rmapbt=0"] == off
-
-
-def test_a_user_may_ask_for_a_feature_of_newer_kernels() -> None:
-    words = " ".join(made("xfs", ["-m", "bigtime=1"]))
-
-    assert "bigtime=1" in words
-    assert "bigtime=0" not in words
 
 
 class OldMkfs:

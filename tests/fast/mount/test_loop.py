@@ -105,13 +105,7 @@ def test_a_device_that_stays_open_is_busy(kernel: FakeKernel, file: str) -> None
 
 def test_a_device_that_another_detaches_first_is_detached(kernel: FakeKernel, file: str) -> None:
     device = loop.attach(kernel, file)
-    clear = kernel.loop_clear
-
-    def cleared(device: str) -> None:
-        clear(device)
-        clear(device)
-
-    kernel.override(loop_clear=cleared)
+    kernel.follow("loop_clear")
 
     loop.detach(kernel, device)
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import uuid
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,21 +74,10 @@ def test_a_mount_that_came_out_writable_is_undone(path: str) -> None:
     assert table.read(kernel).at(path) == ()
 
 
-def followed_by(act: Callable[..., None], then: Callable[[], None]) -> Callable[..., None]:
-    """An operation of the kernel right after which another process acts."""
-
-    def both(*arguments: object) -> None:
-        act(*arguments)
-        then()
-
-    return both
-
-
 def test_a_foreign_mount_right_over_ours_is_named_and_left_alone(
     kernel: FakeKernel, path: str
 ) -> None:
-    raced = followed_by(kernel.mount, lambda: kernel.mount_foreign(path))
-    kernel.override(mount=raced)
+    kernel.follow("mount", lambda *_: kernel.mount_foreign(path))
 
     with pytest.raises(errors.ForeignMount, match="tmpfs"):
         mount(kernel, path)
@@ -203,8 +192,7 @@ def test_a_mount_that_another_process_unmounts_first_is_unmounted(
     kernel: FakeKernel, path: str
 ) -> None:
     mount(kernel, path)
-    unmount = kernel.unmount
-    kernel.override(unmount=followed_by(unmount, lambda: unmount(path)))
+    kernel.follow("unmount")
 
     mounts.ensure_unmounted(kernel, path)
 
@@ -215,8 +203,7 @@ def test_a_place_that_is_mounted_again_at_once_is_not_unmounted(
     kernel: FakeKernel, path: str
 ) -> None:
     mount(kernel, path)
-    again = followed_by(kernel.unmount, lambda: kernel.mount_foreign(path))
-    kernel.override(unmount=again)
+    kernel.follow("unmount", kernel.mount_foreign)
 
     with pytest.raises(errors.UnmountFailed, match="again"):
         mounts.ensure_unmounted(kernel, path)

@@ -154,9 +154,7 @@ def test_a_failure_shows_snapshots_too(cluster: FakeCluster, tried: Tried) -> No
 
 
 @pytest.mark.parametrize("wrong", ["volume kept", "no object"])
-def test_a_volume_without_its_object_is_a_failure(
-    cluster: FakeCluster, tried: Tried, wrong: str
-) -> None:
+def test_a_volume_without_object_fails(cluster: FakeCluster, tried: Tried, wrong: str) -> None:
     cluster.wrong = {wrong}
     printed = tried(run.WRONG, "--only", "claim")
     assert outcomes(printed) == {"claim": "FAILED", "removed": "FAILED"}
@@ -263,9 +261,7 @@ def test_of_several_storage_classes_one_must_be_named(cluster: FakeCluster, trie
 # Errors of the API server
 
 
-def test_an_api_server_that_is_away_briefly_is_waited_for(
-    cluster: FakeCluster, tried: Tried
-) -> None:
+def test_an_api_server_away_briefly_is_waited_for(cluster: FakeCluster, tried: Tried) -> None:
     away = ("get pods", "apply", "exec", "delete", "patch", "uncordon")
     cluster.errors = [(words, 3, PASSING) for words in away]
     tried(run.WELL)
@@ -349,9 +345,7 @@ def test_after_an_interrupt_the_exit_code_says_so(
     assert left(cluster) == []
 
 
-def test_what_a_second_interrupt_leaves_is_removed_later(
-    cluster: FakeCluster, tried: Tried
-) -> None:
+def test_leftovers_of_a_second_interrupt_go_later(cluster: FakeCluster, tried: Tried) -> None:
     cluster.interrupts = ["exec", "delete persistentvolumeclaims"]
     printed = tried(run.INTERRUPTED, "--only", "claim")
     assert "goes by run.py --clean" in printed
@@ -366,9 +360,7 @@ def test_what_a_second_interrupt_leaves_is_removed_later(
     assert "no run has left anything" in tried(run.WELL, "--clean")
 
 
-def test_a_run_that_was_killed_with_every_node_cordoned_is_cleaned_up(
-    cluster: FakeCluster, tried: Tried
-) -> None:
+def test_a_run_killed_with_nodes_cordoned_goes(cluster: FakeCluster, tried: Tried) -> None:
     for node in ("one", "two"):
         one = cluster.objects["nodes", "", node]
         one["spec"]["unschedulable"] = True
@@ -424,9 +416,7 @@ def test_a_mistake_of_a_check_s_own_leaves_nothing(
 # What is applied
 
 
-def test_all_that_is_applied_fits_the_schema_of_kubernetes(
-    cluster: FakeCluster, tried: Tried
-) -> None:
+def test_all_objects_fit_the_schema_of_kubernetes(cluster: FakeCluster, tried: Tried) -> None:
     tried(run.WELL)
     kinds = {one["kind"] for one in cluster.applied}
     assert kinds == {

@@ -401,6 +401,16 @@ class FakeKernel(Kernel):
         """Have other operations in place of the ones of these names."""
         vars(self).update(operations)
 
+    def follow(self, name: str, then: Callable[..., None] | None = None) -> None:
+        """Have another process act right after an operation; without `then` it does the same."""
+        own = getattr(self, name)
+
+        def both(*arguments: object) -> None:
+            own(*arguments)
+            (then or own)(*arguments)
+
+        self.override(**{name: both})
+
     def remount_read_only(self, device: str, *words: str) -> None:
         """As a file system does by itself after an error: the superblock, not its mounts.
 
