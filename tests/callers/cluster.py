@@ -2,19 +2,105 @@
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from callers.backoff import Backoff
 from callers.directories import Directories
 from callers.kubelet import Kubelet
 from callers.objects import Claim, PersistentVolume, Pod, Snapshot, StorageClass
 from callers.plugin import Answer, Plugin
-from callers.resizer import Resizer
-from callers.scheduler import Scheduler
 from callers.sidecars import Provisioner, Snapshotter
 
 from agent.csi.client import Mode, mounted
+
+
+class Backoff:
+    """When a caller tries again, by the clock of the cluster and no other.
+
+    One second after the first failure, twice as long after each other, five minutes at most.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._due: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def is_due(self, *what: object) -> bool:
+        """Whether it is time to try."""
+        return self._due.get(what, (0, 0))[0] <= self.now
+
+    def failed(self, *what: object) -> None:
+        """Wait longer than before."""
+        waited = self._due.get(what, (0, 0))[1]
+        longer = min(300, 2 * waited or 1)
+        self._due[what] = (self.now + longer, longer)
+
+    def succeeded(self, *what: object) -> None:
+        """Begin anew."""
+        self._due.pop(what, None)
+
+
+class Resizer:
+    """external-resizer where the driver has no ControllerExpandVolume (`trivial_resizer.go`).
+
+    It changes the PersistentVolume and leaves the rest to kubelet; has that try again at once.
+    """
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self._cluster = cluster
+
+    def step(self) -> None:
+        """Have each PersistentVolume as large as its claim asks (`expand_and_recover.go`).
+
+        What kubelet has to do yet is left to it. What kubelet found infeasible is pending again at
+        once, at the size that the claim asks for by then.
+        """
+        for claim in self._cluster.claims:
+            volume = claim.volume
+            if volume is None:
+                continue
+            is_pending = claim.capacity_bytes < volume.size_bytes
+            if claim.is_infeasible:
+                claim.is_infeasible = False
+                # A PersistentVolume grew before: it may be made as small as the claim.
+                if claim.size_bytes <= volume.size_bytes:
+                    volume.size_bytes = max(claim.size_bytes, claim.capacity_bytes)
+            elif not is_pending and claim.size_bytes > volume.size_bytes:
+                volume.size_bytes = claim.size_bytes
+
+
+class Scheduler:
+    """kube-scheduler, as far as volumes go: the plugin VolumeBinding (`volumebinding/binder.go`).
+
+    It chooses among the nodes that can be: nothing makes it prefer the one with the snapshot.
+    """
+
+    def __init__(self, cluster: "Cluster", chance: random.Random) -> None:
+        self._cluster = cluster
+        self._chance = chance
+
+    def step(self) -> None:
+        """Choose nodes for claims, and for pods whose claims are bound."""
+        for pod in self._cluster.pods:
+            if not pod.node and not pod.is_deleted and not pod.claim.is_deleted:
+                self._schedule(pod)
+
+    def _schedule(self, pod: Pod) -> None:
+        claim = pod.claim
+        if claim.volume is not None:
+            if not pod.nodes or claim.volume.node in pod.nodes:
+                pod.node = claim.volume.node
+        elif not claim.selected_node and (nodes := self._nodes_for(pod)):
+            claim.selected_node = self._chance.choice(nodes)
+
+    def _nodes_for(self, pod: Pod) -> Sequence[str]:
+        """Those that the pod may be on and whose CSIStorageCapacity is large enough."""
+        claim, capacities = pod.claim, self._cluster.capacities
+        return [
+            node
+            for node in self._cluster.nodes
+            if (not pod.nodes or node in pod.nodes)
+            and claim.size_bytes <= capacities.get((node, claim.storage_class), -1)
+        ]
 
 
 class Node:
