@@ -1,4 +1,4 @@
-"""Which block devices may be physical volumes: by trees as sysfs has them."""
+"""Which block devices may be physical volumes: by trees of sysfs, and by filters."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
+from lvm import blockdevices
 from lvm.blockdevices import BlockDevices, Excluded, Why
 from lvm.labels import Kind
 
@@ -129,3 +130,57 @@ def test_other_devices_are_excluded(sysfs: Sysfs) -> None:
         "nvme0c0n1": Why.PATH,
         "sdz": Why.EMPTY,
     }
+
+
+# Filters of lvm.conf(5)
+
+
+def accepted(root: Path, text: str, *paths: str, local: str = "") -> set[str]:
+    """Those of the paths that are accepted."""
+    (root / "etc/lvm").mkdir(parents=True, exist_ok=True)
+    (root / "etc/lvm/lvm.conf").write_text(text)
+    (root / "etc/lvm/lvmlocal.conf").write_text(local)
+    accepts = blockdevices.read(root)
+    return {path for path in paths if accepts is None or accepts(path)}
+
+
+DISKS = ("/dev/carver-no-sda", "/dev/carver-no-sdb", "/dev/carver-no-rbd0")
+A, B, RBD = DISKS
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", DISKS),
+        ('# devices/filter = [ "r|.*|" ]\ndevices {\n\tdir = "/dev"\n}\n', DISKS),
+        ('devices {\n filter = [ "r|no-rbd|" ]\n}', (A, B)),
+        ('devices { filter = [ "a|sda$|", "r|.*|" ] }', (A,)),
+        ('devices { filter = "r/sda/" }', (B, RBD)),
+        ('devices { filter = [ "r(sda)", "r[sdb]", "a{rbd}" ] }', (RBD,)),
+        ('devices/filter = [ "r|/dev/carver-no-sd|" ]', (RBD,)),
+        ('devices { global_filter = [ "r|rbd|" ]\n filter = [ "r|sda|" ] }', (B,)),
+        ('devices { filter = [ "r|unclosed" ] }', DISKS),
+        ('devices { filter = [ "r|rbd|" ]', DISKS),
+    ],
+    ids=range(10),
+)
+def test_a_disk_is_accepted_unless_a_pattern_before_rejects_it(
+    text: str, found: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert accepted(tmp_path, text, *DISKS) == set(found)
+
+
+def test_lvmlocal_conf_outweighs_lvm_conf(tmp_path: Path) -> None:
+    text, local = 'devices { filter = [ "r|.*|" ] }', 'devices { filter = [ "r|rbd|" ] }'
+    assert accepted(tmp_path, text, *DISKS, local=local) == {A, B}
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    assert accepted(tmp_path, 'devices { filter = [ "r|rbd|" ] }', *DISKS) == {A, B}
+    assert accepted(tmp_path, "", *DISKS) == set(DISKS)
+
+
+def test_one_name_that_is_accepted_is_enough() -> None:
+    patterns = tuple(blockdevices._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
+    assert blockdevices._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
+    assert not blockdevices._accepts(patterns, ["/dev/nvme0n1"])

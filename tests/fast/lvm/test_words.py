@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.images import GROUP_UUID, metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,3 +153,15 @@ def test_a_comment_may_be_of_any_encoding(tmp_path: Path) -> None:
     (directory / "own.devices").write_bytes(comment + b"IDTYPE=x PVID=" + b"a" * 32 + b"\n")
     assert lvm2.listed_disks(tmp_path) == frozenset({"a" * 32})
     assert lvm2.with_devices_file(tmp_path) == ()
+
+
+def test_lvm2_s_own_copy_has_the_uuid_of_a_group(tmp_path: Path) -> None:
+    copy = tmp_path / "etc/lvm/backup/data"
+    assert lvm2.backed_up(tmp_path, "data") == ""
+    copy.parent.mkdir(parents=True)
+    about = 'contents = "Text Format Volume Group"\nversion = 1\n\n'
+    copy.write_text(about + metadata().decode().rstrip("\0"))
+    assert lvm2.backed_up(tmp_path, "data") == GROUP_UUID
+    assert lvm2.backed_up(None, "data") == ""
+    copy.write_text("data { id = ")
+    assert lvm2.backed_up(tmp_path, "data") == ""
