@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import configured
 import pytest
+import serving
 from clocks import Clock
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
@@ -58,14 +58,8 @@ def config(group: str, tmp_path: Path) -> Config:
 @pytest.fixture
 def service(host: AnyHost, config: Config) -> Iterator[Service]:
     """Carver, serving on a socket of the test's own."""
-    running = Service(
-        config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
-    )
-    # A delete has ended when it answers, however slow the disk: what is left is the test's to see.
-    running.eraser.grace_seconds = running.copier.grace_seconds = 600
-    running.start(config.endpoint)
-    yield running
-    running.stop()
+    with serving.served(host, config) as (running, _):
+        yield running
 
 
 @pytest.fixture

@@ -39,7 +39,10 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
 def served(
     host: AnyHost, config: Config, lvm: Lvm | None = None
 ) -> Iterator[tuple[Service, Client]]:
-    """Serve on a socket of the test's own; calls wait for erasing and copying to end."""
+    """Serve on a socket of the test's own.
+
+    A delete has ended when it answers, however slow the disk: what is left is the test's to see.
+    """
     running = Service(config, machine(host), lvm or host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)
