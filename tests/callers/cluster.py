@@ -25,17 +25,14 @@ class Backoff:
         self._due: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def is_due(self, *what: object) -> bool:
-        """Whether it is time to try."""
         return self._due.get(what, (0, 0))[0] <= self.now
 
     def failed(self, *what: object) -> None:
-        """Wait longer than before."""
         waited = self._due.get(what, (0, 0))[1]
         longer = min(300, 2 * waited or 1)
         self._due[what] = (self.now + longer, longer)
 
     def succeeded(self, *what: object) -> None:
-        """Begin anew."""
         self._due.pop(what, None)
 
 
@@ -79,7 +76,6 @@ class Scheduler:
         self._chance = chance
 
     def step(self) -> None:
-        """Choose nodes for claims, and for pods whose claims are bound."""
         for pod in self._cluster.pods:
             if not pod.node and not pod.is_deleted and not pod.claim.is_deleted:
                 self._schedule(pod)
@@ -114,7 +110,6 @@ class Node:
         self.snapshotter = Snapshotter(cluster, name, plugin)
 
     def step(self) -> None:
-        """Let each do what is due."""
         self.kubelet.step()
         self.provisioner.step()
         self.snapshotter.step()
@@ -169,7 +164,6 @@ class Cluster:
         return made
 
     def snapshot(self, claim: Claim) -> Snapshot:
-        """A person makes a VolumeSnapshot."""
         made = Snapshot(f"snap-{next(self._serial)}", claim)
         self.snapshots.append(made)
         return made
@@ -192,7 +186,6 @@ class Cluster:
             supervise()
 
     def run_until(self, condition: Callable[[], bool], seconds: int = 3000) -> bool:
-        """Let time go by until something is so, or for so long."""
         for _ in range(seconds):
             if condition():
                 return True
@@ -261,7 +254,6 @@ class Cluster:
         return [*self.waiting(), *refused[-3:]]
 
     def delete_everything(self) -> None:
-        """People take away all that they made."""
         made: list[Pod | Claim | Snapshot] = [*self.pods, *self.claims, *self.snapshots]
         for one in made:
             one.is_deleted = True

@@ -31,7 +31,6 @@ def config(host: AnyHost, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def answers() -> list[Answer]:
-    """Every answer to the callers."""
     return []
 
 
@@ -61,5 +60,4 @@ def plugin(host: AnyHost, config: Config, answers: list[Answer]) -> Iterator[Plu
 
 @pytest.fixture
 def directories(host: AnyHost) -> Directories:
-    """Kubelet's directory."""
     return Directories(host.directory, host.kernel)

@@ -89,7 +89,6 @@ class Kubelet:
         return answer
 
     def unpublish_inline(self, volume_id: str, pod: str) -> Answer:
-        """That pod is gone."""
         path = self._inline_target(volume_id, pod)
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(path))
         answer = self._plugin.ask("NodeUnpublishVolume", request)
@@ -101,7 +100,6 @@ class Kubelet:
         return not self._staged and not self._published
 
     def target(self, pod: Pod, volume: PersistentVolume) -> str:
-        """Where a pod has a volume."""
         root = self._directories.kubelet
         if _is_block(volume):
             devices = root / "plugins/kubernetes.io/csi/volumeDevices"

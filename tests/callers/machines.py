@@ -45,7 +45,6 @@ class Machine:
         cluster.supervisors.append(self._ensure_alive)
 
     def stop(self) -> None:
-        """End the driver."""
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
             self._service.inline_volumes.tasks.stop()
@@ -53,7 +52,6 @@ class Machine:
             self._service.stop()
 
     def restart(self) -> None:
-        """End the driver and start it."""
         self.stop()
         self._start(Switch())
 
@@ -90,7 +88,6 @@ class Machine:
         self._fake_disks.lost.add(group)
 
     def find_again(self) -> None:
-        """Have all disks back."""
         if isinstance(self.host, FakeHost):
             self._fake_disks.lost.clear()
 

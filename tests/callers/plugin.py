@@ -37,7 +37,6 @@ class Answer:
 
     @property
     def reaction(self) -> Reaction:
-        """What its caller does then."""
         return self.rule.reaction(self.code)
 
     @property

@@ -49,7 +49,6 @@ class Recorded:
 
     @property
     def makes(self) -> str:
-        """The logical volume or snapshot that it makes."""
         prefix = _MADE_BY.get(self.method)
         return "" if prefix is None else prefix + str(self.request["name"])
 
@@ -60,7 +59,6 @@ class Recorded:
 
     @property
     def is_of_block(self) -> bool:
-        """Whether it is about a raw block volume's path."""
         return "/volumeDevices/" in str(self.request.get("target_path", ""))
 
 
@@ -71,7 +69,6 @@ def name_of(identity: str) -> str:
 
 @cache
 def read() -> tuple[Recorded, ...]:
-    """All of them."""
     return tuple(Recorded(**json.loads(line)) for line in _FILE.read_text().splitlines())
 
 
@@ -92,7 +89,6 @@ class Translation:
     ids: dict[str, str]
 
     def request(self, recorded: Recorded, kind: Any) -> Any:
-        """The request as it would be sent here."""
         return json_format.ParseDict(self._here(recorded.request), kind())
 
     def size_bytes(self, recorded: int) -> int:

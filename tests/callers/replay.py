@@ -101,7 +101,6 @@ class Replay:
         return answer
 
     def _join(self, volume: str) -> None:
-        """Have the calls beside others end."""
         self.met += [one.result() for one in self._beside.pop(volume, [])]
 
     def _ask(self, call: Recorded) -> Answer:

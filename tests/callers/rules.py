@@ -56,7 +56,6 @@ class Rule:
     warning: str
 
     def reaction(self, code: str) -> Reaction:
-        """What the caller does."""
         return Reaction.GOES_ON if code == "OK" else self.codes.get(code, self.otherwise)
 
 

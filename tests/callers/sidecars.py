@@ -34,7 +34,6 @@ class Sidecar:
         self.is_up = False
 
     def step(self) -> None:
-        """Do what is due; start first."""
         if not self.is_up:
             self._start()
         if self.is_up:

@@ -228,7 +228,6 @@ def replace_pod(cluster: Cluster, claim: Claim) -> Pod:
 
 
 def run_all(cluster: Cluster) -> None:
-    """Wait until every pod runs."""
     running = cluster.run_until(lambda: all(one.is_running for one in cluster.pods), seconds=600)
     assert running, cluster.report()
 

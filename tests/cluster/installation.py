@@ -41,7 +41,6 @@ class Installation:
     no_snapshots: str
 
     def pods(self, kubectl: Kubectl) -> list[Object]:
-        """The pods of Carver's DaemonSets."""
         found = []
         for one in self.daemonsets:
             labels = one["spec"]["selector"]["matchLabels"].items()

@@ -121,7 +121,6 @@ class Kubectl:
         return path(json.loads(review), "status", "allowed") is True
 
     def patch(self, kind: str, name: str, change: Object, namespace: str = "") -> None:
-        """Change an object."""
         words = ("--type=merge", f"--patch={json.dumps(change)}")
         self("patch", kind, name, *_scope(namespace), *words)
 

@@ -83,7 +83,6 @@ def claim(
 
 
 def of_claim(name: str, *, read_only: bool = False) -> Object:
-    """A pod's volume that is a claim's."""
     source = {"claimName": name, **({"readOnly": True} if read_only else {})}
     return {"name": "data", "persistentVolumeClaim": source}
 
@@ -148,7 +147,6 @@ def pod_spec(
 
 
 def pod(run: str, check: str, name: str, spec: Object) -> Object:
-    """A pod by itself."""
     return _object("Pod", _metadata(run, check, name), spec=spec)
 
 
@@ -166,7 +164,6 @@ def deployment(run: str, check: str, name: str, spec: Object) -> Object:
 
 
 def snapshot(run: str, check: str, name: str, claim_name: str) -> Object:
-    """A snapshot of a claim's volume."""
     source = {"persistentVolumeClaimName": claim_name}
     spec = {"volumeSnapshotClassName": named(run), "source": source}
     return _object("VolumeSnapshot", _metadata(run, check, name), spec=spec)

@@ -125,7 +125,6 @@ def _still_there(site: Site, node: str, handles: Container[str]) -> list[str]:
 
 
 def _end(site: Site, kind: str, selector: str) -> None:
-    """Delete objects, and wait until they are gone."""
     where = {"namespace": site.namespace, "selector": selector}
     site.persist(f"{kind} are deleted", lambda: site.kubectl.delete(kind, **where))
 

@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     head, _, rest = (__doc__ or "").partition("\n")
     made = argparse.ArgumentParser(
         description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,7 +150,6 @@ def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -
 
 
 def _prepare(site: Site) -> None:
-    """Make the namespace and the classes."""
     place = site.place
     site.apply(
         objects.namespace(site.run),

@@ -56,7 +56,6 @@ class Site:
 
     @property
     def namespace(self) -> str:
-        """Where the run's objects are."""
         return objects.named(self.run)
 
     @property
@@ -98,7 +97,6 @@ class Site:
     # Making
 
     def apply(self, *made: Object) -> None:
-        """Make objects."""
         self.persist("the API server takes objects", lambda: self.kubectl.apply(*made))
 
     def claim(self, name: str, *, times: int = 1, **how: Any) -> str:
@@ -112,13 +110,11 @@ class Site:
         return objects.pod_spec(self.place.image, volume, self.place.tolerations, **how)
 
     def pod(self, name: str, claim: str, *, read_only: bool = False, **how: Any) -> str:
-        """Make a pod with a claim's volume."""
         spec = self.spec(objects.of_claim(claim, read_only=read_only), **how)
         self.apply(objects.pod(self.run, self.check, self._called(name), spec))
         return self._called(name)
 
     def start(self, name: str, claim: str, **how: Any) -> str:
-        """Make a pod with a claim's volume, and wait until it runs."""
         made = self.pod(name, claim, **how)
         self.ready(made)
         return made
@@ -130,7 +126,6 @@ class Site:
         return data, pod, self.write(pod, block=block)
 
     def snapshot(self, name: str, claim: str) -> str:
-        """Make a snapshot, and wait until it can be used."""
         called = self._called(name)
         self.apply(objects.snapshot(self.run, self.check, called, claim))
 
@@ -177,7 +172,6 @@ class Site:
         return one if state.get("ready") else None
 
     def ready(self, name: str) -> Object:
-        """Wait until a pod runs."""
         return self.until(f"pod {name} is ready", lambda: self.running(name))
 
     def refused(self, name: str, *words: str) -> str:
@@ -199,7 +193,6 @@ class Site:
         return self.until(f"the scheduler refuses pod {name}: {' '.join(words)}", reason)
 
     def node_of(self, pod: str) -> str:
-        """The node that a pod is on."""
         return str(path(self.kubectl.find("pods", pod, self.namespace), "spec", "nodeName"))
 
     def volume(self, claim: str) -> Object:
@@ -221,7 +214,6 @@ class Site:
     # Inside pods
 
     def sh(self, pod: str, script: str) -> str:
-        """What a shell prints inside a pod."""
         return self.kubectl.inside(self.namespace, pod, "main", "sh", "-c", script)
 
     def write(self, pod: str, *, block: bool = False) -> str:

@@ -18,7 +18,6 @@ from mount.filesystem import FILE_SYSTEMS, Signature
 
 
 def tags(device: FakeDevice) -> dict[str, str]:
-    """What libblkid finds on a device."""
     found = device.contents or device.media.looks_like
     if found is None:
         return {}

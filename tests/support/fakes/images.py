@@ -80,7 +80,6 @@ class Area:
     tells_length: int | None = None
 
     def write(self, image: bytearray) -> None:
-        """Put it where it belongs."""
         length = len(self.text) if self.tells_length is None else self.tells_length
         start = self.start if self.tells_start is None else self.tells_start
         locations = struct.pack("<QQII", self.offset, length, checksum(self.text), self.flags)
@@ -111,7 +110,6 @@ class Image:
     size: int = DISK_BYTES
 
     def bytes(self) -> bytearray:
-        """The whole disk."""
         image = bytearray(self.size)
         for area in self.areas:
             area.write(image)

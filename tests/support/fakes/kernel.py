@@ -424,7 +424,6 @@ class FakeKernel(Kernel):
         ]
 
     def mount_foreign(self, path: str, source: str = "tmpfs") -> None:
-        """Someone else mounts something at a path."""
         self._add((0, 90 + self._next_id), "/", path, ("rw",), "tmpfs", source, ("rw",), None)
 
     def _add(
