@@ -1,32 +1,20 @@
-"""The fake kernel covers the real one, and the package keeps to its seams."""
+"""The fake kernel covers the real one; block devices and paths of the real one."""
 
-import ast
 import errno
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-import mount
 from mount import errors, table
 from mount import mounts as nodes
 from mount.kernel import Kernel
 
-PACKAGE = Path(mount.__file__).parent
 # These act on target paths, which are real in the fake as well.
 ON_REAL_PATHS = {"make_directory", "make_file"}
-
-
-def imports(module: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (name.name.partition(".")[0] for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
 
 
 def operations() -> set[str]:
@@ -38,15 +26,6 @@ def test_the_fake_has_each_operation_with_the_signature_of_the_real_one() -> Non
     for name in set(vars(FakeKernel)) & operations():
         fake, real = getattr(FakeKernel, name), getattr(Kernel, name)
         assert inspect.signature(fake) == inspect.signature(real), name
-
-
-def test_one_module_has_ctypes_and_one_starts_processes() -> None:
-    users = {path.name for path in PACKAGE.glob("*.py") if "ctypes" in set(imports(path))}
-
-    assert users == {"calls.py"}
-    for path in PACKAGE.glob("*.py"):
-        starts = {"subprocess", "sh"} & set(imports(path))
-        assert not starts or path.name == "programs.py", path.name
 
 
 def test_every_error_has_one_of_two_roots_and_a_sentence_of_its_own() -> None:
