@@ -122,6 +122,11 @@ def test_a_missing_disk_is_known_by_its_uuid() -> None:
     Machine(sda=pv("1", "1", "2")).found_on("sda", missing={"2"})
 
 
+def test_a_disk_that_is_another_group_s_by_now_is_missing() -> None:
+    machine = Machine(sda=pv("1", "1", "2"), sdb=pv("2", name="x", uuid=TWIN))
+    machine.found_on("sda", missing={"2"})
+
+
 @pytest.mark.parametrize("name", ["sdb", "loop0"])
 def test_a_returning_disk_with_older_metadata_does_not_decide(name: str) -> None:
     """It was away while the group lost one disk and was given another."""
