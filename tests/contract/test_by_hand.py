@@ -139,7 +139,7 @@ def _size(client: Client, volume_id: str) -> int:
 
 
 @pytest.mark.variation
-def test_what_is_changed_by_hand_is_seen_by_the_next_call(host: AnyHost, tmp_path: Path) -> None:
+def test_changes_by_hand_are_seen_by_the_next_call(host: AnyHost, tmp_path: Path) -> None:
     # On real LVM each takes a minute or two.
     asked = chosen.numbers(
         "CARVER_BY_HAND", seed=1, orders=4 if isinstance(host, RealHost) else 100

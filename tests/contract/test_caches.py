@@ -228,7 +228,9 @@ def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
     assert report.read(host.lvm).group(group).volumes == {}
 
 
-def test_what_is_in_a_cache_is_overwritten_too(client: Client, host: AnyHost, group: str) -> None:
+def test_the_contents_of_a_cache_are_overwritten_too(
+    client: Client, host: AnyHost, group: str
+) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "writecache"})
     secret = b"tenant's secret\n" * 256
     host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, secret)
@@ -264,7 +266,7 @@ def test_a_snapshot_of_a_volume_with_a_writecache_lies_on_slow_disks_and_keeps_i
 
 
 @pytest.mark.variation
-def test_a_snapshot_of_a_mounted_volume_with_a_writecache_is_of_what_was_written(
+def test_a_snapshot_of_a_mounted_volume_with_a_writecache_has_all_that_was_written(
     client: Client, host: AnyHost, group: str
 ) -> None:
     staging, restored = host.directory / "staging", host.directory / "restored"
@@ -368,7 +370,7 @@ def test_a_volume_lives_and_grows_while_mounted_and_is_staged_again(
 
 @pytest.mark.variation
 @EVERY
-def test_a_pool_grows_below_its_cache_and_what_was_written_stays(
+def test_a_pool_grows_below_its_cache_and_keeps_its_data(
     client: Client, host: AnyHost, group: str, service: Service, name: str
 ) -> None:
     client.create("pvc-1", 80 * MIB, block(), parameters={"class": name})
@@ -470,7 +472,7 @@ def test_snapshots_and_clones_share_the_pool_and_its_cache(
 
 
 @EVERY
-def test_what_was_in_a_pool_and_its_cache_is_overwritten_before_it_is_free(
+def test_the_contents_of_a_pool_and_its_cache_are_overwritten_before_it_is_free(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": name})

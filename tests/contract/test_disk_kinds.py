@@ -178,7 +178,7 @@ def test_a_disk_with_other_blocks_is_no_replacement_and_stays_blank(
 
 
 @pytest.mark.variation
-def test_the_doctor_tells_of_a_group_that_was_mixed_by_force(
+def test_the_doctor_reports_a_group_of_mixed_block_sizes(
     host: AnyHost, tmp_path: Path, group: str, usual: str
 ) -> None:
     forced = ("devices/allow_mixed_block_sizes=1",)

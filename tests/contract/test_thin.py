@@ -135,7 +135,7 @@ def test_an_over_provisioned_pool_promises_a_multiple(client: Client) -> None:
 
 
 @pytest.mark.variation
-def test_what_a_pool_promised_is_kept_free_by_the_other_classes(client: Client) -> None:
+def test_other_classes_keep_free_what_a_pool_promised(client: Client) -> None:
     client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
     # Two extents of data are there, eight are promised.
     assert maximum(client, {"class": "thick"}) == (30 - 4 - 8) * EXTENT

@@ -31,7 +31,7 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"", True),
     ],
 )
-def test_a_header_tells_whether_its_snapshot_can_be_read(header: bytes, lost: bool) -> None:
+def test_a_header_shows_whether_its_snapshot_can_be_read(header: bytes, lost: bool) -> None:
     assert devices.is_lost(header) == lost
 
 

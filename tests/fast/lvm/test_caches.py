@@ -31,7 +31,7 @@ def state(chance: random.Random, most: int, *tags: tuple[str, ...]) -> tuple[Lvm
     return lvm, fake, Reserve(size << 20, percent)
 
 
-def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_states() -> None:
+def test_the_maximum_can_be_made_and_one_extent_more_cannot_in_a_thousand_states() -> None:
     chance = random.Random(3)
     room = 0
     for _ in range(1000):
@@ -49,7 +49,7 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_state
     assert room > 300
 
 
-def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states() -> None:
+def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
     chance = random.Random(5)
     rooms = {True: 0, False: 0}
     for _ in range(1_000):
