@@ -96,6 +96,9 @@ def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
     cluster.settle()
     before = claim.capacity_bytes
     cluster.expand(claim, before + 16 * MIB)
+    for _ in range(10):
+        cluster.step()
+    assert old.is_running
     for _ in range(2):
         new = cluster.start(claim)
         old.is_deleted = True
@@ -105,9 +108,18 @@ def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
     # Scaled to 0, until it is unstaged, and back.
     old.is_deleted = True
     assert cluster.run_until(machine.node.kubelet.knows_nothing, seconds=600)
-    cluster.pod(claim)
+    new = cluster.pod(claim)
     grow_all(cluster, claim)
     assert snapshot in cluster.snapshots
+    assert claim.volume is not None
+    place = machine.node.kubelet.target(new, claim.volume)
+    request = csi.NodeGetVolumeStatsRequest(volume_id=claim.volume.id, volume_path=place)
+    usage = machine.plugin.ask("NodeGetVolumeStats", request).response.usage[0]
+    assert usage.total > before
+    snapshot.is_deleted = True
+    assert cluster.run_until(lambda: not cluster.snapshots)
+    take_out_deferred(cluster)
+    end(cluster, machine)
 
 
 def test_a_shared_raw_claim_grows_after_the_pod_that_came_last_ended(
@@ -307,34 +319,6 @@ def test_a_file_system_that_cannot_grow_has_its_pod_run(
     cluster.settle()
     assert claim.capacity_bytes == 48 * MIB
     assert all("No space left on device" in one.message for one in take_out_deferred(cluster))
-    end(cluster, machine)
-
-
-def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
-    cluster: Cluster, machine: Machine
-) -> None:
-    claim = cluster.claim("plain")
-    first = cluster.pod(claim)
-    snapshot = cluster.snapshot(claim)
-    cluster.settle()
-    cluster.expand(claim, 48 * MIB)
-    for _ in range(10):
-        cluster.step()
-    assert first.is_running
-    first.is_deleted = True
-    cluster.settle()
-    cluster.start(claim)
-    grow_all(cluster, claim)
-    assert claim.volume is not None
-    request = csi.NodeGetVolumeStatsRequest(
-        volume_id=claim.volume.id,
-        volume_path=machine.node.kubelet.target(cluster.pods[0], claim.volume),
-    )
-    usage = machine.plugin.ask("NodeGetVolumeStats", request).response.usage[0]
-    assert usage.total > 32 * MIB
-    snapshot.is_deleted = True
-    assert cluster.run_until(lambda: not cluster.snapshots)
-    take_out_deferred(cluster)
     end(cluster, machine)
 
 

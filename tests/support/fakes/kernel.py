@@ -288,11 +288,7 @@ class FakeKernel(Kernel):
         self._present(device).media.flush()
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
-        found = self._block_device(device)
-        first, last = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
-        data = found.media.read(first * BLOCK_BYTES, (last - first) * BLOCK_BYTES)
-        start = offset_bytes - first * BLOCK_BYTES
-        return data[start : start + length_bytes]
+        return _part(self._block_device(device).media, offset_bytes, length_bytes)
 
     def reader(self, device: str) -> AbstractContextManager[Reader]:
         return self._reading(device)
@@ -557,12 +553,10 @@ class _Opened(Opened):
         media, length_bytes = self._node.media, len(place)
         if media.unreadable or offset_bytes + length_bytes > self._node.size_bytes:
             _fail(errno.EIO, self._node.path)
-        first, end = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
-        data = media.read(first * BLOCK_BYTES, (end - first) * BLOCK_BYTES)
-        if not first and media.contents is not None:
-            data = filesystems.superblock(media) + data[BLOCK_BYTES:]
-        start = offset_bytes - first * BLOCK_BYTES
-        place[:] = data[start : start + length_bytes]
+        head = b""
+        if offset_bytes < BLOCK_BYTES and media.contents is not None:
+            head = filesystems.superblock(media)
+        place[:] = _part(media, offset_bytes, length_bytes, head)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
         assert self._node.held
@@ -583,6 +577,14 @@ class _Opened(Opened):
 
     def flush(self) -> None:
         self._node.media.flush()
+
+
+def _part(media: Media, offset_bytes: int, length_bytes: int, head: bytes = b"") -> bytes:
+    """Any part of a medium, whose first block is `head`, if that is given."""
+    first, end = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
+    data = media.read(first * BLOCK_BYTES, (end - first) * BLOCK_BYTES)
+    start = offset_bytes - first * BLOCK_BYTES
+    return (head + data[len(head) :])[start : start + length_bytes]
 
 
 def render(mount: Mount) -> str:
