@@ -32,11 +32,11 @@ def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) 
     device = host.new_device(320 * MIB)
     assert filesystem.probe(host.kernel, device) is None
 
-    filesystem.make(host.run, device, fs_type)
+    filesystem.make(host.run, device, fs_type, ["-L", "web-data"])
 
     found = filesystem.probe(host.kernel, device)
     assert found is not None
-    assert (found.fs_type, found.usage) == (fs_type, "filesystem")
+    assert (found.fs_type, found.usage, found.label) == (fs_type, "filesystem", "web-data")
     assert found.uuid
 
 
@@ -54,16 +54,6 @@ def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
         for one in filesystem.FILE_SYSTEMS["xfs"].features:
             # Not every version tells of each, nor makes by default what the kernel could mount.
             assert f"{one.name}=1" not in said or one.kernel <= oldest_kernel, said
-
-
-def test_the_probe_finds_a_label(host: Any) -> None:
-    device = host.new_device(32 * MIB)
-
-    filesystem.make(host.run, device, "ext4", ["-L", "web-data"])
-
-    found = filesystem.probe(host.kernel, device)
-    assert found is not None
-    assert found.label == "web-data"
 
 
 def test_a_missing_device_is_not_taken_for_a_blank_one(host: Any) -> None:
@@ -92,12 +82,14 @@ def test_mkfs_refuses_a_device_that_holds_something(host: Any, fs_type: str) -> 
 
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
-def test_mkfs_refuses_a_mounted_device(host: Any, fs_type: str) -> None:
+def test_a_mounted_device_is_neither_made_anew_nor_zeroed(host: Any, fs_type: str) -> None:
     device = formatted(host, fs_type)
     mount(host, device, fs_type)
 
     with pytest.raises(errors.FormatFailed):
         filesystem.make(host.run, device, fs_type)
+    with pytest.raises(OSError, match=os.strerror(16)):
+        host.kernel.zero_out(device, 0, MIB)
 
 
 def test_a_device_below_the_minimum_is_refused(host: Any) -> None:
@@ -125,15 +117,6 @@ def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> No
     assert (found.inodes is None) == (fs_type == "btrfs")
 
 
-def test_growing_a_file_system_that_fills_its_device_changes_nothing(host: Any) -> None:
-    path = mount(host, formatted(host, "xfs"), "xfs")
-    before = health.of(host.kernel, path)
-
-    filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
-
-    assert health.of(host.kernel, path).total_bytes == before.total_bytes
-
-
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_zeroing_a_device_makes_it_blank(host: Any, fs_type: str) -> None:
     device = formatted(host, fs_type)
@@ -158,11 +141,3 @@ def test_zeroing_does_not_have_udev_look_at_the_device(host: Any) -> None:
         host.kernel.write(device, 0, bytes(512))
         assert os.read(watch, 4096)
         os.close(watch)
-
-
-def test_a_mounted_device_cannot_be_zeroed(host: Any) -> None:
-    device = formatted(host, "ext4", 32 * MIB)
-    mount(host, device, "ext4")
-
-    with pytest.raises(OSError, match=os.strerror(16)):
-        host.kernel.zero_out(device, 0, MIB)
