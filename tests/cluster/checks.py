@@ -293,17 +293,9 @@ def _needs_snapshots(site: Site) -> None:
 
 # In the order in which they run: what the others build upon comes first.
 ALL: Mapping[str, Check] = {
-    "claim": claim,
-    "block": block,
-    "snapshot": snapshot,
-    "restore": restore,
-    "clone": clone,
-    "expand-online": expand_online,
-    "expand-offline": expand_offline,
-    "two-pods": two_pods,
-    "once-pod": once_pod,
-    "read-only-block": read_only_block,
-    "inline": inline,
-    "restart": restart,
-    "drain": drain,
+    check.__name__.replace("_", "-"): check
+    for check in (
+        *(claim, block, snapshot, restore, clone, expand_online, expand_offline),
+        *(two_pods, once_pod, read_only_block, inline, restart, drain),
+    )
 }
