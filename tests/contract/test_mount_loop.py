@@ -42,6 +42,8 @@ def test_a_file_is_attached_once(host: Any, file: str) -> None:
     assert loop.find(host.kernel, file) == device
     assert health.device_size_bytes(host.kernel, device) == 32 * MIB
     assert not host.kernel.device_is_read_only(device)
+    with pytest.raises(errors.LoopFailed):
+        loop.attach(host.kernel, file + ".missing")
 
 
 def test_a_file_is_recognised_under_another_name(host: Any, file: str) -> None:
@@ -138,8 +140,3 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
 
     assert sizes[0] == sizes[1] > before + 250 * MIB
     mounts.ensure_unmounted(host.kernel, path)
-
-
-def test_a_missing_file_is_not_attached(host: Any, file: str) -> None:
-    with pytest.raises(errors.LoopFailed):
-        loop.attach(host.kernel, file + ".missing")
