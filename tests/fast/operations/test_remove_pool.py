@@ -69,6 +69,16 @@ def begin(client: Client, disk: Disk) -> None:
     assert disk.reached.wait(20)
 
 
+def free_after(event: threading.Event, disk: Disk) -> None:
+    """Let the disk go on once the event is set."""
+
+    def free() -> None:
+        assert event.wait(20)
+        disk.free.set()
+
+    threading.Thread(target=free, daemon=True).start()
+
+
 def test_every_chunk_is_zeroed(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
@@ -123,11 +133,12 @@ def test_new_volume_keeps_the_pool(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     begin(client, disk)
-    left = service.pool_remover.give_back("data", "pool-thin")
-    threading.Timer(0.05, disk.free.set).start()
+    job = service.pool_remover.jobs.of("data/pool-thin")
+    assert job is not None
+    free_after(job.cancelled, disk)
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
-    assert wait([left], 20).done
+    assert wait([job.ended], 20).done
     assert len(disk.written) < 3
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
 
@@ -136,7 +147,7 @@ def test_restart_resumes_zeroing(
     client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
 ) -> None:
     begin(client, disk)
-    threading.Timer(0.05, disk.free.set).start()
+    free_after(service.pool_remover.jobs._stopping, disk)
     service.stop()
     assert names(fake) == {"pool-thin", "wipe-thin"}
     fake.deactivate("data", "wipe-thin")
