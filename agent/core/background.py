@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from agent.core import errors
+from agent.core import errors, trace
 from mount import command
 from mount import errors as mount_errors
 
@@ -426,7 +426,9 @@ class DetachedTasks:
             task = self._detached.get(volume_id)
         if task is None:
             return
-        wait([task.ended], command.remaining_seconds())
+        # The task's own program is none of the call's steps: it may outlive the call.
+        with trace.step(trace.WAIT, task.what):
+            wait([task.ended], command.remaining_seconds())
         if not task.ended.done():
             raise task.problem()
         self._forget(volume_id)

@@ -23,6 +23,8 @@ REPAIRS = MANUAL, AUTO = ("manual", "auto")
 # not at all, or by a discard.
 ENCRYPTIONS = ("luks2",)
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
+# Without its header an encrypted volume cannot be read: these methods zero nothing else.
+ERASE_HEADER_ONLY = (ERASE_CRYPTO, ERASE_DISCARD)
 # What bypasses dm-crypt's work queues (Documentation/admin-guide/device-mapper/dm-crypt.rst).
 BYPASSES: Mapping[str, frozenset[str]] = {
     "none": frozenset(),

@@ -1,8 +1,9 @@
 """The trace of a call: what it waited for, and each step that it took, with their times.
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
-volume, for the volume group, for a place among the calls, for mkfs or fsck. The debug log has each
-call's trace, metrics sum the steps by kind, and `carver trace` shows the slowest recent calls.
+service's start, the volume, the volume group, a refresh of groups, mkfs or fsck. A wait for udev is
+inside the step of the lvm2 or cryptsetup command. The debug log has each call's trace, metrics sum
+the steps by kind, and `carver trace` shows the slowest recent calls.
 """
 
 import contextvars

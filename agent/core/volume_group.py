@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agent.core import errors
+from agent.core import errors, trace
 from agent.core.background import DeferredWork
 from agent.core.locks import MOST_READING, GroupLock
 from agent.core.metadata_cache import MetadataCache
@@ -322,7 +322,8 @@ def begin_states(
 
     def end() -> dict[str, report.Group | None]:
         patience = command.patience_seconds(until - time.monotonic(), 0.5)
-        wait([future for _, future in begun if future is not None], max(0.0, patience))
+        with trace.step(trace.WAIT, "refresh"):
+            wait([future for _, future in begun if future is not None], max(0.0, patience))
         return {one.name: one._end(future, complete) for one, future in begun}
 
     return end

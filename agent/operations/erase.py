@@ -80,9 +80,9 @@ class ErasePolicy:
 
     def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
         """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
-        if self.method(volume) == classes.ERASE_ZERO:
-            return size_bytes
-        return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
+        if self.method(volume) in classes.ERASE_HEADER_ONLY:
+            return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
+        return size_bytes
 
     @staticmethod
     def waits_for_disk(volume: Volume) -> bool:

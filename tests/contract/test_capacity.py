@@ -10,6 +10,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
+import configured
 import pytest
 from real.any import AnyHost
 
@@ -21,16 +22,7 @@ from mount import errors as mount_errors
 STATES = int(os.environ.get("CARVER_STATES", "12"))
 IN_EARNEST_EVERY = 20
 DISKS = (40, 33, 29, 21, 17, 9, 5)
-LAYOUTS = (
-    Layout(),
-    Layout("striped", stripes=2),
-    Layout("striped", stripes=3, stripe_size_bytes=8192),
-    Layout("raid1", mirrors=1),
-    Layout("raid1", mirrors=2),
-    Layout("raid5", stripes=2),
-    Layout("raid6", stripes=3),
-    Layout("raid10", stripes=2, mirrors=1),
-)
+LAYOUTS = configured.THICK
 
 
 @dataclass

@@ -25,7 +25,7 @@ from proto import csi_pb2 as csi
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 24 * MIB
-RAIDS = configured.layouts("raid1", "raid5", "raid6", "raid10")
+RAIDS = configured.RAIDS
 # Classes of every kind.
 KINDS = ("linear", "striped", "thin", "cache", "writecache", *RAIDS)
 OF_RECOVERY = {"minimumRecoveryRate": "100KiB", "maximumRecoveryRate": "2MiB"}

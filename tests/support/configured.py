@@ -19,6 +19,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "raid10": Layout("raid10", stripes=2, mirrors=1),
     "thin": Layout("thin"),
 }
+RAIDS = {name: one for name, one in LAYOUTS.items() if one.kind.startswith("raid")}
+# For the arithmetic of room: each layout of volumes that have all their extents, and two wider.
+THICK = (
+    *(one for one in LAYOUTS.values() if not one.is_thin),
+    Layout("striped", stripes=3, stripe_size_bytes=8192),
+    Layout("raid1", mirrors=2),
+)
 
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:

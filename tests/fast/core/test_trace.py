@@ -15,6 +15,7 @@ from serving import machine
 
 from agent.cli.volumes import VolumeVerbs
 from agent.core import trace
+from agent.core.background import DetachedTasks
 from agent.core.locks import GroupLock, VolumeLocks
 from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
 from agent.csi.client import Client, mounted
@@ -122,7 +123,8 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
     service = serving.start(config, fake)
     try:
         with Client(config.endpoint) as client:
-            client.create("a", 32 << 20, mounted())
+            volume = client.create("a", 32 << 20, mounted())
+            client.stage(volume, tmp_path / "staging", mounted())
             shown = VolumeVerbs(client, config, machine(fake))
             shown.show_slowest(5, as_json=False)
             text = capsys.readouterr().out
@@ -135,6 +137,8 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
     [created] = [one for one in service.traces.slowest(9) if one.method == "CreateVolume"]
     assert created.code == "OK"
     assert (PROGRAM, "lvm lvcreate") in steps(created)
+    [staged] = [one for one in service.traces.slowest(9) if one.method == "NodeStageVolume"]
+    assert (WAIT, "mkfs") in steps(staged)
     assert created.seconds >= sum(one.seconds for one in created.steps)
     lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
     assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
@@ -142,3 +146,10 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
     assert ": program lvm lvcreate " in text
     assert slowest["steps"]
     assert slowest["seconds"] >= max(one["seconds"] for one in slowest["steps"])
+
+
+def test_mkfs_is_a_wait_of_the_call_that_needs_it() -> None:
+    made, work = traced(), DetachedTasks()
+    with trace.within(made):
+        work.do("vol-a", "data", "mkfs", lambda: time.sleep(0.002), lambda: None)
+    assert steps(made) == [(WAIT, "mkfs")]

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import configured
 import pytest
 from fakes.known import machine
 from fakes.lvm import FakeVolume
@@ -17,16 +18,7 @@ from lvm import errors, layout, report, volumes
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
 
-LAYOUTS = [
-    Layout(),
-    Layout("striped", stripes=2),
-    Layout("striped", stripes=3, stripe_size_bytes=8192),
-    Layout("raid1", mirrors=1),
-    Layout("raid1", mirrors=2),
-    Layout("raid5", stripes=2),
-    Layout("raid6", stripes=3),
-    Layout("raid10", stripes=2, mirrors=1),
-]
+LAYOUTS = configured.THICK
 EXTENT = 4 << 20
 
 

@@ -144,15 +144,15 @@ def stub(tmp_path: Path) -> Iterator[csi_pb2_grpc.IdentityStub]:
     server.stop(None).wait()
 
 
-def test_500_programs_started_from_server_threads_under_load_all_live(
+def test_200_programs_started_from_server_threads_under_load_all_live(
     stub: csi_pb2_grpc.IdentityStub,
 ) -> None:
     """GRPC's fork handlers kill some of them where agent/__init__.py does not keep them out."""
     # Other tests' services that were killed may have left some.
     before = threading.active_count()
     with ThreadPoolExecutor(16) as callers:
-        answers = list(callers.map(lambda _: stub.Probe(csi.ProbeRequest()), range(500)))
-    assert len(answers) == 500
+        answers = list(callers.map(lambda _: stub.Probe(csi.ProbeRequest()), range(200)))
+    assert len(answers) == 200
     assert threading.active_count() < before + 100
 
 
