@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fakes.images import DASHED, GROUP_UUID, UUIDS, Area, Image, metadata
 
 from agent.core import errors
 from agent.core.disks import Location, claims, locate
+from lvm import labels
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Group, Kind, PhysicalLabel
@@ -172,6 +175,7 @@ INTRUDERS: dict[str, tuple[PhysicalLabel, str]] = {
     "a whole copy": (pv("1", "1", "2", seqno=100), "is a copy of /dev/"),
     "a whole copy, newer": (pv("1", "1", "2", seqno=MANY), "is a copy of /dev/"),
     "a whole copy, alone": (pv("1", seqno=MANY), "is a copy of /dev/"),
+    "a copy that lists another disk": (pv("1", "1", "3", seqno=99), "is a copy of /dev/"),
     "a label without metadata": (bare("2"), "is a copy of /dev/"),
 }
 
@@ -203,6 +207,23 @@ def test_at_a_start_the_better_proved_disks_are_the_group_s(
     machine.active = dict.fromkeys(disks, DATA) if proof == "active" else {}
     machine.found_on(f"{own}a", f"{own}b")
     assert says in machine.foreign()[other]
+
+
+# Without the two whose metadata, as new as ours or newer, list all disks: of two local disks one
+# may name another, as after a vgextend by hand.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        one
+        for one in INTRUDERS
+        if one not in ("name and UUID, and it lists ours", "the same, no newer")
+    ],
+)
+def test_of_local_disks_the_active_ones_are_the_group_s(kind: str) -> None:
+    machine = attacked(INTRUDERS[kind][0], "sd", "sdz")
+    machine.active = dict.fromkeys(("/dev/sda", "/dev/sdb"), DATA)
+    machine.found_on("sda", "sdb")
+    assert INTRUDERS[kind][1] in machine.foreign()["sdz"]
 
 
 def test_of_equal_groups_the_one_with_carver_s_tags_is_meant() -> None:
@@ -485,8 +506,43 @@ def test_a_foreign_disk_is_a_group_only_where_it_is_listed(disks: tuple[str, ...
     machine = Machine(nbd0=pv("1", *disks))
     assert machine.locate() is None
     assert "`devices`" in machine.foreign()["nbd0"]
+    machine.listed = ("/dev/other",)
+    assert machine.locate() is None
     machine.listed = ("/dev/nbd0",)
     assert machine.locate() is not None
+
+
+def written(seqno: int, uuid: str = GROUP_UUID, disk: str = DASHED[0]) -> bytes:
+    """The metadata of the images' group, with another UUID, or of another disk."""
+    text = metadata(seqno=seqno).decode()
+    return text.replace(GROUP_UUID, uuid).replace(DASHED[0], disk).encode()
+
+
+EVIL = "EviLpv" + "evil" * 5 + "EviLpv"
+EVIL_DASHED = "EviLpv-evil-evil-evil-evil-evil-EviLpv"
+IMAGES = {
+    "name": Image(uuid=EVIL, areas=[Area(text=written(1, TWIN, EVIL_DASHED))]),
+    "name and UUID": Image(uuid=EVIL, areas=[Area(text=written(MANY, disk=EVIL_DASHED))]),
+    "a whole copy": Image(uuid=UUIDS[0], areas=[Area(text=written(MANY))]),
+}
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["before the start", "while it runs"])
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_forged_label_takes_no_group_over(tmp_path: Path, kind: str, is_running: bool) -> None:
+    def read(name: str, image: Image) -> PhysicalLabel:
+        (tmp_path / name).write_bytes(image.bytes())
+        found = labels.read(str(tmp_path / name))
+        assert isinstance(found, PhysicalLabel)
+        return found
+
+    own = [Image(uuid=one, areas=[Area(text=metadata(seqno=100))]) for one in UUIDS]
+    machine = Machine(nvme0n1=read("nvme0n1", own[0]), nvme1n1=read("nvme1n1", own[1]))
+    if is_running:
+        machine.found_on("nvme0n1", "nvme1n1")
+    machine.add(rbd0=read("rbd0", IMAGES[kind]))
+    machine.found_on("nvme0n1", "nvme1n1")
+    assert machine.foreign().keys() == {"rbd0"}
 
 
 def failing(known_sequence: int, other_sequence: int) -> Machine:

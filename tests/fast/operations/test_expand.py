@@ -101,6 +101,18 @@ def test_size_without_room_is_infeasible(
     assert record(fake) == set()
 
 
+def test_refused_node_expansion_is_recorded_once(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    """The kubelet repeats it at each mount."""
+    client.stage(volume, staging)
+    fake.commands.clear()
+    for _ in range(3):
+        with expect.code("FAILED_PRECONDITION", "Make room"):
+            client.node_expand(volume.volume_id, staging, TOO_LARGE)
+    assert len([words for words in fake.commands if "lvchange" in words]) == 1
+
+
 @pytest.mark.parametrize("key", ["refused", "wanted"])
 def test_stage_grows_only_a_volume_with_snapshots(
     client: Client, fake: FakeHost, staged: str, staging: Path, key: str

@@ -23,6 +23,7 @@ from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -246,6 +247,42 @@ def require_not_shown(client: Client, fake: FakeHost, when: str, name: str = "da
     blocks = fake.lvm2.groups[name].volumes["vol-all"].media.blocks
     assert MARKER not in b"".join(blocks.values()), when
     client.delete(made.volume_id)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_a_replacement_abandoned_at_vgreduce_shows_nothing(
+    client: Client, fake: FakeHost, service: Service, new: str, steps: int
+) -> None:
+    make(client, fake, "a", "plain")
+    group = fake.lvm2.groups["data"]
+    fake.intercept = lambda words: Result(5, "", "no\n") if words[1] == "vgreduce" else None
+    for _ in range(steps):
+        with suppress(grpc.RpcError):
+            client.replace_disk(OLD, new)
+    fake.lvm(*ABORT)
+    fake.lvm(*OPEN, OLD)
+    assert group.stale, "there is something to be seen"
+    before = client.capacity().available_capacity
+    require_not_shown(client, fake, f"after {steps} calls")
+    # Meanwhile the other disks can be used, and a new one that was filled without a pause.
+    assert before == (90 if steps < 30 else 90 + 60 - 4) * EXTENT
+    serving.again(service)
+    assert (group.tags, set(group.volumes), group.stale) == (set(), {"vol-a"}, {})
+    assert client.capacity().available_capacity == (60 + 50 + 40 + 60 - 4) * EXTENT
+
+
+def test_a_replacement_is_reversed(
+    client: Client, fake: FakeHost, service: Service, new: str
+) -> None:
+    make(client, fake, "a", "plain")
+    group = fake.lvm2.groups["data"]
+    client.replace_disk(OLD, new)
+    fake.lvm(*ABORT)
+    replaced(client, new, OLD)
+    assert new not in disks(fake)
+    serving.again(service)
+    assert (group.tags, group.stale.keys() - {new}) == (set(), set())
+    require_not_shown(client, fake, "after the reverse")
 
 
 def test_a_disk_that_was_filled_by_one_move_is_not_erased(
