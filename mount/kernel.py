@@ -123,6 +123,14 @@ class Kernel(BlockDevices, LoopDevices, Growth):
 
     def real_path(self, path: str) -> str:
         """`path` with every symbolic link resolved; parts that do not exist are kept."""
+        # One walk by the kernel, in place of one for each part of the path: each call asks.
+        with suppress(OSError):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            with blocks.closing(place):
+                found = os.readlink(_descriptor(place))  # noqa: PTH115 - strings all along
+            # Otherwise it was removed meanwhile, or lies out of the process's root (d_path(9)).
+            if found.startswith("/") and not found.endswith(" (deleted)"):
+                return found
         return os.path.realpath(path)
 
     def statvfs(self, path: str) -> os.statvfs_result:
