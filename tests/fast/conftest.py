@@ -55,6 +55,12 @@ def service(config: Config, fake: FakeHost) -> Iterator[Service]:
 
 
 @pytest.fixture
+def waiting_eraser(service: Service) -> None:
+    """A deletion returns when its volume is erased, as far as it can be."""
+    service.eraser.grace_seconds = 20
+
+
+@pytest.fixture
 def client(config: Config, service: Service) -> Iterator[Client]:
     """Kubelet's and the provisioner's side of the socket."""
     with Client(config.endpoint) as caller:

@@ -1,16 +1,13 @@
 """The cost of a call and of an idle node does not grow with copy-on-write snapshots."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakeVolume
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm.devices import Devices
@@ -56,13 +53,6 @@ def fake(tmp_path: Path) -> FakeHost:
 @pytest.fixture
 def counting(fake: FakeHost) -> Counting:
     return cast(Counting, fake.devices)
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake)
-    yield running
-    running.stop()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import errno
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ EXTENT = 4 * MIB
 SIZE = 40 * EXTENT
 MARKER = b"a secret".ljust(4096, b"!")
 
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
@@ -47,13 +49,6 @@ def config(tmp_path: Path) -> Config:
         DeviceClass("striped", "data", layout=Layout("striped", stripes=2)),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Thin volumes on a lost disk, and snapshots while one is missing: deleted, and given up."""
 
-from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,8 @@ EXTENT = 4 * MIB
 MARKER = b"a secret".ljust(4096, b"!")
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
 
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
@@ -44,13 +45,6 @@ def config(tmp_path: Path) -> Config:
         DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 def make(client: Client, fake: FakeHost, name: str, device_class: str = "thin") -> str:

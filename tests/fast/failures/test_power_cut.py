@@ -36,6 +36,8 @@ CLASSES = {
     ),
 }
 
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
@@ -48,13 +50,6 @@ def fake(tmp_path: Path) -> FakeHost:
 @pytest.fixture(params=CLASSES)
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=(CLASSES[request.param],))
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 def write(fake: FakeHost, name: str) -> None:

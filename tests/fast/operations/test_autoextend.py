@@ -1,13 +1,12 @@
 """Pools and snapshots are extended in time, within their group's room; a look costs no command."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import configured
 import expect
 import pytest
-import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from hypothesis import given
@@ -27,6 +26,8 @@ from proto import csi_pb2 as csi
 MIB = 1 << 20
 EXTENT = 4 * MIB
 THIN = {"class": "thin"}
+
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
 
 
 @pytest.fixture
@@ -50,13 +51,6 @@ def config(tmp_path: Path) -> Config:
             DeviceClass("lost", "gone", layout=Layout("thin"), pool=Policy()),
         ),
     )
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 @pytest.fixture

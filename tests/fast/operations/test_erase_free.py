@@ -1,7 +1,6 @@
 """What is free on a disk that was lost, or beside what was given up: overwritten before use."""
 
 import errno
-from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +30,8 @@ MARKER = b"a secret".ljust(4096, b"!")
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
 RAID = Layout("raid1", mirrors=1)
 
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
@@ -51,13 +52,6 @@ def config(tmp_path: Path) -> Config:
         replace(thin, name="thin2"),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 @pytest.fixture

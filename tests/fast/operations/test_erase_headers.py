@@ -1,6 +1,5 @@
 """What opens an encrypted volume that was deleted: kept copies of its header, copies in areas."""
 
-from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,8 @@ KEY = {"passphrase": "correct horse battery staple"}
 NEW_KEY = {"passphrase": "a new one", "previousPassphrase": KEY["passphrase"]}
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
 
+pytestmark = pytest.mark.usefixtures("waiting_eraser")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
@@ -43,13 +44,6 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
         header_backups=tmp_path / "headers",
         wipe=getattr(request, "param", "zero"),
     )
-
-
-@pytest.fixture
-def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, eraser=20)
-    yield running
-    running.stop()
 
 
 def make(client: Client, directory: Path, device_class: str) -> str:
