@@ -209,10 +209,7 @@ class Rebinding:
             self._check_new(state, new)
             if _policy(new) != _RETAIN:
                 raise state.refused(f"{_name(new)} is not Retain: have it be so")
-            if _is_going(new):
-                return _Step("", partial(self._await_end, state, _volume_path(new), new))
-            what = f"delete {_VOLUME} {_name(new)}, which no claim has yet"
-            return self._deletion(what, _volume_path(new), new)
+            return self._end_of(state, new, "which no claim has yet")
         if was := _annotations(old).get(self._place.policy_key):
             what = f"have {_name(old)} be {was} again, as it was"
             return _Step(what, partial(self._restore, old))
@@ -300,6 +297,13 @@ class Rebinding:
         create = partial(self._objects.create, _path(state.namespace, _CLAIMS), made)
         return _Step(f"make the claim {state} anew, for {name}", create)
 
+    def _end_of(self, state: _State, volume: Object, why: str) -> _Step:
+        """Return the deletion of a PersistentVolume, or the wait for its end."""
+        if _is_going(volume):
+            return _Step("", partial(self._await_end, state, _volume_path(volume), volume))
+        what = f"delete {_VOLUME} {_name(volume)}, {why}"
+        return self._deletion(what, _volume_path(volume), volume)
+
     def _after(self, state: _State, new: Object, claim: Object) -> _Step | None:
         if not _is_bound(new, claim):
             return _Step("", partial(self._await_binding, state, new))
@@ -307,10 +311,7 @@ class Rebinding:
             name = _name(old)
             if _policy(old) != _RETAIN:
                 raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
-            if _is_going(old):
-                return _Step("", partial(self._await_end, state, _volume_path(old), old))
-            what = f"delete {_VOLUME} {name}, an object that no volume goes with"
-            return self._deletion(what, _volume_path(old), old)
+            return self._end_of(state, old, "an object that no volume goes with")
         name, kept = _name(new), _annotations(new)
         restore = partial(self._restore, new)
         if was := kept.get(self._place.policy_key):
