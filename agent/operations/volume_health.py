@@ -79,6 +79,7 @@ class VolumesHealth:
             found = self._inline(call.volume_id)
         else:
             found = self._of(call.volume_id, parsed, by_node=True)
+        mounts = table.read(self._kernel)
         gone = [
             Condition(
                 Reason.DEVICE_GONE,
@@ -86,7 +87,7 @@ class VolumesHealth:
                 " the volume unpublished and published again",
             )
             for one in places
-            if any(mounted.is_stale_node for mounted in table.read(self._kernel).at(one))
+            if any(mounted.is_stale_node for mounted in mounts.at(one))
         ]
         return VolumeHealth(call.volume_id, health.distinct([*found.conditions, *gone]))
 
