@@ -1,5 +1,4 @@
 """CSI requests as frozen records, checked when read by `from_proto`; that raises BadField."""
-# ruff: noqa: D102
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +51,7 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
+        """Read and check a capability; raises BadField."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:
@@ -70,6 +70,7 @@ class Capability:
 
     @classmethod
     def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
+        """Read and check the field `volume_capabilities`."""
         return tuple(
             cls.from_proto(one, f"volume_capabilities[{index}]") for index, one in enumerate(wire)
         )
@@ -80,10 +81,12 @@ class Capability:
 
     @property
     def is_block(self) -> bool:
+        """Whether the volume is used as a raw block device."""
         return self.access == BLOCK
 
     @property
     def read_only(self) -> bool:
+        """Whether the access mode allows no writer."""
         return self.mode == READER_ONLY
 
     def __str__(self) -> str:
@@ -151,6 +154,7 @@ class Page:
         | csi.ListSnapshotsRequest
         | csi.ControllerListVolumeHealthRequest,
     ) -> Self:
+        """Read and check the request."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
         # A token is the id that a page begins at (`part`).
@@ -206,10 +210,12 @@ class SizeRange:
     limit_bytes: int = 0
 
     def allows(self, size_bytes: int) -> bool:
+        """Whether a size is within the range."""
         return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
 
     @classmethod
     def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
+        """Read and check a range."""
         for name in ("required_bytes", "limit_bytes"):
             if getattr(wire, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
@@ -230,6 +236,7 @@ class Topology:
 
     @classmethod
     def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
+        """Read the requirement."""
         return cls(
             tuple(dict(one.segments) for one in wire.requisite),
             tuple(dict(one.segments) for one in wire.preferred),
@@ -250,6 +257,7 @@ class Source:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
+        """Read and check a request's source, if it has one."""
         field = "volume_content_source"
         if not wire.HasField("volume_content_source"):
             return None
@@ -279,6 +287,7 @@ class CreateVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
+        """Read and check the request."""
         _check_name("name", wire.name)
         return cls(
             name=wire.name,
@@ -305,6 +314,7 @@ class ValidateVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
+        """Read the request."""
         volume_id = required(wire, "volume_id")
         asked = required(wire, "volume_capabilities")
         try:
@@ -326,6 +336,7 @@ class ModifyVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
+        """Read and check the request."""
         volume_id = required(wire, "volume_id")
         return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
 
@@ -341,6 +352,7 @@ class ExpandVolume:
     def from_proto(
         cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
+        """Read and check the request."""
         volume_id = required(wire, "volume_id")
         if wire.HasField("volume_capability"):
             Capability.from_proto(wire.volume_capability)
@@ -384,6 +396,7 @@ class CreateSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
+        """Read and check the request."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
         size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
@@ -402,6 +415,7 @@ class CreateGroupSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
+        """Read and check the request."""
         _check_name("name", wire.name)
         field = "source_volume_ids"
         sources = required(wire, field)
@@ -425,6 +439,7 @@ class KnownGroupSnapshot:
     def from_proto(
         cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
     ) -> Self:
+        """Read and check the request."""
         return cls(required(wire, "group_snapshot_id"), tuple(wire.snapshot_ids))
 
 
@@ -441,6 +456,7 @@ class GetMetadata:
     def from_proto(
         cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
     ) -> Self:
+        """Read and check the request."""
         if isinstance(wire, csi.GetMetadataDeltaRequest):
             base_id = required(wire, "base_snapshot_id")
             snapshot_id = required(wire, "target_snapshot_id")
@@ -463,6 +479,7 @@ class ListSnapshots:
 
     @classmethod
     def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
+        """Read and check the request."""
         return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
 
 
@@ -481,6 +498,7 @@ class StageVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
+        """Read and check the request."""
         return cls(
             volume_id=required(wire, "volume_id"),
             staging_path=_path(wire, "staging_target_path"),
@@ -504,6 +522,7 @@ class PublishVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+        """Read and check the request."""
         volume_id = required(wire, "volume_id")
         target_path = _path(wire, "target_path")
         capability = _capability(wire)
@@ -531,6 +550,7 @@ class PublishInline:
 
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
+        """Whether kubelet marks the volume as inline."""
         marked = wire.volume_context.get(EPHEMERAL, "false")
         if marked not in {"true", "false"}:
             raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", marked, ("true", "false"))
@@ -577,6 +597,7 @@ class HealthAt:
 
     @classmethod
     def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
+        """Read and check the request; both paths are optional."""
         named = ("volume_publish_path", "staging_target_path")
         paths = tuple(_path(wire, field) for field in named if getattr(wire, field))
         return cls(required(wire, "volume_id"), paths)

@@ -1,5 +1,5 @@
 """CSI Controller: parse the request, lock the volume, call the operation, answer."""
-# ruff: noqa: D102, N802
+# ruff: noqa: N802
 
 import grpc
 from google.protobuf import wrappers_pb2
@@ -47,6 +47,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateVolume(
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
+        """Create a volume, or find the one that an earlier call made."""
         call = requests.CreateVolume.from_proto(request)
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
@@ -59,6 +60,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def DeleteVolume(
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
+        """Erase and remove a volume."""
         volume_id = requests.required(request, "volume_id")
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
         self._locks.wait_until(lambda: not self._deleter.is_mounted(volume_id))
@@ -69,6 +71,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ValidateVolumeCapabilities(
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
+        """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
         volume = self._context.inventory.require(call.volume_id)
         if refusal := call.unsupported or validate.refusal(self._config, volume, call):
@@ -84,6 +87,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListVolumes(
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
+        """List this node's volumes, page by page."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
@@ -94,6 +98,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerListVolumeHealth(
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
+        """List the volumes with a health condition, page by page."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(answers.volume_health, part.entries), next_token=part.next_token
@@ -102,12 +107,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolumeHealth(
         self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeHealthResponse:
+        """The health of one volume."""
         found = self._health.get(requests.required(request, "volume_id"))
         return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def GetCapacity(
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
+        """The capacity for CreateVolume with the same parameters."""
         capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
@@ -118,6 +125,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolume(
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
+        """One volume."""
         volume = self._context.inventory.require(requests.required(request, "volume_id"))
         # The status must be set (CSI spec), though it is empty.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
@@ -140,6 +148,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerModifyVolume(
         self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerModifyVolumeResponse:
+        """Change a volume's mutable parameters, all that are given or none."""
         call = requests.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             modify.modify(self._context, call)
@@ -148,6 +157,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateSnapshot(
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
+        """Take a snapshot, or find the one that an earlier call took."""
         call = requests.CreateSnapshot.from_proto(request)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
@@ -157,6 +167,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def DeleteSnapshot(
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
+        """Erase and remove a snapshot."""
         snapshot_id = requests.required(request, "snapshot_id")
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
@@ -165,6 +176,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListSnapshots(
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
+        """List all snapshots, those of a volume, or one; page by page if asked for that."""
         part = self._snapshotter.list(requests.ListSnapshots.from_proto(request))
         entries = [
             csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
@@ -174,12 +186,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def GetSnapshot(
         self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetSnapshotResponse:
+        """One snapshot."""
         snapshot = self._snapshotter.get(requests.required(request, "snapshot_id"))
         return csi.GetSnapshotResponse(snapshot=self._snapshot(snapshot))
 
     def ControllerGetCapabilities(
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
+        """The implemented parts of the Controller service."""
         offered = [
             _Rpc.CREATE_DELETE_VOLUME,
             _Rpc.LIST_VOLUMES,

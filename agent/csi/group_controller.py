@@ -1,5 +1,5 @@
 """CSI GroupController: parse the request, lock the volumes, call the operation, answer."""
-# ruff: noqa: D102, N802
+# ruff: noqa: N802
 
 import grpc
 
@@ -24,6 +24,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def GroupControllerGetCapabilities(
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GroupControllerGetCapabilitiesResponse:
+        """The implemented parts of the GroupController service: all."""
         rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
         return csi.GroupControllerGetCapabilitiesResponse(
             capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
@@ -32,6 +33,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def CreateVolumeGroupSnapshot(
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeGroupSnapshotResponse:
+        """Take snapshots of several volumes at one moment, or find those of an earlier call."""
         call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
         with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
@@ -41,6 +43,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def DeleteVolumeGroupSnapshot(
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
+        """Erase and remove all snapshots of a group."""
         call = requests.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)
@@ -49,6 +52,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def GetVolumeGroupSnapshot(
         self, request: csi.GetVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetVolumeGroupSnapshotResponse:
+        """One group snapshot."""
         found = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
 

@@ -1,5 +1,5 @@
 """CSI Identity: the plugin's name, version, capabilities and readiness."""
-# ruff: noqa: D102, N802
+# ruff: noqa: N802
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -34,11 +34,13 @@ class Identity(csi_pb2_grpc.IdentityServicer):
     def GetPluginInfo(
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
+        """Name and version."""
         return csi.GetPluginInfoResponse(name=self._name, vendor_version=self._version)
 
     def GetPluginCapabilities(
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
+        """Optional services; volumes and snapshots belong to one node, and volumes grow in use."""
         services = (
             _Service.CONTROLLER_SERVICE,
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,

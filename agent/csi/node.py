@@ -1,5 +1,5 @@
 """CSI Node: parse the request, lock the volume, call the operation, answer."""
-# ruff: noqa: D102, N802
+# ruff: noqa: N802
 
 import grpc
 
@@ -45,6 +45,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeStageVolume(
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
+        """Make the volume ready on this node: active, formatted, mounted."""
         call = requests.StageVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
         with call.keys.used(), held:
@@ -54,6 +55,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnstageVolume(
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
+        """Unmount the volume's staging path."""
         call = requests.VolumeAt.from_proto(request, "staging_target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._stager.unstage(call)
@@ -62,6 +64,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodePublishVolume(
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
+        """Publish a staged volume, or an inline one, at a workload's path."""
         if requests.PublishInline.is_meant(request):
             inline = requests.PublishInline.from_proto(request)
             held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
@@ -77,6 +80,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnpublishVolume(
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
+        """Unpublish a volume from a workload's path; delete it if it is inline."""
         call = requests.VolumeAt.from_proto(request, "target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
@@ -87,18 +91,21 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeStats(
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
+        """Measure how large and how full the volume is."""
         call = requests.VolumeAt.from_proto(request, "volume_path")
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
     def NodeGetVolumeHealth(
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
+        """The health of a volume of this node, in use or not."""
         found = self._health.on_node(requests.HealthAt.from_proto(request))
         return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def NodeGetStorageHealth(
         self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetStorageHealthResponse:
+        """The health of this node's groups, and of what else Carver needs."""
         found = self._storage.conditions()
         return csi.NodeGetStorageHealthResponse(backend_health=map(answers.storage_health, found))
 
@@ -116,6 +123,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetCapabilities(
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
+        """The implemented parts of the Node service."""
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
@@ -130,6 +138,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetInfo(
         self, request: csi.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetInfoResponse:
+        """The node's id and topology."""
         return csi.NodeGetInfoResponse(
             node_id=self._config.node_id,
             max_volumes_per_node=self._config.max_volumes_per_node,
