@@ -1,6 +1,6 @@
 """RAID levels (lvmraid(7)): what each needs, and which of its images may be lost.
 
-The one table of them: layouts, health, repair and `carver doctor` go by it.
+The one table of them: layouts, health, repair, `carver doctor` and the classes of tests go by it.
 """
 
 from collections.abc import Iterable, Sequence

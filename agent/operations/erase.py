@@ -478,7 +478,7 @@ class Eraser:
         is_partial = bool(job.volume.missing_disks)
         whole_bytes, method = self._kernel.device_size_bytes(device), self.policy.method(job.volume)
         size_bytes = self.policy.zeroed_bytes(job.volume, whole_bytes)
-        if method == classes.ERASE_ZERO and job.volume.is_encrypted and not is_partial:
+        if method not in classes.ERASE_HEADER_ONLY and job.volume.is_encrypted and not is_partial:
             # Without its header it cannot be read, however long the rest takes.
             self._mappings.erase(volume)
         are_lost = True

@@ -6,18 +6,14 @@ from typing import Any
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
+from lvm import layout
 from lvm.layout import Layout
 from lvm.thin import Policy
 
 # One of each kind that Carver knows, by its name, with as few disks as show what it is.
 LAYOUTS: Mapping[str, Layout] = {
-    "linear": Layout(),
-    "striped": Layout("striped", stripes=2),
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "raid6": Layout("raid6", stripes=3),
-    "raid10": Layout("raid10", stripes=2, mirrors=1),
-    "thin": Layout("thin"),
+    name: Layout(name, stripes=kind.least_stripes, mirrors=int(kind.mirrored))
+    for name, kind in layout._KINDS.items()
 }
 RAIDS = {name: one for name, one in LAYOUTS.items() if one.kind.startswith("raid")}
 # For the arithmetic of room: each layout of volumes that have all their extents, and two wider.

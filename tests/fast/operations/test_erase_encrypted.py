@@ -7,7 +7,7 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
+from agent.core.classes import ERASURES, DeviceClass
 from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
@@ -23,9 +23,7 @@ HEADER_BLOCKS = 4 * MIB // 4096
 def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
     group = host.new_group(100)
     classes = [
-        DeviceClass("zero", group, encryption="luks2"),
-        DeviceClass("crypto", group, encryption="luks2", erase="crypto"),
-        DeviceClass("discard", group, encryption="luks2", erase="discard"),
+        *(DeviceClass(one, group, encryption="luks2", erase=one) for one in ERASURES),
         DeviceClass("thin", group, encryption="luks2", layout=Layout("thin"), pool=Policy()),
     ]
     config = configured.carver(tmp_path, group, classes=tuple(classes))
@@ -37,7 +35,7 @@ def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
     service.stop()
 
 
-@pytest.mark.parametrize("name", ["zero", "crypto", "discard", "thin"])
+@pytest.mark.parametrize("name", [*ERASURES, "thin"])
 def test_the_header_is_overwritten_and_the_rest_as_the_class_says(
     host: FakeHost, client: Client, name: str
 ) -> None:

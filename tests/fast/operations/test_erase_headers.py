@@ -9,7 +9,7 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
+from agent.core.classes import ERASURES, DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
@@ -34,9 +34,8 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture(params=["zero", "none"])
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
-    ways = ("zero", "crypto", "discard")
     thin = DeviceClass("thin", "data", encryption="luks2", layout=Layout("thin"), pool=Policy())
-    classes = [DeviceClass(one, "data", encryption="luks2", erase=one) for one in ways]
+    classes = [DeviceClass(one, "data", encryption="luks2", erase=one) for one in ERASURES]
     return configured.carver(
         tmp_path,
         classes=(*classes, thin),
@@ -64,7 +63,7 @@ def until_done(service: Service) -> None:
         wait([one.ended for one in list(jobs._jobs.values())], 20)
 
 
-@pytest.mark.parametrize("name", ["zero", "crypto", "discard", "thin"])
+@pytest.mark.parametrize("name", [*ERASURES, "thin"])
 def test_header_copy_is_deleted_with_the_volume(
     client: Client, fake: FakeHost, tmp_path: Path, name: str
 ) -> None:
@@ -73,7 +72,7 @@ def test_header_copy_is_deleted_with_the_volume(
     assert kept(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["zero", "crypto", "discard"])
+@pytest.mark.parametrize("name", ERASURES)
 def test_header_copy_is_deleted_while_a_disk_is_lost(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path, name: str
 ) -> None:

@@ -4,8 +4,9 @@ import argparse
 import io
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from floors import FLOORS
@@ -16,6 +17,7 @@ from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
 from agent.core import classes, codes, settings
 from agent.core.parameters import INLINE, MUTABLE, PREFIX, STORAGE_CLASS
+from lvm import layout
 from mount import filesystem, kernel, options
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +69,38 @@ def test_every_key_is_documented_and_no_other(
     document: str, heading: str, names: Iterable[str]
 ) -> None:
     assert first_cells(section(text_of(f"docs/{document}.md"), heading)) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("heading", "parsers"),
+    [
+        ("Settings", {key: one.parse for key, one in settings.SETTINGS.items()}),
+        ("Device classes", classes.CLASS_KEYS),
+    ],
+)
+def test_every_value_of_a_choice_is_in_its_key_s_row(
+    heading: str, parsers: Mapping[str, Callable[[Any], Any]]
+) -> None:
+    lines = section(text_of("docs/configuration.md"), heading).splitlines()
+    rows = {key: coded(line) for line in lines for key in first_cells(line)}
+    missing = {key: allowed(parse) - rows[key] for key, parse in parsers.items()}
+    assert {key: one for key, one in missing.items() if one} == {}, "add to docs/configuration.md"
+    assert "discard" in allowed(classes.CLASS_KEYS["erase"])
+
+
+def allowed(parse: Callable[[Any], Any]) -> set[str]:
+    """The values that a setting may have, if it is a choice."""
+    try:
+        parse("?")
+    except ValueError as error:
+        found = re.fullmatch("one of (.+)", str(error))
+        return set(found[1].split(", ")) if found else set()
+    return set()
+
+
+def test_every_layout_has_a_row() -> None:
+    documented = first_cells(section(text_of("docs/volumes.md"), "Layouts"))
+    assert documented - {"layout"} == set(layout.KINDS), "Layouts in docs/volumes.md"
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
