@@ -169,7 +169,7 @@ def _unmount(kernel: Kernel, path: str) -> None:
         return
     # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
     # Where no process is found that moment is over, or another mount keeps it busy.
-    found = of(kernel, path)
+    found = processes(kernel, path)
     if found or not _try_to_unmount(kernel, path):
         raise errors.Busy(path, found)
 
@@ -294,8 +294,8 @@ def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tup
 _PROC = Path("/proc")
 
 
-def of(kernel: Kernel, place: str) -> tuple[str, ...]:
-    """The processes that use the topmost mount at a place, each as `name (pid)`.
+def processes(kernel: Kernel, place: str) -> tuple[str, ...]:
+    """The processes that use the topmost mount, or the device node, at a place: `name (pid)`.
 
     A mount that was propagated into a container is found by what it shows, for there it lies at
     another path. A process that ends meanwhile is left out.

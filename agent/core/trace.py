@@ -1,9 +1,10 @@
 """The trace of a call: what it waited for, and each step that it took, with their times.
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
-service's start, the volume, the volume group, a refresh of groups, mkfs or fsck. A wait for udev is
-inside the step of the lvm2 or cryptsetup command. The debug log has each call's trace, metrics sum
-the steps by kind, and `carver trace` shows the slowest recent calls.
+service's start, the volume, the volume group (locks.py), a refresh of groups (volume_group.py),
+mkfs or fsck (background.py). lvm2 and cryptsetup wait for udev inside their own step; Carver waits
+for it in users.py. One more step is `with trace.step(trace.WAIT, "udev"):` around what waits: the
+debug log has each call's trace, metrics sum the steps by kind, `carver trace` shows the slowest.
 """
 
 import contextvars

@@ -26,7 +26,10 @@ _MAX_CHARACTERS = 4096
 
 
 class Operator(carver_pb2_grpc.OperatorServicer):
-    """The Operator service. `here` is this node's topology."""
+    """The Operator service: each method checks its request, asks one operation, and answers.
+
+    `__init__` keeps what the methods need of the `context`: volumes are in its `inventory`.
+    """
 
     def __init__(
         self,

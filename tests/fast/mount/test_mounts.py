@@ -134,9 +134,9 @@ def test_at_most_eight_processes_that_keep_a_mount_busy_are_named() -> None:
 def test_users_of_a_place_have_something_open_in_it(kernel: FakeKernel, path: str) -> None:
     Path(f"{path}-not").mkdir()
     with Path(f"{path}-not", "file").open("w"):
-        assert mounts.of(kernel, path) == ()
+        assert mounts.processes(kernel, path) == ()
     with Path(path, "file").open("w"):
-        [found] = mounts.of(kernel, path)
+        [found] = mounts.processes(kernel, path)
     assert f"({os.getpid()})" in found
 
 
