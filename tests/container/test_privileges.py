@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from container import containerd, deeds, pod
-from container.deeds import Case
+from container import containerd, pod, privileges
 from container.pod import Pod
+from container.privileges import Case
 
 from vagrant import guest
 
@@ -23,7 +23,7 @@ PODS = {
 CASES = [
     pytest.param(name, case, id=f"{name}: {case.privilege}")
     for name, this in PODS.items()
-    for case in deeds.CASES
+    for case in privileges.CASES
     if case.privilege in this.granted()
 ]
 
@@ -37,9 +37,9 @@ def imported() -> Iterator[None]:
 
 
 def program(*words: str) -> int:
-    """What the deeds' program ends with, in the guest."""
+    """What the program privileges.py ends with, in the guest."""
     line = f"cd {guest.TREE} && PYTHONPATH=.:tests:tests/support "
-    line += f"/opt/carver/test-venv/bin/python tests/container/deeds.py {' '.join(words)}"
+    line += f"/opt/carver/test-venv/bin/python tests/container/privileges.py {' '.join(words)}"
     ended = guest.run([line], check=False)
     print(ended.stdout, ended.stderr)
     return ended.returncode
@@ -59,7 +59,7 @@ def with_classes(this: Pod, classes: str) -> Iterator[Pod]:
 
 @pytest.mark.parametrize("name", PODS)
 def test_the_pod_can_do_what_users_need(name: str) -> None:
-    cases = [one for one in deeds.CASES if one.privilege in PODS[name].granted()]
+    cases = [one for one in privileges.CASES if one.privilege in PODS[name].granted()]
     for classes in sorted({one.classes for one in cases}):
         wanted = {one.deed.__name__ for one in cases if one.classes == classes}
         with with_classes(PODS[name], classes) as this, containerd.running(this):
@@ -74,4 +74,4 @@ def test_without_a_privilege_something_that_users_need_fails(name: str, case: Ca
         with_classes(PODS[name], case.classes) as this,
         containerd.running(this.without(case.privilege)),
     ):
-        assert program(case.deed.__name__) == deeds.FAILED, containerd.log()[-8000:]
+        assert program(case.deed.__name__) == privileges.FAILED, containerd.log()[-8000:]

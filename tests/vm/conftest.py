@@ -12,7 +12,7 @@ from csi_client import Client
 from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
-from vm import deeds
+from vm import privileges
 from vm.reported import EXTENT_BYTES
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
@@ -131,5 +131,5 @@ def restart(client: Client, directory: Path, answering: Callable[[], None]) -> I
         answering()
 
     yield start
-    deeds.CONFIGURATION.unlink(missing_ok=True)
+    privileges.CONFIGURATION.unlink(missing_ok=True)
     start("")

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import psutil
-from vm.deeds import within
+from vm.privileges import within
 
 from agent.csi.client import Client, block
 from lvm.devices import Devices

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import expect
 import pytest
-from vm import deeds
+from vm import privileges
 from vm.conftest import Restart
 
 from agent.core.settings import DEFAULT_SOCKET
@@ -44,11 +44,11 @@ def tpm(state: Path) -> Iterator[None]:
     words = ["swtpm", "chardev", "--vtpm-proxy", "--tpm2", "--tpmstate", f"dir={state}"]
     with subprocess.Popen(words) as emulator:
         try:
-            deeds.within(TPM_SECONDS, TPM.exists, "the kernel sees no TPM")
+            privileges.within(TPM_SECONDS, TPM.exists, "the kernel sees no TPM")
             yield
         finally:
             emulator.terminate()
-    deeds.within(TPM_SECONDS, lambda: not TPM.exists(), "the TPM is still there")
+    privileges.within(TPM_SECONDS, lambda: not TPM.exists(), "the TPM is still there")
 
 
 @pytest.fixture(params=["host", pytest.param("tpm2", marks=pytest.mark.variation)])
@@ -81,10 +81,10 @@ def key(sealed_by: str) -> str:
 def test_a_credential_of_systemd_s_opens_volumes(
     client: Client, directory: Path, restart: Restart, key: str
 ) -> None:
-    deeds.CONFIGURATION.write_text(CONFIGURATION)
+    privileges.CONFIGURATION.write_text(CONFIGURATION)
     restart(
         f"LoadCredentialEncrypted=luks:{CREDENTIAL}\nExecStart=\n"
-        f"ExecStart=/opt/carver/venv/bin/carver serve --config {deeds.CONFIGURATION}"
+        f"ExecStart=/opt/carver/venv/bin/carver serve --config {privileges.CONFIGURATION}"
     )
     found = KEY_FILE.stat()
     assert (found.st_uid, found.st_mode & 0o777) == (0, 0o400)

@@ -8,7 +8,7 @@ import chosen
 import pytest
 from csi_client import Client
 from real.host import RealHost
-from vm import deeds, foreign
+from vm import foreign, privileges
 from vm.conftest import Restart
 
 from agent.csi.client import block, mounted
@@ -17,7 +17,9 @@ MIB = 1 << 20
 GROUP = "carver_foreign"
 # Without udev's word it would take a minute.
 NOTICED_SECONDS = 100
-SERVED = f"ExecStart=\nExecStart=/opt/carver/venv/bin/carver serve --config {deeds.CONFIGURATION}"
+SERVED = (
+    f"ExecStart=\nExecStart=/opt/carver/venv/bin/carver serve --config {privileges.CONFIGURATION}"
+)
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def group(host: RealHost, restart: Restart) -> Iterator[str]:
     """An operator's group, on two of the machine's disks, that the installed service serves."""
     disks = [host.new_device(101 * 4 * MIB) for _ in range(2)]
     with host.own_group(GROUP, disks, "--setautoactivation", "n"):
-        deeds.CONFIGURATION.write_text(
+        privileges.CONFIGURATION.write_text(
             f'[[classes]]\nname = "default"\ngroup = "{GROUP}"\ndefault = true\n'
         )
         restart(SERVED)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from csi_client import Client
-from vm import deeds
+from vm import privileges
 from vm.conftest import Restart
-from vm.deeds import Case
+from vm.privileges import Case
 
 # The rest is like these, and each case starts the service twice.
 USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
@@ -23,14 +23,14 @@ USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
         pytest.param(
             one, id=one.privilege, marks=[] if one.privilege in USUAL else [pytest.mark.variation]
         )
-        for one in deeds.CASES
+        for one in privileges.CASES
     ],
 )
 def test_without_a_privilege_something_that_users_need_fails(
     client: Client, directory: Path, restart: Restart, case: Case
 ) -> None:
     if case.configuration:
-        deeds.CONFIGURATION.write_text(case.configuration)
+        privileges.CONFIGURATION.write_text(case.configuration)
     if case.setting:
         restart(case.setting)
     case.deed(client, directory)
@@ -39,6 +39,6 @@ def test_without_a_privilege_something_that_users_need_fails(
         restart(f"{case.setting}\n{case.without}")
         case.deed(client, directory)
 
-    with pytest.raises(deeds.FAILURES) as failed:
+    with pytest.raises(privileges.FAILURES) as failed:
         without()
     print(f"\n{case.privilege}: {failed.value!r}")

@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from container import deeds, pod
+from container import pod, privileges
 
 KUBERNETES = Path(__file__).parents[3] / "deploy" / "kubernetes"
 
@@ -71,7 +71,7 @@ def test_a_pod_without_root_is_started_as_nobody() -> None:
 
 def test_a_pod_with_classes_of_a_case_keeps_the_settings_of_its_own() -> None:
     this = pod.of(KUBERNETES / "host-lvm2.yaml")
-    [classes] = {one.classes for one in deeds.CASES if one.classes}
+    [classes] = {one.classes for one in privileges.CASES if one.classes}
     text = this.configured(classes).files["config.toml"]
     assert text.endswith(classes)
     assert text.removesuffix(classes) in this.files["config.toml"]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from container import deeds as deeds_of_pod
 from container import pod
-from vm import deeds
+from container import privileges as privileges_of_pod
+from vm import privileges
 
 from lvm import layout
 
@@ -52,14 +52,14 @@ def granted_to_pods() -> set[str]:
 @pytest.mark.parametrize(
     ("granted", "cases", "heading"),
     [
-        (granted_to_the_unit, deeds.CASES, "What the unit is granted"),
-        (granted_to_pods, deeds_of_pod.CASES, "What the pod is granted"),
+        (granted_to_the_unit, privileges.CASES, "What the unit is granted"),
+        (granted_to_pods, privileges_of_pod.CASES, "What the pod is granted"),
     ],
     ids=["unit", "pod"],
 )
 def test_each_privilege_is_documented_with_a_case_that_fails_without_it(
     granted: Callable[[], Iterable[str]],
-    cases: Sequence[deeds.Case | deeds_of_pod.Case],
+    cases: Sequence[privileges.Case | privileges_of_pod.Case],
     heading: str,
 ) -> None:
     assert sorted(granted()) == sorted(one.privilege for one in cases)

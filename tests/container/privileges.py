@@ -20,7 +20,7 @@ from pathlib import Path
 
 import grpc
 from csi_client import Client
-from vm.deeds import (
+from vm.privileges import (
     FAILURES,
     MIB,
     Deed,
