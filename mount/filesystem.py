@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mount import errors, table
-from mount.command import Run
+from mount.command import Result, Run
 from mount.kernel import Kernel
 
 _MIB = 1024 * 1024
@@ -36,8 +36,10 @@ class FileSystem:
     the UUID, and the word within its comma list. `features` are switched off for kernels that
     cannot mount them, in the order in which mkfs learned them.
 
-    Keeping one: `grow` fills the device of `size_bytes` under a writable mount. `check` mends
-    without asking, before a mount; `repair` is what a person runs on a damaged one.
+    Keeping one: `grow` fills the device of `size_bytes` under a writable mount, or raises OSError.
+    `check` mends without asking, and `resize` fills the device, each before a mount; `resize` is
+    for one that cannot grow mounted, whose `grow` raises OSError while it is smaller than the
+    device. `repair` is what a person runs on a damaged one.
     `mount_options` are the file system's own (a word that ends in "=" takes a value);
     `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
     counters are of the disk or of the structures (`errors_of_medium`); see kernel.error_counters.
@@ -55,10 +57,16 @@ class FileSystem:
     mount_options: str
     uuid: tuple[str, str] = ("-U", "")
     check: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     duplicate_data: tuple[str, ...] = ()
     features: tuple[Feature, ...] = ()
     errors_of_medium: bool = False
     error_remedy: str = ""
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """All that Carver runs for it."""
+        return self.program, *self.check[:1], *self.resize[:1]
 
 
 def _grow_ext4(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
@@ -258,18 +266,29 @@ def make(
 def check(run: Run, device: str, fs_type: str) -> None:
     """Look over an existing file system that is not mounted; small damage is mended.
 
-    A command for ext4 only. Raises Damaged, CheckFailed.
+    One that grows only then fills its device. A command for ext4 only. Raises Damaged, CheckFailed.
     """
-    words = known(fs_type).check
-    if not words:
-        return
-    result = run(*words, "--", device)
-    said = result.stdout.strip() or result.stderr.strip()
-    # e2fsck(8): 1 and 2 say that all was mended, 4 that something is left, the rest that it failed.
-    if result.exit_code == 4:
-        raise errors.Damaged(device, fs_type, said, known(fs_type).repair)
-    if result.exit_code not in (0, 1, 2):
-        raise errors.CheckFailed(device, fs_type, f"{said} (exit {result.exit_code})")
+    file_system = known(fs_type)
+    if file_system.check:
+        result = run(*file_system.check, "--", device)
+        # e2fsck(8): 1 and 2 say that all was mended, 4 that something is left, the rest that it
+        # failed.
+        if result.exit_code == 4:
+            raise errors.Damaged(device, fs_type, _said(result), file_system.repair)
+        if result.exit_code not in (0, 1, 2):
+            raise _check_failed(device, fs_type, result)
+    if file_system.resize:
+        result = run(*file_system.resize, "--", device)
+        if result.exit_code != 0:
+            raise _check_failed(device, fs_type, result)
+
+
+def _said(result: Result) -> str:
+    return result.stdout.strip() or result.stderr.strip()
+
+
+def _check_failed(device: str, fs_type: str, result: Result) -> errors.CheckFailed:
+    return errors.CheckFailed(device, fs_type, f"{_said(result)} (exit {result.exit_code})")
 
 
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from agent.cli.words import Argument, Commands, flag, name_of, noun, verb
 from agent.core import values
+from mount.filesystem import FILE_SYSTEMS
 
 NAME = name_of("volume")
 JSON = flag("--json", "as JSON")
@@ -48,7 +49,7 @@ def add_volume(commands: Commands) -> Commands:
             help="such as 512MiB, 10GiB (1024) or 10GB (1000); for a copy else the source's",
         ),
         Argument("--class", dest="device_class", help="a class; else the default one"),
-        Argument("--fs-type", help="ext4, xfs or btrfs; else the class's"),
+        Argument("--fs-type", help=f"{', '.join(FILE_SYSTEMS)}; else the class's"),
         Argument(
             "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
         ),

@@ -400,17 +400,14 @@ def _file_systems(node: Node) -> Iterator[Seen]:
                 f"install {filesystem.FILE_SYSTEMS[fs_type].package}",
             )
         else:
-            yield _pass(f"{fs_type}: found {' and '.join(_programs(fs_type))}")
+            yield _pass(
+                f"{fs_type}: found {' and '.join(filesystem.FILE_SYSTEMS[fs_type].programs)}"
+            )
 
 
 def missing_programs(node: Node, fs_type: str) -> list[str]:
     """The programs that a file system needs and this node lacks; no command."""
-    return [one for one in _programs(fs_type) if not _has(node, one)]
-
-
-def _programs(fs_type: str) -> tuple[str, ...]:
-    known = filesystem.FILE_SYSTEMS[fs_type]
-    return known.program, *known.check[:1]
+    return [one for one in filesystem.FILE_SYSTEMS[fs_type].programs if not _has(node, one)]
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:

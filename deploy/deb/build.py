@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from deploy.image import build as image  # noqa: E402
+from mount.filesystem import FILE_SYSTEMS  # noqa: E402
 
 WORK = ROOT / ".cache" / "deb"
 LIBRARY = "/usr/lib/carver"
@@ -36,7 +37,11 @@ DEPENDS = (
     *("python3 (>= 3.11)", "python3 (<< 3.12)", "lvm2", "util-linux", "udev", "e2fsprogs"),
     "libc6 (>= 2.28)",
 )
-RECOMMENDS = ("cryptsetup-bin", "xfsprogs", "btrfs-progs", "thin-provisioning-tools")
+RECOMMENDS = (
+    *("cryptsetup-bin", "thin-provisioning-tools"),
+    # ext4 is the default.
+    *(one.package for fs_type, one in FILE_SYSTEMS.items() if fs_type != "ext4"),
+)
 DEFAULTS = """\
 # Settings of Carver as variables; /etc/carver/config.toml has them as well, and the device classes.
 #CARVER_NODE_ID=node-17

@@ -24,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# This file is a program, and Python would look beside it only.
+sys.path.insert(0, str(ROOT))
+
+from mount.filesystem import FILE_SYSTEMS  # noqa: E402
+
 WORK = ROOT / ".cache" / "image"
 DIST = ROOT / "dist"
 REPOSITORY = "localhost/carver"
@@ -33,16 +38,14 @@ SBOM = "usr/share/doc/carver/sbom.spdx.json"
 
 # udev is the node's, or there is none; libudev, which Carver asks about sysfs, comes with lvm2.
 PACKAGES = (
-    "btrfs-progs",
+    *sorted(one.package for one in FILE_SYSTEMS.values()),
     "cryptsetup-bin",
-    "e2fsprogs",
     "lvm2",
     "python3",
     "thin-provisioning-tools",
     # In place of usrmerge, which is only there to make a system what mmdebstrap made it.
     "usr-is-merged",
     "util-linux",
-    "xfsprogs",
 )
 # usrmerge, which mmdebstrap takes before it looks at our list, and the whole of Perl, for it.
 REMOVED = (
@@ -191,9 +194,7 @@ def check(root: Path) -> None:
         ("lvm", "version"),
         ("blkid", "--version"),
         ("nsenter", "--version"),
-        ("mkfs.ext4", "-V"),
-        ("mkfs.xfs", "-V"),
-        ("mkfs.btrfs", "--version"),
+        *((one.program, "-V") for one in FILE_SYSTEMS.values()),
         ("thin_check", "--version"),
         ("cryptsetup", "--version"),
     )

@@ -23,12 +23,13 @@ from agent.csi.client import Mode, block, mounted
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.command import Result
+from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 RAW = block(Mode.SINGLE_NODE_MULTI_WRITER)
 # The least that each file system needs, and some more to grow by.
-SIZES = {"ext4": 32 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+SIZES = {key: max(32 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.items()}
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def end(cluster: Cluster, machine: Machine) -> None:
     assert [str(one) for one in cluster.answers if one.code != "OK"] == []
 
 
-KINDS = ("ext4", "xfs", "btrfs", "raw", "thin", "thin raw")
+KINDS = (*chosen.GROWING, "raw", "thin", "thin raw")
 
 
 @pytest.mark.parametrize("kind", chosen.kinds(KINDS, usual=["thin"]))

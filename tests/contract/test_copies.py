@@ -142,7 +142,7 @@ def test_zeroes_of_the_source_are_copied(
     assert host.read_bytes(device(host, group, "vol-pvc-2"), 4 * MIB, 4096) == bytes(4096)
 
 
-@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["btrfs"]))
+@pytest.mark.parametrize("fs_type", chosen.kinds(filesystem.FILE_SYSTEMS, usual=["btrfs"]))
 def test_source_and_copies_are_mounted_together(
     client: Client, host: AnyHost, group: str, fs_type: str
 ) -> None:

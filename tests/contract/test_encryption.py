@@ -16,6 +16,7 @@ from agent.csi.client import block, mounted, of_snapshot, of_volume
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import table
+from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -26,7 +27,7 @@ OTHER = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
 MARK = b"not-for-the-disk"
 LAYOUTS = {**configured.LAYOUTS, "striped": Layout("striped", stripes=2, stripe_size_bytes=65536)}
-SIZES = {"ext4": 48 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+SIZES = {key: max(48 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.items()}
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def box(client: Client, host: AnyHost, group: str) -> Box:
     return Box(client, host, group)
 
 
-@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs", "block"], usual=["ext4"]))
+@pytest.mark.parametrize("fs_type", chosen.kinds([*chosen.GROWING, "block"], usual=["ext4"]))
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     client: Client, box: Box, name: str, fs_type: str

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 from real.any import AnyHost
 
 from agent.csi.client import Client, Mode, block, mounted
 from mount import table
+from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -26,7 +28,8 @@ def end(client: Client, volume: csi.Volume, staging: Path, target: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("fs_type", "size_bytes"), [("ext4", 64 * MIB), ("xfs", 300 * MIB), ("btrfs", 256 * MIB)]
+    ("fs_type", "size_bytes"),
+    [(one, max(64 * MIB, FILE_SYSTEMS[one].minimum_bytes)) for one in chosen.GROWING],
 )
 def test_life_of_a_mounted_volume(
     client: Client, host: AnyHost, staging: Path, target: Path, fs_type: str, size_bytes: int

@@ -31,6 +31,7 @@ from real.host import Lab, real_host
 from agent.core.classes import DeviceClass
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.filesystem import FILE_SYSTEMS
 
 _DISKS = (150, 100)
 _NAMES = ("a", "b", "c")
@@ -47,7 +48,7 @@ _targets = st.sampled_from(_TARGETS)
 _modes = st.sampled_from((do.MULTI_WRITER, do.MULTI_WRITER, do.WRITER, do.READER_ONLY))
 _uses = st.one_of(
     st.builds(Use, st.just("mount"), _modes, st.just("ext4")),
-    st.builds(Use, st.just("mount"), _modes, st.sampled_from(("", "ext4", "xfs", "btrfs"))),
+    st.builds(Use, st.just("mount"), _modes, st.sampled_from(("", *FILE_SYSTEMS))),
     st.builds(Use, st.just("block"), _modes),
 )
 # The uses of most calls, so that a repeated call is often the same.

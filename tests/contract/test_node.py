@@ -88,7 +88,7 @@ def test_a_crash_between_mkfs_and_its_tag_is_finished_by_the_next_call(
     assert formats(host) == 1
 
 
-@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["ext4"]))
+@pytest.mark.parametrize("fs_type", chosen.kinds(filesystem.FILE_SYSTEMS, usual=["ext4"]))
 def test_a_file_system_that_a_killed_lvcreate_did_not_wipe_is_not_adopted(
     client: Client, host: AnyHost, staging: Path, group: str, fs_type: str
 ) -> None:

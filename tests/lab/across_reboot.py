@@ -22,6 +22,7 @@ from agent.core import ids
 from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, mounted, of_volume
 from mount import luks, table
+from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
@@ -197,15 +198,18 @@ def worker_at(path: str) -> int | None:
     return None
 
 
-FILE_SYSTEMS = ("ext4", "ext4", "ext4", "ext4", "xfs", "btrfs")
-SIZES = {"": 8 * MIB, "ext4": 16 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+FS_TYPES = ("ext4", "ext4", "ext4", *FILE_SYSTEMS)
+SIZES = {key: max(16 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.items()}
 
 
 def kept(count: int) -> list[Kept]:
     """So many volumes, raw ones and a few of each file system; every second one is encrypted."""
-    fs_types = FILE_SYSTEMS if count > len(FILE_SYSTEMS) else FILE_SYSTEMS[:2]
+    fs_types = FS_TYPES if count > len(FS_TYPES) else FS_TYPES[:2]
     every = [*fs_types, *[""] * (count - len(fs_types))]
-    return [Kept(number, one, SIZES[one], number % 2 == 1) for number, one in enumerate(every)]
+    return [
+        Kept(number, one, SIZES.get(one, 8 * MIB), number % 2 == 1)
+        for number, one in enumerate(every)
+    ]
 
 
 def opened() -> list[str]:

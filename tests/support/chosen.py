@@ -7,7 +7,12 @@ from typing import TypeVar
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from mount.filesystem import FILE_SYSTEMS
+
 _T = TypeVar("_T", str, int)
+
+# Those that grow while they are mounted.
+GROWING = [name for name, one in FILE_SYSTEMS.items() if not one.resize]
 
 
 def numbers(variable: str, **defaults: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import chosen
 import pytest
 from vm.tracing import traced
 
@@ -148,7 +149,7 @@ def test_a_container_sees_what_the_service_mounts_and_unmounts(
         assert list(inside[staging].iterdir()) == []
 
 
-@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+@pytest.mark.parametrize("fs_type", chosen.GROWING)
 def test_a_file_system_grows_under_a_writer(client: Client, directory: Path, fs_type: str) -> None:
     staging, capability = directory / "staging", mounted(fs_type)
     volume = client.create(f"test-grow-{fs_type}", 320 * MIB, capability)

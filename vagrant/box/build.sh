@@ -12,9 +12,9 @@ here=$(dirname "$(readlink -f "$0")")
 root=$output/root
 size_gib=24 # sparse; Carver's default group is a file of 10 GiB
 
-# What the tests make of device-mapper and file systems, and a TPM; "dm-error" is part of dm-mod.
+# What the tests make of device-mapper, and a TPM; "dm-error" is part of dm-mod.
 modules="dm-mod dm-thin-pool dm-raid raid1 raid10 raid456 dm-cache dm-cache-smq dm-writecache
-    dm-flakey dm-snapshot dm-crypt dm-integrity loop ext4 xfs btrfs overlay tpm_vtpm_proxy"
+    dm-flakey dm-snapshot dm-crypt dm-integrity loop overlay tpm_vtpm_proxy"
 
 rm -rf "$output"
 mkdir -p "$output"

@@ -22,6 +22,7 @@ from agent.csi.client import Client
 from agent.daemon.server import Service
 from lvm.report import Group
 from mount import table
+from mount.filesystem import FILE_SYSTEMS
 
 MIB = 1 << 20
 
@@ -101,7 +102,7 @@ def test_a_volume_is_found_by_name_logical_volume_or_id(shell: Shell, client: Cl
 
 
 def test_the_list_is_a_table_or_json(shell: Shell) -> None:
-    assert "one of ext4, xfs, btrfs (INVALID_ARGUMENT)" in shell(
+    assert f"one of {', '.join(FILE_SYSTEMS)} (INVALID_ARGUMENT)" in shell(
         "create one --size 64MiB --class plain --fs-type ntfs", 1
     )
     shell("create one --size 16MiB --class plain --fs-type ext4")

@@ -34,6 +34,7 @@ from serving import served
 from agent.core.parameters import MUTABLE_FIELD as MUTABLE
 from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
+from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -60,7 +61,7 @@ WORDS: Mapping[str, list[str]] = {
     "staging_target_path": [f"{HERE}/staging", f"{HERE}/new"],
     "target_path": [f"{HERE}/target", f"{HERE}/new", f"{HERE}/file", f"{HERE}/full"],
     "volume_path": [f"{HERE}/target", f"{HERE}/staging"],
-    "fs_type": ["ext4", "xfs", "btrfs", "ntfs", "proc"],
+    "fs_type": [*FILE_SYSTEMS, "ntfs", "proc"],
     "mount_flags": ["ro", "noatime", "bind", "remount", "loop=/dev/sda", "journal_path=/x", "suid"],
     "starting_token": ["", "data@3kXq0b9Z/vol"],
 }

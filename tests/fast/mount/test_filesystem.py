@@ -284,9 +284,27 @@ def test_damage_is_another_error_than_a_check_that_failed() -> None:
             filesystem.check(Script(exit_code, stderr="busy\n"), "/dev/x", "ext4")
 
 
-@pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
+@pytest.mark.parametrize(
+    "fs_type", [key for key, one in filesystem.FILE_SYSTEMS.items() if not one.programs[1:]]
+)
 def test_what_the_kernel_checks_at_the_mount_is_not_checked_before(fs_type: str) -> None:
-    filesystem.check(Script(4), "/dev/x", fs_type)
+    run = Script(4)
+    filesystem.check(run, "/dev/x", fs_type)
+    assert run.words == ()
+
+
+def test_one_that_cannot_grow_mounted_is_grown_before_the_mount(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offline = replace(filesystem.FILE_SYSTEMS["btrfs"], resize=("resize.new", "-s"))
+    monkeypatch.setitem(filesystem.FILE_SYSTEMS, "new", offline)
+    run = Script()
+
+    filesystem.check(run, "/dev/x", "new")
+
+    assert run.words == ("resize.new", "-s", "--", "/dev/x")
+    with pytest.raises(errors.CheckFailed, match=r"busy .exit 1."):
+        filesystem.check(Script(1, stderr="busy\n"), "/dev/x", "new")
 
 
 @pytest.fixture

@@ -3,16 +3,20 @@
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import expect
 import pytest
+from fakes import filesystems
 from fakes.host import FakeHost
 
 from agent.csi.client import Client, block, mounted, of_volume
 from agent.daemon.server import Service
+from mount import filesystem, table
 from mount.command import Result
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -305,3 +309,31 @@ def test_larger_size_stays_on_record(
     with expect.code("FAILED_PRECONDITION"):
         client.node_expand(staged, staging)
     assert record(fake) == {f"carver.{tag}={TOO_LARGE}"}
+
+
+def test_a_file_system_that_cannot_grow_mounted_grows_at_the_next_staging(
+    client: Client,
+    fake: FakeHost,
+    volume: csi.Volume,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
+        stat = kernel.statvfs(mount.path)
+        if stat.f_blocks * stat.f_frsize < size_bytes:
+            raise OSError(errno.EOPNOTSUPP, "it grows when it is staged next")
+
+    ext4 = replace(filesystem.FILE_SYSTEMS["ext4"], grow=refuse, resize=("resize.new",))
+    monkeypatch.setitem(filesystem.FILE_SYSTEMS, "ext4", ext4)
+    monkeypatch.setitem(filesystems.PROGRAMS, "resize.new", filesystems.resize)
+    client.stage(volume, staging)
+    client.expand(volume.volume_id, 2 * SIZE)
+    with expect.code("FAILED_PRECONDITION", "grows when it is staged next"):
+        client.node_expand(volume.volume_id, staging, 2 * SIZE)
+    before = client.stats(volume.volume_id, staging).usage[0].total
+
+    stage_again(client, volume.volume_id, staging)
+
+    assert client.stats(volume.volume_id, staging).usage[0].total == before + SIZE
+    assert record(fake) == set()
+    client.node_expand(volume.volume_id, staging, 2 * SIZE)

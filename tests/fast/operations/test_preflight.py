@@ -22,10 +22,11 @@ from lvm import groups, lvm2, report
 from lvm.caches import Cache
 from lvm.layout import Layout
 from mount.command import Result
+from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
 
 RELEASE = "6.1.0-test"
-PROGRAMS = ("nsenter", "mkfs.ext4", "fsck.ext4", "mkfs.xfs", "mkfs.btrfs")
+PROGRAMS = ("nsenter", *(name for one in FILE_SYSTEMS.values() for name in one.programs))
 THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 MODULES = ("dm-raid", "dm-thin-pool", "dm-snapshot")
 

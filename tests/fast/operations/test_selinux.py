@@ -13,6 +13,7 @@ from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
 from mount import errors, options, table
 from mount import kernel as syscalls
+from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -66,7 +67,7 @@ def context_at(host: FakeHost, path: Path) -> str:
     return table.read(host.kernel).at(str(path))[-1].context
 
 
-@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+@pytest.mark.parametrize("fs_type", FILE_SYSTEMS)
 def test_a_volume_is_staged_and_published_with_its_context(
     client: Client, host: FakeHost, staging: Path, target: Path, fs_type: str
 ) -> None:

@@ -107,7 +107,7 @@ def test_every_layout_has_a_row() -> None:
 def test_each_file_system_is_documented(fs_type: str) -> None:
     known = filesystem.FILE_SYSTEMS[fs_type]
     sizes = section(text_of("docs/configuration.md"), "Sizes")
-    assert f"| {fs_type} | {known.minimum_bytes // MIB} MiB |" in sizes
+    assert f"| {fs_type} | {known.minimum_bytes // MIB} MiB | {known.package} |" in sizes
 
     rows = section(text_of("docs/configuration.md"), "mkfs options").splitlines()
     [row] = [line for line in rows if line.startswith(f"| {fs_type} |")]

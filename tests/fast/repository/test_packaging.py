@@ -1,6 +1,7 @@
 """What is installed, pinned and packed is Carver, whole and nothing else."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from packaging.version import Version
 
 from deploy.deb import build as deb
 from deploy.image import build as image
+from mount.filesystem import FILE_SYSTEMS
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ["agent", "lvm", "mount", "proto"]
@@ -168,6 +170,19 @@ def test_the_wheel_holds_every_file_of_the_four_packages_and_no_other(tmp_path: 
         for path in (unpacked / package).rglob("*")
         if path.is_file()
     }
+
+
+# File systems
+
+
+@pytest.mark.parametrize("fs_type", FILE_SYSTEMS)
+def test_a_file_system_is_in_the_lists_that_are_no_python(fs_type: str) -> None:
+    package = FILE_SYSTEMS[fs_type].package
+    packages = (ROOT / "vagrant/box/packages").read_text().splitlines()
+    assert package in packages, f"add {package} to vagrant/box/packages"
+    schema = json.loads((ROOT / "deploy/helm/carver/values.schema.json").read_text())
+    known = schema["properties"]["storageClasses"]["items"]["properties"]["fsType"]["enum"]
+    assert known == ["", *FILE_SYSTEMS], 'write these at "fsType" in values.schema.json'
 
 
 # The image

@@ -73,13 +73,11 @@ def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:
 
 
 def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
-    """fsck.<type> -p -- device: mends little damage; looks at nothing that is mounted."""
-    program, preen, separator, path = words
-    assert (preen, separator) == ("-p", "--"), words
-    device = devices.get(path)
-    found = device.contents
-    if device.mounted or device.held or not found or found.fs_type != program.removeprefix("fsck."):
-        return Result(8, "", f"{program}: cannot open {path}\n")
+    """A file system's check: mends little damage; looks at nothing that is mounted."""
+    *program, separator, path = words
+    assert separator == "--", words
+    if (device := _unmounted("check", program, devices.get(path))) is None:
+        return Result(8, "", f"{words[0]}: cannot open {path}\n")
     if device.media.damage == "much":
         return Result(4, f"{path}: UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.\n", "")
     mended, device.media.damage = bool(device.media.damage), ""
@@ -87,14 +85,40 @@ def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
     return Result(int(mended), f"{path}: {'mended' if mended else 'clean'}\n", "")
 
 
+def resize(words: Sequence[str], devices: FakeDevices) -> Result:
+    """A file system's resize: fills the device; looks at nothing that is mounted."""
+    *program, separator, path = words
+    assert separator == "--", words
+    if (device := _unmounted("resize", program, devices.get(path))) is None:
+        return Result(8, "", f"{words[0]}: cannot open {path}\n")
+    device.media.fs_size_bytes = device.size_bytes
+    device.media.write(0, superblock(device.media))
+    return Result(0, "", "")
+
+
+def _unmounted(field: str, program: Sequence[str], device: FakeDevice) -> FakeDevice | None:
+    """The device, if this program of a file system's record may work on it."""
+    found = device.contents
+    if device.mounted or device.held or not found or found.fs_type not in FILE_SYSTEMS:
+        return None
+    return device if getattr(FILE_SYSTEMS[found.fs_type], field) == tuple(program) else None
+
+
+def label_option(fs_type: str) -> str:
+    """mkfs.f2fs has -l in place of -L, which for mkfs.xfs is about the log."""
+    return "-L" if "-L" in FILE_SYSTEMS[fs_type].allowed.split() else "-l"
+
+
 PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {
-    **{f"mkfs.{fs_type}": mkfs for fs_type in FILE_SYSTEMS},
-    **{f"fsck.{fs_type}": fsck for fs_type in FILE_SYSTEMS},
+    **{one.program: mkfs for one in FILE_SYSTEMS.values()},
+    **{one.check[0]: fsck for one in FILE_SYSTEMS.values() if one.check},
+    **{one.resize[0]: resize for one in FILE_SYSTEMS.values() if one.resize},
 }
 
 
 def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
-    label = options[options.index("-L") + 1] if "-L" in options else ""
+    option = label_option(fs_type)
+    label = options[options.index(option) + 1] if option in options else ""
     identity = _uuid(options) or uuid.uuid4()
     device.contents = Signature(fs_type, "filesystem", str(identity), label)
     if fs_type == "btrfs":

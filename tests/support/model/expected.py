@@ -11,6 +11,8 @@ from typing import NoReturn, Self
 from model import operations as do
 from model.operations import MIB, Outcome, State, Use
 
+from mount.filesystem import FILE_SYSTEMS
+
 EXTENT_BYTES = 4 * MIB
 DEFAULT_BYTES = 1 << 30
 CLASS = "plain"
@@ -18,7 +20,7 @@ DEFAULT_FS_TYPE = "ext4"
 ENCRYPTION, REENCRYPT = "carver/encryption", "carver/reencrypt"
 HEADER_BYTES = 4 * MIB
 RATE = "carver/maximumRecoveryRate"
-LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+LEAST_BYTES = {key: one.minimum_bytes for key, one in FILE_SYSTEMS.items()}
 
 
 @dataclass
