@@ -28,7 +28,8 @@ _MAX_CHARACTERS = 4096
 class Operator(carver_pb2_grpc.OperatorServicer):
     """The Operator service: each method checks its request, asks one operation, and answers.
 
-    `__init__` keeps what the methods need of the `context`: volumes are in its `inventory`.
+    `__init__` keeps what the methods need of the `context`: its `kernel`, or its `inventory`, of
+    which `named(state(), name)` is the volume that the CO calls `name`.
     """
 
     def __init__(
