@@ -137,7 +137,7 @@ def test_every_error_and_code_is_documented_and_no_other() -> None:
         f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
         for kind, code in codes.TABLE
         if kind.__module__ != "builtins"
-    }
+    }, "Every error in docs/troubleshooting.md"
     assert len(rows) == len(dict(rows))
     lines = section(text_of("docs/troubleshooting.md"), "The codes").splitlines()
     explained = {line.split("|")[1].strip() for line in lines if line.startswith("|")}
@@ -165,9 +165,8 @@ def test_every_command_is_documented() -> None:
     typed = [line.split()[1:] for line in commands()]
     for noun, parser in offered(cli.parser()).items():
         assert noun in {words[0] for words in typed} | {"serve"}
-        assert set(offered(parser)) <= {
-            words[1] for words in typed if words[0] == noun and words[1:]
-        }
+        shown = {words[1] for words in typed if words[0] == noun and words[1:]}
+        assert set(offered(parser)) <= shown, f"carver {noun}: a line of docs/commands.md"
 
 
 def offered(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

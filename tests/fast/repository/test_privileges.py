@@ -62,8 +62,9 @@ def test_each_privilege_is_documented_with_a_case_that_fails_without_it(
     cases: Sequence[privileges.Case | privileges_of_pod.Case],
     heading: str,
 ) -> None:
-    assert sorted(granted()) == sorted(one.privilege for one in cases)
-    assert rows(heading) == {one.privilege: one.deed.__name__ for one in cases}
+    where = f"CASES of {type(cases[0]).__module__}"
+    assert sorted(granted()) == sorted(one.privilege for one in cases), where
+    assert rows(heading) == {one.privilege: one.deed.__name__ for one in cases}, heading
 
 
 def test_all_that_is_granted_is_seen_by_these_tests() -> None:
