@@ -95,10 +95,13 @@ def _set_reencrypt(one: DeviceClass, reencrypt: str) -> DeviceClass:
     return replace(one, reencrypt=bool(reencrypt) or one.reencrypt)
 
 
-def _of_layout(key: str, read: Callable[[str], int], part: str) -> Parameter:
+def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     """A parameter that overrides a field of the class's layout."""
 
-    def apply(one: DeviceClass, value: int) -> DeviceClass:
+    def apply(one: DeviceClass, value: Any) -> DeviceClass:
+        # Neither is created by Layout.words, which would be ignored.
+        if (one.layout.is_thin or one.cache) and value != getattr(one.layout, part):
+            raise ValueError("cannot be set for a class that is thin or has a cache")
         changed: dict[str, Any] = {part: value}
         return replace(one, layout=replace(one.layout, **changed))
 

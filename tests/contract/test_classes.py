@@ -12,12 +12,15 @@ import pytest
 from fakes.host import FakeHost
 from real.any import AnyHost
 
+from agent.core import errors
 from agent.core.classes import DeviceClass
 from agent.core.ids import VolumeId
+from agent.core.parameters import STORAGE_CLASS, Parameter, Parameters
 from agent.core.records import Volume
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report, tags
+from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from proto import csi_pb2 as csi
 
@@ -213,6 +216,17 @@ def test_capacity_is_that_of_the_overridden_layout(client: Client, free: None) -
     check_maximum(client, 11 * 4 * EXTENT, "striped", stripes="4")
     check_maximum(client, (12 - 1) * EXTENT, "raid1", mirrors="2")
     check_maximum(client, (10 - 1) * 4 * EXTENT, "raid5", stripes="4")
+
+
+@pytest.mark.parametrize("row", [row for row in STORAGE_CLASS if row.part], ids=lambda row: row.key)
+def test_a_class_that_is_not_created_by_its_layout_takes_no_part_of_one(row: Parameter) -> None:
+    asked = Parameters({row.key: "another"})
+    for one in (
+        DeviceClass("thin", "data", layout=Layout("thin")),
+        DeviceClass("cached", "data", cache=Cache("cache", "writethrough")),
+    ):
+        with pytest.raises(errors.BadField, match=rf"{row.key}.*thin or has a cache"):
+            asked.applied(one, "parameters")
 
 
 @pytest.mark.variation
