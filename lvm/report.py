@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lvm import errors, raid, tags
+from lvm import errors, raid, tags, tuning
 from lvm.lvm2 import Lvm
-from lvm.tuning import AUTO, PLAIN, Tuning
+from lvm.tuning import PLAIN, Tuning
 from mount import errors as mount_errors
 
 Row = Mapping[str, str]
@@ -267,7 +267,7 @@ _COLUMNS = {
     "pv_tags,pe_start",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
-    "lv_metadata_size,lv_suspended,lv_read_ahead,raid_min_recovery_rate,raid_max_recovery_rate",
+    "lv_metadata_size,lv_suspended," + ",".join(one.column for one in tuning.SETTINGS),
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
     # Where each piece of a volume begins, of the volume and on a disk; a thin one's number.
@@ -452,20 +452,10 @@ def _logical_volume(
         metadata_size_bytes=int(row["lv_metadata_size"] or 0),
         suspended=row["lv_suspended"] == "suspended",
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
-        tuning=_tuning(row),
+        tuning=tuning.reported(row),
         ranges=tuple(ranges.get(name, ())),
         thin_id=thin_ids.get(name),
         images=images.get(name, ()),
-    )
-
-
-def _tuning(row: Row) -> Tuning:
-    ahead = row["lv_read_ahead"]
-    return Tuning(
-        AUTO if ahead == AUTO else int(ahead),
-        # Empty where there is none, and where it is no RAID volume.
-        int(row["raid_min_recovery_rate"] or 0),
-        int(row["raid_max_recovery_rate"] or 0),
     )
 
 

@@ -4,6 +4,7 @@ LVM's metadata hold it (lvchange(8), lvmraid(7)); the kernel gets it at once and
 """
 
 import mmap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -31,9 +32,9 @@ class Tuning:
     maximum_recovery_kib: int | None = None
 
     @property
-    def is_of_recovery(self) -> bool:
-        """Whether it says what only a RAID volume can have."""
-        return self.minimum_recovery_kib is not None or self.maximum_recovery_kib is not None
+    def of_raid(self) -> Sequence[str]:
+        """The fields that it sets and only a RAID volume can have."""
+        return [one.part for one in SETTINGS if one.of_raid and one.part in self._said()]
 
     @property
     def refusal(self) -> str:
@@ -60,18 +61,51 @@ class Tuning:
 
     def words(self) -> list[str]:
         """Its options for lvcreate(8) and lvchange(8)."""
-        ahead = self.read_ahead_bytes
-        words: list[str] = []
-        if ahead is not None:
-            words += ["--readahead", ahead if ahead == AUTO else str(ahead // _SECTOR_BYTES)]
-        if self.minimum_recovery_kib is not None:
-            words += ["--minrecoveryrate", str(self.minimum_recovery_kib)]
-        if self.maximum_recovery_kib is not None:
-            words += ["--maxrecoveryrate", str(self.maximum_recovery_kib)]
-        return words
+        said = self._said()
+        given = [one for one in SETTINGS if one.part in said]
+        return [word for one in given for word in (one.option, one.write(said[one.part]))]
 
     def _said(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of Tuning in lvm2: the column that reports it, and the option that sets it."""
+
+    part: str
+    column: str
+    option: str
+    read: Callable[[str], Any]
+    write: Callable[[Any], str] = str
+    of_raid: bool = False
+
+
+def _read_ahead(column: str) -> int | str:
+    return AUTO if column == AUTO else int(column)
+
+
+def _sectors(ahead: int | str) -> str:
+    return ahead if isinstance(ahead, str) else str(ahead // _SECTOR_BYTES)
+
+
+def _rate(column: str) -> int:
+    """Empty where there is none, and where it is no RAID volume."""
+    return int(column or 0)
+
+
+_MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
+# Report, lvcreate and lvchange go by rows.
+SETTINGS: Sequence[Setting] = (
+    Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
+    Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
+    Setting("maximum_recovery_kib", _MAXIMUM, "--maxrecoveryrate", _rate, of_raid=True),
+)
+
+
+def reported(row: Mapping[str, str]) -> Tuning:
+    """What a row of a report says."""
+    return Tuning(**{one.part: one.read(row[one.column]) for one in SETTINGS})
 
 
 AS_IT_IS = Tuning()

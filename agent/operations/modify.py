@@ -2,7 +2,7 @@
 
 from agent.core import errors, ids, records
 from agent.core.context import Context
-from agent.core.parameters import MUTABLE_FIELD
+from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
 from lvm import tuning
@@ -48,13 +48,14 @@ def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
 
 def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
     """Raise BadField for parameters that a volume of that layout, and with these, cannot have."""
-    if not wanted.is_of_recovery:
+    if not (parts := wanted.of_raid):
         return
     if not shape.is_raid:
-        given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
+        keys = {row.part: row.key for row in MUTABLE}
+        others = [PREFIX + keys[one.part] for one in tuning.SETTINGS if not one.of_raid]
         raise errors.BadField(
-            f"{MUTABLE_FIELD}[{given}RecoveryRate]",
-            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
+            f"{MUTABLE_FIELD}[{keys[parts[-1]]}]",
+            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(others)}",
         )
     if why := wanted.over(present).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

@@ -10,6 +10,7 @@ from fakes.lvm.records import Failure
 from fakes.lvm.reports import Reports
 from fakes.lvm.volumes import VolumeCommands
 
+from lvm.tuning import SETTINGS
 from mount.command import Result
 
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
@@ -18,7 +19,7 @@ _LOOKS = {"version", "fullreport", "--test", "--syncaction"}
 _NEAR_BYTES = 64 << 10
 _CHANGES = {
     *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
-    *("--readahead", "--minrecoveryrate", "--maxrecoveryrate"),
+    *(one.option for one in SETTINGS),
 }
 
 

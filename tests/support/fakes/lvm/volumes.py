@@ -245,7 +245,7 @@ class VolumeCommands(PoolCommands):
     def _tune(self, group: FakeGroup, volume: FakeVolume, tuning: Tuning) -> None:
         """All of it, or nothing."""
         path, ahead = f"{group.name}/{volume.name}", tuning.read_ahead_bytes
-        if tuning.is_of_recovery and not volume.layout.is_raid:
+        if tuning.of_raid and not volume.layout.is_raid:
             raise Failure(f"Command on LV {path} uses options that require LV types raid .")
         if ahead is not None and self._snapshots(group, volume):
             raise Failure(
