@@ -109,6 +109,7 @@ class Layout:
         return words
 
     def __str__(self) -> str:
+        """The text of the tag on disks: a further field follows these, and only if it is set."""
         return f"{self.kind}:{self.stripes}:{self.mirrors}:{self.stripe_size_bytes}"
 
     @classmethod
