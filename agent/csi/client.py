@@ -1,6 +1,7 @@
 """Call a CSI plugin over its socket, as kubelet and the provisioner do."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -66,8 +67,11 @@ class _Channel:
         self.close = channel.close
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        call = self._channel.unary_unary(*method, **codecs)
-        return lambda request, timeout=None: call(request, timeout=timeout or self.timeout_seconds)
+        # Made when it is first called: most clients make few of all calls.
+        call = cache(lambda: self._channel.unary_unary(*method, **codecs))
+        return lambda request, timeout=None: call()(
+            request, timeout=timeout or self.timeout_seconds
+        )
 
 
 class Client:

@@ -2,6 +2,7 @@
 # ruff: noqa: N802
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import version
 
 import grpc
@@ -13,6 +14,8 @@ from proto import csi_pb2_grpc
 
 _Service = csi.PluginCapability.Service
 _Expansion = csi.PluginCapability.VolumeExpansion
+# Read from a file, so only once.
+_version = cache(version)
 
 
 class Identity(csi_pb2_grpc.IdentityServicer):
@@ -28,8 +31,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         self._readiness = readiness
         self._offered = tuple(offered)
         self._name = driver_name
-        # Read from a file, so only once.
-        self._version = version("carver")
+        self._version = _version("carver")
 
     def GetPluginInfo(
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
