@@ -71,6 +71,8 @@ class Media:
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Whole blocks of data, zeroes where nothing was written."""
         numbers = range(offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES)
+        if self.blocks.keys().isdisjoint(numbers):
+            return bytes(length_bytes)
         return b"".join([self.blocks.get(one, _ZEROES) for one in numbers])
 
     def part(self, offset_bytes: int, length_bytes: int) -> dict[int, bytes]:

@@ -51,10 +51,12 @@ class FakeDisks(Disks):
         self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
     ) -> Fingerprint | None:
         """The proof of what a group's metadata on these disks are; None where there is none."""
-        marks = {
-            disk.name: Mark(disk.uuid, (Position(group.seqno, group.text_bytes, group.checksum),))
-            for group, disk in self._there()
+        wanted = [(group, disk) for group, disk in self._there() if disk.name in paths]
+        position = {
+            group.name: Position(group.seqno, group.text_bytes, group.checksum)
+            for group in {group.name: group for group, _ in wanted}.values()
         }
+        marks = {disk.name: Mark(disk.uuid, (position[group.name],)) for group, disk in wanted}
         whole = paths and not self.hanging.intersection(paths) and marks.keys() >= set(paths)
         return tuple(marks[path] for path in sorted(paths)) if whole else None
 

@@ -550,13 +550,16 @@ class _Opened(Opened):
         self._node = device
 
     def read_into(self, offset_bytes: int, place: memoryview) -> None:
-        media, length_bytes = self._node.media, len(place)
+        place[:] = self.read(offset_bytes, len(place))
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        media = self._node.media
         if media.unreadable or offset_bytes + length_bytes > self._node.size_bytes:
             _fail(errno.EIO, self._node.path)
         head = b""
         if offset_bytes < BLOCK_BYTES and media.contents is not None:
             head = filesystems.superblock(media)
-        place[:] = _part(media, offset_bytes, length_bytes, head)
+        return _part(media, offset_bytes, length_bytes, head)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
         assert self._node.held
@@ -584,7 +587,9 @@ def _part(media: Media, offset_bytes: int, length_bytes: int, head: bytes = b"")
     first, end = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
     data = media.read(first * BLOCK_BYTES, (end - first) * BLOCK_BYTES)
     start = offset_bytes - first * BLOCK_BYTES
-    return (head + data[len(head) :])[start : start + length_bytes]
+    if head:
+        data = head + data[len(head) :]
+    return data[start : start + length_bytes]
 
 
 def render(mount: Mount) -> str:
