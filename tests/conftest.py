@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import chosen
 import pytest
 from fakes.host import FakeHost
+from model import stopping
 from real.any import AnyHost
 from real.host import Lab, RealHost, lab, real_host
 
@@ -26,8 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every",
         action="store_true",
-        help="also the cases that are much like another: those marked long, and with --real the"
-        " variations (chosen.kinds)",
+        help="also the cases that are much like another: those marked long, kills after each step"
+        " and not only before it, and with --real the variations (chosen.kinds)",
     )
     parser.addoption(
         "--sessions",
@@ -38,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     FakeHost.sessions = RealHost.sessions = config.getoption("--sessions")
+    chosen.every = stopping.kills_after_each = config.getoption("--every")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

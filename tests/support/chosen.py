@@ -13,6 +13,8 @@ _T = TypeVar("_T", str, int)
 
 # Those that grow while they are mounted.
 GROWING = [name for name, one in FILE_SYSTEMS.items() if not one.resize]
+# Whether all cases are run: see `--every`.
+every = False
 
 
 def numbers(variable: str, **defaults: int) -> dict[str, int]:
@@ -24,9 +26,9 @@ def numbers(variable: str, **defaults: int) -> dict[str, int]:
     return found
 
 
-def kinds(every: Iterable[_T], *, usual: Iterable[_T]) -> list[ParameterSet]:
+def kinds(cases: Iterable[_T], *, usual: Iterable[_T]) -> list[ParameterSet]:
     """A test's cases, of which the real tier usually takes some only: see `--every`."""
-    known = list(every)
+    known = list(cases)
     assert set(usual) <= set(known)
     return [
         pytest.param(one, marks=[] if one in usual else [pytest.mark.variation]) for one in known

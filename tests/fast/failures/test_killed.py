@@ -165,8 +165,18 @@ def killed(case: Case, directory: Path) -> Iterator[Trial]:
 
 
 REPEATED, GIVEN_UP, REBOOTED = "repeated", "given up", "repeated after a reboot"
+
+
+def varies(name: str) -> bool:
+    """Whether a case varies another, as `stage, read-only` does."""
+    return ", " in name and not name.endswith((", encrypted", ", inline", ", raw"))
+
+
+LONG = (pytest.mark.long,)
 HOW = [
-    *((name, how) for name in CASES for how in (REPEATED, GIVEN_UP)),
+    # Given up in the end, too.
+    *((name, REPEATED) for name in CASES),
+    *(pytest.param(name, GIVEN_UP, marks=LONG if varies(name) else ()) for name in CASES),
     *((name, REBOOTED) for name in CASES if name.startswith("stage") and "encrypted" in name),
 ]
 
@@ -209,7 +219,11 @@ def test_a_killed_and_failing_inline_publish_leaves_nothing(tmp_path: Path) -> N
 
 
 LISTS = ("list", "list snapshots")
-CUT = [name for name, case in CASES.items() if not case.long_wipe]
+CUT = [
+    pytest.param(name, marks=LONG if varies(name) else ())
+    for name, case in CASES.items()
+    if not case.long_wipe
+]
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -551,7 +565,9 @@ for _name, _arrangement in THIN.items():
 
 
 @pytest.mark.parametrize("is_repeated", [True, False], ids=[REPEATED, GIVEN_UP])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=LONG if "writecache" in one else ()) for one in ROWS]
+)
 def test_a_killed_call_on_an_arranged_group_is_completed_or_undone(
     name: str, is_repeated: bool, tmp_path: Path
 ) -> None:
@@ -733,6 +749,7 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.extras.transfer.move_command._HELD_LOOKS", 0)
     # The order of steps is to be the same each time.
     monkeypatch.setattr("agent.extras.streams.form.WORKERS", 1)
+    monkeypatch.setattr("agent.extras.streams.form._AHEAD", 2)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fakes.lvm.records import FakeGroup
 from model import operations as do
 from model.machine import Machine
 from model.operations import Use
-from model.stopping import Killed, Switch
+from model.stopping import Killed, Switch, stops
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
@@ -346,23 +346,22 @@ def test_kill_at_each_step(tmp_path: Path) -> None:
     whole.machine.stop()
     assert {"lvm vgchange", "lvm lvconvert", "lvm lvcreate", "zero_out"} <= set(counting.taken)
     changes = [one for one in counting.taken if one != "lvm fullreport"]
-    for stop_at in range(len(counting.taken)):
-        for before in (True, False):
-            trial = Trial(tmp_path / f"{stop_at}{before}")
-            switch = Switch(stop_at, before=before)
-            trial.run(switch)
-            if switch.dead.wait(10):
-                trial.machine.client.__exit__(None, None, None)
-            else:
-                # How often it is looked at behind the answers is different each time.
-                assert stop_at >= len(changes), f"never taken: {switch.taken}"
-                with suppress(Killed):
-                    trial.machine.stop()
-            trial.run(Switch())
-            trial.machine.stop()
-            assert set(trial.group.volumes) == {"vol-a"}, (stop_at, before)
-            assert trial.group.tags == set(), (stop_at, before)
-            assert sum(end - start for start, end in trial.group.swept) >= 20 * EXTENT
+    for stop_at, before in stops(counting.taken):
+        trial = Trial(tmp_path / f"{stop_at}{before}")
+        switch = Switch(stop_at, before=before)
+        trial.run(switch)
+        if switch.dead.wait(10):
+            trial.machine.client.__exit__(None, None, None)
+        else:
+            # How often it is looked at behind the answers is different each time.
+            assert stop_at >= len(changes), f"never taken: {switch.taken}"
+            with suppress(Killed):
+                trial.machine.stop()
+        trial.run(Switch())
+        trial.machine.stop()
+        assert set(trial.group.volumes) == {"vol-a"}, (stop_at, before)
+        assert trial.group.tags == set(), (stop_at, before)
+        assert sum(end - start for start, end in trial.group.swept) >= 20 * EXTENT
 
 
 def test_replacement_is_complete_when_answered(

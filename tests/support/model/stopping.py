@@ -4,7 +4,6 @@ The two seams, programs and the kernel, are wrapped from outside: nothing in Car
 A process that was killed does nothing more, whichever of its threads asks.
 """
 
-import itertools
 import random
 import threading
 import time
@@ -45,10 +44,20 @@ CHANGING_DEVICES = frozenset(
 )
 
 
+# Whether a process is also killed after a step that another follows: see `--every`.
+kills_after_each = False
+
+
 def stops(taken: Sequence[str]) -> Iterator[tuple[int, bool]]:
-    """Each of a call's steps, and whether the kill comes before it or after it."""
+    """A call's steps, and whether the kill comes before it or after it.
+
+    Killed after a step, a process leaves the machine as it does when killed before the next one.
+    """
     assert taken, "the call takes no step"
-    return itertools.product(range(len(taken)), (True, False))
+    for number in range(len(taken)):
+        yield number, True
+        if kills_after_each or number == len(taken) - 1:
+            yield number, False
 
 
 def _named(words: Sequence[str]) -> str:
