@@ -95,7 +95,8 @@ def _rate(column: str) -> int:
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Report, lvcreate and lvchange go by rows.
+# Report, lvcreate and lvchange go by rows. One that a tag keeps would have lv_tags and
+# --addtag, and `change` would first take its present tag away.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),

@@ -53,6 +53,11 @@ def config(config: Config, group: str) -> Config:
     return Config(**{**vars(config), "classes": tuple(classes)})
 
 
+def tuned(*said: Any) -> Tuning:
+    """These settings, and no others."""
+    return Tuning(*said).over(PLAIN)
+
+
 def tuning(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Tuning:
     """What LVM has of a volume; what the kernel has is the same."""
     found = report.read(host.lvm).group(group).volume(name).tuning
@@ -87,11 +92,11 @@ def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
     volume = client.create(
         "pvc-1", SIZE, parameters={"class": name}, mutable={"carver/readAhead": "1MiB"}
     )
-    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    assert tuning(host, group) == tuned(MIB)
     client.stage(volume, staging)
     (staging / "data").write_bytes(b"data" * KIB)
 
-    for text, changed in {"256KiB": Tuning(256 * KIB, 0, 0), "0": Tuning(0, 0, 0)}.items():
+    for text, changed in {"256KiB": tuned(256 * KIB), "0": tuned(0, 0, 0)}.items():
         client.modify(volume.volume_id, {"readAhead": text})
         assert tuning(host, group) == changed
     client.modify(volume.volume_id, {"readAhead": "auto"})
@@ -106,14 +111,14 @@ def test_recovery_rates_of_a_raid_are_changed_and_removed(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
     volume = create(client, name, OF_RECOVERY)
-    assert tuning(host, group) == Tuning(AUTO, 100, 2048)
+    assert tuning(host, group) == tuned(AUTO, 100, 2048)
     # Above what was the maximum before.
     higher = {"minimumRecoveryRate": "3MiB", "maximumRecoveryRate": "4MiB", "readAhead": "8KiB"}
     client.modify(volume.volume_id, higher)
-    assert tuning(host, group) == Tuning(8 * KIB, 3072, 4096)
+    assert tuning(host, group) == tuned(8 * KIB, 3072, 4096)
     for key, maximum in (("minimumRecoveryRate", 4096), ("maximumRecoveryRate", 0)):
         client.modify(volume.volume_id, {key: "0"})
-        assert tuning(host, group) == Tuning(8 * KIB, 0, maximum)
+        assert tuning(host, group) == tuned(8 * KIB, 0, maximum)
 
 
 @pytest.mark.variation
@@ -133,7 +138,7 @@ def test_parameters_take_no_command_at_creation_and_one_later(
     rates = {"minimumRecoveryRate": "0", "maximumRecoveryRate": "8MiB"}
     client.modify(volume.volume_id, {"readAhead": "0", **rates})
     assert cost(host) == ["lvm lvchange"]
-    assert tuning(host, group) == Tuning(0, 0, 8192)
+    assert tuning(host, group) == tuned(0, 0, 8192)
 
 
 @pytest.mark.variation
@@ -146,7 +151,7 @@ def test_a_minimum_alone_takes_one_more_command_at_creation(
     assert cost(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvchange"]
     assert create(client, "raid1", mutable) == made
     assert cost(host) == ["lvm fullreport"]
-    assert tuning(host, group) == Tuning(AUTO, 1024, 0)
+    assert tuning(host, group) == tuned(AUTO, 1024, 0)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def test_a_minimum_above_the_present_maximum_is_refused(
         client.modify(volume.volume_id, {"minimumRecoveryRate": "4MiB", "readAhead": "1MiB"})
     with expect.code("INVALID_ARGUMENT", "minimum recovery rate, 100KiB", "maximum, 50KiB"):
         client.modify(volume.volume_id, {"maximumRecoveryRate": "50KiB"})
-    assert tuning(host, group) == Tuning(AUTO, 100, 2048)
+    assert tuning(host, group) == tuned(AUTO, 100, 2048)
 
 
 @pytest.mark.variation
@@ -238,12 +243,12 @@ def test_a_repeated_create_applies_its_parameters(
     assert create(client, mutable={"readAhead": "1MiB"}) == first
     assert create(client) == first
     assert cost(host) == ["lvm fullreport"]
-    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    assert tuning(host, group) == tuned(MIB)
     host.commands = []
 
     assert create(client, mutable={"readAhead": "2MiB"}) == first
     assert cost(host) == ["lvm lvchange"]
-    assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
+    assert tuning(host, group) == tuned(2 * MIB)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["linear", "thin"], usual=["linear"]))
@@ -256,10 +261,10 @@ def test_a_copy_has_parameters_of_its_own(
     restored = of_snapshot(snapshot.snapshot_id)
     for copy, source in (("pvc-2", restored), ("pvc-3", of_volume(origin.volume_id))):
         create(client, name, {"readAhead": "8KiB"}, name=copy, source=source)
-        assert tuning(host, group, f"vol-{copy}") == Tuning(8 * KIB, 0, 0)
+        assert tuning(host, group, f"vol-{copy}") == tuned(8 * KIB)
     create(client, name, name="pvc-4", source=restored)
     assert tuning(host, group, "vol-pvc-4") == PLAIN
-    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    assert tuning(host, group) == tuned(MIB)
 
 
 @pytest.mark.variation
@@ -271,10 +276,10 @@ def test_copy_on_write_snapshots_forbid_only_a_change_of_the_read_ahead(
     client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB", "readAhead": "auto"})
     with expect.code("FAILED_PRECONDITION", "snap", "read-ahead", "delete"):
         client.modify(volume.volume_id, {"maximumRecoveryRate": "3MiB", "readAhead": "1MiB"})
-    assert tuning(host, group) == Tuning(AUTO, 0, 2048)
+    assert tuning(host, group) == tuned(AUTO, 0, 2048)
     client.delete_snapshot(snapshot.snapshot_id)
     client.modify(volume.volume_id, {"maximumRecoveryRate": "3MiB", "readAhead": "1MiB"})
-    assert tuning(host, group) == Tuning(MIB, 0, 3072)
+    assert tuning(host, group) == tuned(MIB, 0, 3072)
 
 
 @pytest.mark.variation
@@ -287,7 +292,7 @@ def test_an_inactive_volume_gets_its_read_ahead_when_it_is_staged(
     assert host.devices.find(group, "vol-pvc-1") is None
     client.stage(volume, host.directory / "staging", block())
     assert host.devices.find(group, "vol-pvc-1") is not None
-    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    assert tuning(host, group) == tuned(MIB)
 
 
 @pytest.mark.parametrize("kind", ["cache", "writecache"])
@@ -301,7 +306,7 @@ def test_a_repeated_create_attaches_a_missing_cache_and_keeps_parameters(
     volumes.remove(host.lvm, group, "vol-pvc-1_cache")
     assert create(client, kind, {"readAhead": "2MiB"}) == made
     assert report.read(host.lvm).group(group).volume("vol-pvc-1").layout == {kind}
-    assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
+    assert tuning(host, group) == tuned(2 * MIB)
 
 
 @pytest.mark.variation

@@ -44,7 +44,7 @@ from lvm import report, tags
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
-from lvm.tuning import AUTO, Tuning
+from lvm.tuning import AUTO, PLAIN, Tuning
 from mount.blocks import Opened
 from mount.command import Result
 from mount.kernel import Kernel
@@ -500,7 +500,7 @@ def has_rate(trial: Arranged) -> None:
         "lvm lvcreate",
         "lvm lvchange",
     ]
-    assert trial.machine._report().volume("vol-a").tuning == Tuning(AUTO, 1024, 0)
+    assert trial.machine._report().volume("vol-a").tuning == Tuning(AUTO, 1024).over(PLAIN)
 
 
 def is_left(*names: str) -> Callable[[Arranged], None]:
