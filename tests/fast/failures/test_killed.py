@@ -20,14 +20,14 @@ import pytest
 from changed_blocks import blocks
 from fakes.devices import Media
 from fakes.host import FakeHost
-from fakes.kernel import FakeKernel
+from fakes.kernel import CHANGING, LOOKING, FakeKernel
 from fakes.lvm import FakePool
 from model import operations as do
 from model.cases import AHEAD, CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine, behind, try_soon
 from model.operations import MIB, Use
-from model.stopping import CHANGING, LOOKING, Cut, Killed, Switch, stops
+from model.stopping import Cut, Killed, Switch, stops
 from nodes import Node, Stand, volume_of, write
 from real.any import AnyHost
 
@@ -300,7 +300,7 @@ def test_every_operation_of_the_kernel_is_faked_and_changes_or_looks() -> None:
     real = {name for name in public if getattr(FakeKernel, name) is getattr(Kernel, name)}
     # Target paths are real.
     assert real == {"make_directory", "make_file"}, "FakeKernel of tests/support/fakes/kernel.py"
-    assert public == CHANGING | LOOKING, "CHANGING, LOOKING of tests/support/model/stopping.py"
+    assert public == CHANGING | LOOKING, "CHANGING, LOOKING of tests/support/fakes/kernel.py"
 
 
 def test_a_dead_process_does_nothing_more_from_any_thread() -> None:

@@ -35,6 +35,27 @@ from mount.table import Mount
 _DEVTMPFS = (0, 6)
 _USED_BYTES = 1024 * 1024
 
+# The kernel's calls that change something, and those that only look.
+CHANGING = frozenset(
+    {
+        *("make_directory", "make_file", "remove_directory", "remove_file"),
+        *("mount", "bind", "unmount", "grow_ext4", "grow_xfs", "grow_btrfs"),
+        *("zero_out", "flush", "copy", "write", "sync_btrfs", "sync", "discard"),
+        *("loop_configure", "loop_clear", "loop_set_capacity"),
+    }
+)
+LOOKING = frozenset(
+    {
+        *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
+        *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
+        *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
+        *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
+        *("loop_devices", "loop_free", "loop_status", "error_counters"),
+        # Opened by commands, which the trials of streams kill.
+        "opened",
+    }
+)
+
 
 @dataclass(frozen=True)
 class _Attached:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
+from fakes.kernel import CHANGING
+
 from lvm.devices import Devices
 from mount.command import Conversation, Converse, Result, Runner, Stream
 from mount.errors import CommandTimedOut
@@ -18,26 +20,6 @@ from mount.kernel import Kernel
 
 T = TypeVar("T")
 
-# The kernel's calls that change something, and those that only look.
-CHANGING = frozenset(
-    {
-        *("make_directory", "make_file", "remove_directory", "remove_file"),
-        *("mount", "bind", "unmount", "grow_ext4", "grow_xfs", "grow_btrfs"),
-        *("zero_out", "flush", "copy", "write", "sync_btrfs", "sync", "discard"),
-        *("loop_configure", "loop_clear", "loop_set_capacity"),
-    }
-)
-LOOKING = frozenset(
-    {
-        *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
-        *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
-        *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
-        *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
-        *("loop_devices", "loop_free", "loop_status", "error_counters"),
-        # Opened by commands, which the trials of streams kill.
-        "opened",
-    }
-)
 # Those of the devices of volumes.
 CHANGING_DEVICES = frozenset(
     {"suspend", "resume", "reserve_metadata", "release_metadata", "close_leftovers"}
