@@ -175,8 +175,8 @@ class _Labels:
                 f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
                 f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
             )
-        # A disk that was missing may bear older metadata.
-        newest = max(trusted, key=lambda path: self._texts[path].seqno)
+        # A disk that was missing may bear older metadata; of equally new ones the better proved.
+        newest = min(trusted, key=lambda at: (-self._texts[at].seqno, self._ranks[at], at))
         if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
