@@ -444,8 +444,12 @@ def test_running_mkfs_keeps_the_volume(
     group: str,
     target: Path,
     mkfs_fails: threading.Event,
+    real: bool,
 ) -> None:
-    with Client(config.endpoint, timeout_seconds=5) as impatient, expect.code("ABORTED", "mkfs"):
+    with (
+        Client(config.endpoint, timeout_seconds=5 if real else 2) as impatient,
+        expect.code("ABORTED", "mkfs"),
+    ):
         impatient.publish_inline(VOLUME, target, SMALL)
     assert len(volumes(host, group)) == 1
     mkfs_fails.set()

@@ -629,7 +629,13 @@ def test_a_raw_block_volume_whose_device_went_away_is_reported_and_can_be_unpubl
 @pytest.mark.parametrize("program", ["mkfs.ext4", "fsck.ext4"])
 @pytest.mark.variation
 def test_a_program_that_outlasts_its_call_goes_on_and_the_next_call_waits_for_it(
-    client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path, program: str
+    client: Client,
+    config: Config,
+    host: AnyHost,
+    volume: csi.Volume,
+    staging: Path,
+    program: str,
+    real: bool,
 ) -> None:
     if program == "fsck.ext4":
         client.stage(volume, staging)
@@ -642,7 +648,7 @@ def test_a_program_that_outlasts_its_call_goes_on_and_the_next_call_waits_for_it
             assert go_on.wait(60)
 
     host.intercept = slow
-    with Client(config.endpoint, timeout_seconds=5) as impatient:
+    with Client(config.endpoint, timeout_seconds=5 if real else 2) as impatient:
         for _ in range(2):
             with expect.code("ABORTED", "goes on", "has run for"):
                 impatient.stage(volume, staging)
@@ -663,9 +669,10 @@ def test_the_next_call_gets_the_error_of_a_program_that_outlasted_its_call(
     volume: csi.Volume,
     staging: Path,
     mkfs_fails: threading.Event,
+    real: bool,
 ) -> None:
     with (
-        Client(config.endpoint, timeout_seconds=5) as impatient,
+        Client(config.endpoint, timeout_seconds=5 if real else 2) as impatient,
         expect.code("ABORTED", "mkfs of volume"),
     ):
         impatient.stage(volume, staging)

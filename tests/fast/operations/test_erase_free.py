@@ -350,7 +350,7 @@ def test_kill_at_each_step(tmp_path: Path) -> None:
         trial = Trial(tmp_path / f"{stop_at}{before}")
         switch = Switch(stop_at, before=before)
         trial.run(switch)
-        if switch.dead.wait(10):
+        if switch.dead.wait(10 if stop_at < len(changes) else 1):
             trial.machine.client.__exit__(None, None, None)
         else:
             # How often it is looked at behind the answers is different each time.
