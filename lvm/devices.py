@@ -100,7 +100,9 @@ Written = tuple[tuple[int, int], int] | None
 class Device:
     """The block device of an active logical volume, or the dm-crypt device that stands on it.
 
-    The UUIDs are lvm2's, without dashes. `name` is a dm-crypt device's, and `below` what it is of.
+    `path` is in /dev/mapper, where it may be a symbolic link, or else /dev/dm-N: compare devices by
+    `number`. The UUIDs are lvm2's, without dashes. `name` is a dm-crypt device's, and `below` what
+    it is of.
     """
 
     path: str
