@@ -39,7 +39,8 @@ class FileSystem:
     Keeping one: `grow` fills the device of `size_bytes` under a writable mount, or raises OSError.
     `check` mends without asking, and `resize` fills the device, each before a mount; `resize` is
     for one that cannot grow mounted, whose `grow` raises OSError while it is smaller than the
-    device. `repair` is what a person runs on a damaged one.
+    device (by `kernel.statvfs`, which the fakes have). `repair` is what a person runs on a damaged
+    one.
     `mount_options` are the file system's own (a word that ends in "=" takes a value);
     `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
     counters are of the disk or of the structures (`errors_of_medium`); see kernel.error_counters.
