@@ -298,9 +298,9 @@ def processes(kernel: Kernel, place: str) -> tuple[str, ...]:
     """The processes that use the topmost mount at a place, each as `name (pid)`.
 
     A mount that was propagated into a container is found by what it shows, for there it lies at
-    another path. Of a device node, those that opened it in this mount namespace. A process that
-    ends meanwhile is left out. It takes CAP_SYS_PTRACE, which unit and pod have; a pod without
-    `hostPID` sees its own processes alone.
+    another path. Of a device node, those that opened it in this mount namespace; the place is then
+    `kernel.real_path(device.path)`. A process that ends meanwhile is left out. It takes
+    CAP_SYS_PTRACE, which unit and pod have; a pod without `hostPID` sees its own processes alone.
     """
     stack = table.Table(kernel.mountinfo()).at(place)
     shown = (stack[-1].device, stack[-1].root) if stack else None

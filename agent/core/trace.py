@@ -2,9 +2,11 @@
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
 service's start, the volume, the volume group (locks.py), a refresh of groups (volume_group.py),
-mkfs or fsck (background.py). lvm2 and cryptsetup wait for udev inside their own step; Carver waits
-for it in users.py. One more step is `with trace.step(trace.WAIT, "udev"):` around what waits: the
-debug log has each call's trace, metrics sum the steps by kind, `carver trace` shows the slowest.
+mkfs or fsck (background.py). lvm2 and cryptsetup wait for udev inside their own step, also while
+a volume is staged; Carver itself waits for it in users.py, before it deletes or extends one, and
+around loop.detach (node_volumes.py). One more step is `with trace.step(trace.WAIT, "udev"):` around
+what waits: the debug log has each call's trace, metrics sum the steps by kind, `carver trace` shows
+the slowest.
 """
 
 import contextvars

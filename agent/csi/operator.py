@@ -29,7 +29,8 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     """The Operator service: each method checks its request, asks one operation, and answers.
 
     `__init__` keeps what the methods need of the `context`: its `kernel`, or its `inventory`, of
-    which `named(state(), name)` is the volume that the CO calls `name`.
+    which `require(volume_id)` is a volume, and `named(state(), name)` the one that the CO calls
+    `name`; where there is none, errors.NoSuchVolume.
     """
 
     def __init__(
