@@ -117,14 +117,16 @@ def metadata_full(bench: Bench) -> tuple[int, str]:
     """The group's metadata area is full."""
     with bench.host() as host:
         disk = host.new_device(200 * _EXTENT_BYTES)
-        small = ("--metadatasize", "32k", "--dataalignment", "4k")
+        small = ("--metadatasize", "128k", "--dataalignment", "4k")
         with (
             host.own_group("carver_small", [disk], *small) as total,
             bench.served(host, "carver_small", total) as trial,
         ):
-            # What others keep there leaves room for a few volumes, of the share that Carver fills.
-            for word in "abcdefghij":
-                host.lvm("vgchange", "--addtag", word * 1000, "--", "carver_small")
+            # A text has half of the area. What others keep there leaves room for a few volumes
+            # above the 16 KiB that Carver keeps for deletions.
+            for number in range(42):
+                tag = f"other{number:02}" * 140
+                host.lvm("vgchange", "--addtag", tag, "--", "carver_small")
             for number in range(20):
                 call = do.Create(f"volume-{number}", 4 * MIB, 0, BLOCK)
                 if trial.machine.call(call).code != "OK":
@@ -132,6 +134,8 @@ def metadata_full(bench: Bench) -> tuple[int, str]:
                 trial.model.apply(call)
             else:
                 raise Fault("the metadata area holds 20 volumes")
+            if not trial.model.volumes:
+                raise Fault("the metadata area holds no volume")
             trial.refused(call, "RESOURCE_EXHAUSTED")
             trial.compare()
             trial.make(do.Delete(next(iter(trial.model.volumes))))
