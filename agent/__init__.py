@@ -13,3 +13,7 @@ _FORK_HANDLERS = "GRPC_ENABLE_FORK_SUPPORT"
 if "grpc" in sys.modules and os.environ.get(_FORK_HANDLERS) != "0":
     raise ImportError("import agent before grpc, whose fork handlers would kill programs it starts")
 os.environ[_FORK_HANDLERS] = "0"
+
+# Of TLS 1.2's suites only one that no certificate can serve (its key is shared beforehand): so gRPC
+# speaks TLS 1.3, whose suites this does not choose. It has no other way to set a least version.
+os.environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-PSK-CHACHA20-POLY1305"

@@ -875,3 +875,89 @@ class MoveState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveState: _TypeAlias = MoveState  # noqa: Y015
+
+@_typing.final
+class NodesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_ENDS_SECONDS_FIELD_NUMBER: _builtins.int
+    certificate_ends_seconds: _builtins.float
+    """When the certificate that the controller shows ends (seconds of the epoch)."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterNode]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___ClusterNode] | None = ...,
+        certificate_ends_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_seconds", b"certificate_ends_seconds", "nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodesResponse: _TypeAlias = NodesResponse  # noqa: Y015
+
+@_typing.final
+class ClusterNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class GroupsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    ANSWERED_SECONDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    address: _builtins.str
+    version: _builtins.str
+    """Carver's version there; empty where it never answered."""
+    problem: _builtins.str
+    """Why it does not answer; empty where it does."""
+    answered_seconds: _builtins.float
+    """When it answered last (seconds of the epoch); 0 for never."""
+    @_builtins.property
+    def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Names of volume groups, by the part of their UUIDs that ids have."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        version: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        answered_seconds: _builtins.float = ...,
+        groups: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "answered_seconds", b"answered_seconds", "groups", b"groups", "name", b"name", "problem", b"problem", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterNode: _TypeAlias = ClusterNode  # noqa: Y015

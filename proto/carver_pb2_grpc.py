@@ -1185,3 +1185,78 @@ class Transfer:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ClusterStub:
+    """What the cluster's controller knows of the nodes; it serves this on its own socket only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Nodes = channel.unary_unary(
+                '/carver.v2.Cluster/Nodes',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.NodesResponse.FromString,
+                _registered_method=True)
+
+
+class ClusterServicer:
+    """What the cluster's controller knows of the nodes; it serves this on its own socket only.
+    """
+
+    def Nodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ClusterServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Nodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Nodes,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.NodesResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'carver.v2.Cluster', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('carver.v2.Cluster', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Cluster:
+    """What the cluster's controller knows of the nodes; it serves this on its own socket only.
+    """
+
+    @staticmethod
+    def Nodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Cluster/Nodes',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.NodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -253,3 +253,20 @@ class TransferServicer:
         """Deletes what is left here of a volume that moved."""
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _grpc.Server) -> None: ...
+
+class ClusterStub:
+    """What the cluster's controller knows of the nodes; it serves this on its own socket only."""
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Nodes: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.NodesResponse]
+
+class ClusterServicer:
+    """What the cluster's controller knows of the nodes; it serves this on its own socket only."""
+
+    def Nodes(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.NodesResponse: ...
+
+def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _grpc.Server) -> None: ...

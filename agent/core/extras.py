@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 # In this order: an extra may use those before it.
-NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans")
+NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller")
 
 
 def modules(name: str) -> Iterator[tuple[str, ModuleType]]:

@@ -49,7 +49,7 @@ class VolumeId:
     @classmethod
     def of(cls, group: Group, name: str) -> Self:
         """The id of a volume in a group."""
-        return cls(group.name, _start(group.uuid), name)
+        return cls(group.name, start_of(group.uuid), name)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -59,7 +59,7 @@ class VolumeId:
 
     def is_of(self, group_uuid: str) -> bool:
         """Whether the id names the group with that LVM UUID, with or without its dashes."""
-        return _start(group_uuid) == self.group_uuid
+        return start_of(group_uuid) == self.group_uuid
 
     def __str__(self) -> str:
         return f"{self.group}@{self.group_uuid}/{self.name}"
@@ -97,5 +97,6 @@ def node_segment(node_id: str) -> str:
     return f"{node_id[: _MOST_SEGMENT_CHARACTERS - 1 - len(digest)]}-{digest}"
 
 
-def _start(uuid: str) -> str:
+def start_of(uuid: str) -> str:
+    """The part of a group's LVM UUID that ids have."""
     return uuid.replace("-", "")[:_UUID_CHARACTERS]

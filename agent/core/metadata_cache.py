@@ -90,6 +90,11 @@ class MetadataCache:
         self._generation = object()
 
     @property
+    def uuid(self) -> str:
+        """The UUID of the group that was located last; empty where none was."""
+        return self._location.uuid if self._location is not None else ""
+
+    @property
     def lvm(self) -> Lvm:
         """lvm2, which sees this group's disks and no others."""
         return self._lvm_at(self._location)

@@ -189,6 +189,21 @@ SETTINGS: Mapping[str, Setting] = {
         3600,
         "how long something must be an orphan before it counts as one; 60 or more",
     ),
+    "controller_address": Setting(
+        values.parse_address,
+        "",
+        "serve the cluster's controller there over TLS, such as 0.0.0.0:9810; empty: nowhere",
+    ),
+    "tls_directory": Setting(
+        values.parse_optional_path,
+        "",
+        "the directory with ca.crt, tls.crt and tls.key for controller and nodes",
+    ),
+    "nodes_file": Setting(
+        values.parse_optional_path,
+        "",
+        "the nodes of the cluster, for `carver controller`: a TOML table `nodes` of addresses",
+    ),
     "file": Setting(
         values.parse_absolute_path,
         EMBEDDED_FILE,
@@ -231,6 +246,9 @@ class Config:
     kubeconfig: Path | None = None
     orphan_interval_seconds: int = 0
     orphan_grace_seconds: int = 3600
+    controller_address: Address | None = None
+    tls_directory: Path | None = None
+    nodes_file: Path | None = None
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name; for an empty one the default. None without such a class."""

@@ -107,6 +107,11 @@ class VolumeGroups:
         """Whether a group of that name is on this node, also one that no class names."""
         return name in names_of(self.scan())
 
+    def uuids(self) -> Mapping[str, str]:
+        """The UUIDs of the groups that were here when they were asked for last, by their names."""
+        every = list(self._volume_groups.values())
+        return {one.name: one.metadata.uuid for one in every if one.metadata.uuid}
+
     def lvm(self, name: str) -> Lvm:
         """lvm2 for one group; it sees no disk of a group that is not here."""
         found = self.of(name)

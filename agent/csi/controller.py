@@ -24,6 +24,28 @@ from proto import csi_pb2_grpc
 _Rpc = csi.ControllerServiceCapability.RPC
 
 
+def capabilities(*, expand: bool) -> csi.ControllerGetCapabilitiesResponse:
+    """The answer to ControllerGetCapabilities; `expand`: whether the controller expands volumes."""
+    offered = [
+        _Rpc.CREATE_DELETE_VOLUME,
+        _Rpc.LIST_VOLUMES,
+        _Rpc.GET_CAPACITY,
+        _Rpc.GET_VOLUME,
+        _Rpc.GET_VOLUME_HEALTH,
+        _Rpc.LIST_VOLUME_HEALTH,
+        _Rpc.SINGLE_NODE_MULTI_WRITER,
+        _Rpc.CREATE_DELETE_SNAPSHOT,
+        _Rpc.LIST_SNAPSHOTS,
+        _Rpc.GET_SNAPSHOT,
+        _Rpc.CLONE_VOLUME,
+        _Rpc.MODIFY_VOLUME,
+    ]
+    if expand:
+        offered.append(_Rpc.EXPAND_VOLUME)
+    found = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
+    return csi.ControllerGetCapabilitiesResponse(capabilities=found)
+
+
 class Controller(csi_pb2_grpc.ControllerServicer):
     """The Controller service."""
 
@@ -194,24 +216,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
         """The implemented parts of the Controller service."""
-        offered = [
-            _Rpc.CREATE_DELETE_VOLUME,
-            _Rpc.LIST_VOLUMES,
-            _Rpc.GET_CAPACITY,
-            _Rpc.GET_VOLUME,
-            _Rpc.GET_VOLUME_HEALTH,
-            _Rpc.LIST_VOLUME_HEALTH,
-            _Rpc.SINGLE_NODE_MULTI_WRITER,
-            _Rpc.CREATE_DELETE_SNAPSHOT,
-            _Rpc.LIST_SNAPSHOTS,
-            _Rpc.GET_SNAPSHOT,
-            _Rpc.CLONE_VOLUME,
-            _Rpc.MODIFY_VOLUME,
-        ]
-        if self._config.controller_expand:
-            offered.append(_Rpc.EXPAND_VOLUME)
-        capabilities = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
-        return csi.ControllerGetCapabilitiesResponse(capabilities=capabilities)
+        return capabilities(expand=self._config.controller_expand)
 
     def _snapshot(self, one: Snapshot) -> csi.Snapshot:
         return answers.snapshot(one, self._config.here)

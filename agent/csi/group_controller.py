@@ -13,6 +13,14 @@ from proto import csi_pb2_grpc
 _Rpc = csi.GroupControllerServiceCapability.RPC
 
 
+def capabilities() -> csi.GroupControllerGetCapabilitiesResponse:
+    """The answer to GroupControllerGetCapabilities."""
+    rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
+    return csi.GroupControllerGetCapabilitiesResponse(
+        capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
+    )
+
+
 class GroupController(csi_pb2_grpc.GroupControllerServicer):
     """The GroupController service."""
 
@@ -25,10 +33,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GroupControllerGetCapabilitiesResponse:
         """The implemented parts of the GroupController service: all."""
-        rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
-        return csi.GroupControllerGetCapabilitiesResponse(
-            capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
-        )
+        return capabilities()
 
     def CreateVolumeGroupSnapshot(
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext

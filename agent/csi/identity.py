@@ -18,6 +18,22 @@ _Expansion = csi.PluginCapability.VolumeExpansion
 _version = cache(version)
 
 
+def capabilities(
+    offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
+) -> csi.GetPluginCapabilitiesResponse:
+    """The answer to GetPluginCapabilities; `offered` are services that not every Carver has."""
+    services = (
+        _Service.CONTROLLER_SERVICE,
+        _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
+        _Service.GROUP_CONTROLLER_SERVICE,
+        _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
+        *offered,
+    )
+    found = [csi.PluginCapability(service=_Service(type=service)) for service in services]
+    found.append(csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
+    return csi.GetPluginCapabilitiesResponse(capabilities=found)
+
+
 class Identity(csi_pb2_grpc.IdentityServicer):
     """The Identity service."""
 
@@ -43,20 +59,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
         """Optional services; volumes and snapshots belong to one node, and volumes grow in use."""
-        services = (
-            _Service.CONTROLLER_SERVICE,
-            _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
-            _Service.GROUP_CONTROLLER_SERVICE,
-            _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
-            *self._offered,
-        )
-        capabilities = [
-            csi.PluginCapability(service=_Service(type=service)) for service in services
-        ]
-        capabilities.append(
-            csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE))
-        )
-        return csi.GetPluginCapabilitiesResponse(capabilities=capabilities)
+        return capabilities(self._offered)
 
     def Probe(self, request: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
         """Whether the start is over; NotReady says why nothing can be served.

@@ -246,7 +246,7 @@ def _write(made: Trace, request: Message, message: str) -> None:
     if message:
         fields["error"] = message
     # Probes and capability questions come all day long; they are news only when they fail.
-    routine = made.code == grpc.StatusCode.OK.name and made.method in _ROUTINE
+    routine = made.code == grpc.StatusCode.OK.name and made.method in ROUTINE
     level = logging.DEBUG if routine else logging.INFO
     is_debug = _log.isEnabledFor(logging.DEBUG)
     if is_debug and made.steps:
@@ -259,7 +259,7 @@ def _write(made: Trace, request: Message, message: str) -> None:
 # The fields that name a call's object, in order of precedence.
 _SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
-_ROUTINE = frozenset(
+ROUTINE = frozenset(
     {
         "Probe",
         "GetPluginInfo",

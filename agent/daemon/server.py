@@ -145,18 +145,20 @@ class Service:
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
         offered = [one for extra in self.extras.values() for one in extra.offered]
-        self._interceptor = Interceptor(observe, context.admission, self.traces)
+        self.interceptor = Interceptor(observe, context.admission, self.traces)
         server = self._server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
-            interceptors=[self._interceptor],
+            interceptors=[self.interceptor],
         )
         carver_pb2_grpc.add_OperatorServicer_to_server(operator, server)
         identity = Identity(self.readiness, config.driver_name, offered)
         csi_pb2_grpc.add_IdentityServicer_to_server(identity, server)
-        controller = Controller(context, creator, deleter, listing, expander, snapshotter, health)
-        csi_pb2_grpc.add_ControllerServicer_to_server(controller, server)
-        group_controller = GroupController(context, self.group_snapshotter)
-        csi_pb2_grpc.add_GroupControllerServicer_to_server(group_controller, server)
+        self.controller = Controller(
+            context, creator, deleter, listing, expander, snapshotter, health
+        )
+        csi_pb2_grpc.add_ControllerServicer_to_server(self.controller, server)
+        self.group_controller = GroupController(context, self.group_snapshotter)
+        csi_pb2_grpc.add_GroupControllerServicer_to_server(self.group_controller, server)
         on_node = (expander, stager, publisher, node_volumes, self.inline_volumes)
         node = Node(context, *on_node, health, self.storage)
         csi_pb2_grpc.add_NodeServicer_to_server(node, server)

@@ -1,0 +1,1 @@
+"""One controller for a cluster: sends each call of the sidecars to the node that it is about."""

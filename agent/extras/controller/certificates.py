@@ -1,0 +1,135 @@
+"""Mutual TLS between the controller and the nodes, from files as cert-manager writes them.
+
+A certificate says by its DNS name who has it: `controller.DRIVER`, or `NODE.node.DRIVER`. So a
+node's key opens no other node, and answers for no other node.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from cryptography import x509
+
+from agent.core import errors
+
+_log = logging.getLogger(__name__)
+
+# A key of gRPC's ServicerContext.auth_context.
+_NAMES = "x509_subject_alternative_name"
+_AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
+
+
+def controller_name(driver_name: str) -> str:
+    """The DNS name in the controller's certificate."""
+    return f"controller.{driver_name}"
+
+
+def node_name(node_id: str, driver_name: str) -> str:
+    """The DNS name in a node's certificate."""
+    return f"{node_id}.node.{driver_name}".lower()
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """A certificate, its key, and the authorities that the other side's must come from, as PEM."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read the three files. Raises BadConfig if one cannot be read or is no PEM."""
+        return cls(*(_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
+
+    @property
+    def ends_seconds(self) -> float:
+        """When the certificate ends, in seconds of the epoch."""
+        return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc.timestamp()
+
+    def for_client(self) -> grpc.ChannelCredentials:
+        """What the controller shows to a node."""
+        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+    def for_server(self) -> grpc.ServerCertificateConfiguration:
+        """What a node shows to the controller, and whom it lets in."""
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key, self.certificate)], self.authority
+        )
+
+
+def server_credentials(directory: Path) -> grpc.ServerCredentials:
+    """The credentials of a server, read anew at each connection if the files changed.
+
+    Raises BadConfig if they cannot be read now; later what was read last stays in use.
+    """
+    known = Certificates.read(directory)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        try:
+            found = Certificates.read(directory)
+        except errors.BadConfig as error:
+            _log.warning("the certificates stay as they were: %s", error)
+            return None
+        if found == known:
+            return None
+        known = found
+        _log.info("the certificates in %s are read anew", directory)
+        return found.for_server()
+
+    return grpc.dynamic_ssl_server_credentials(
+        known.for_server(),
+        renewed,  # type: ignore[arg-type]  # None: as it was (grpc's documentation)
+        require_client_authentication=True,
+    )
+
+
+class OnlyFrom(grpc.ServerInterceptor):
+    """Refuses each call of a peer whose certificate does not have a DNS name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Check the peer, then go on."""
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        wire = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._checked(handler.unary_stream), *wire)
+        return grpc.unary_unary_rpc_method_handler(self._checked(handler.unary_unary), *wire)
+
+    def _checked(self, behaviour: Any) -> Callable[..., Any]:
+        # With `wraps` it keeps the pool of threads that it runs in.
+        @wraps(behaviour)
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            names: Iterable[Any] = context.auth_context().get(_NAMES, ())
+            if self._name.encode() not in names:
+                had = ", ".join(one.decode() for one in names) or "none"
+                context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    f"only {self._name} may call this node; the certificate's names are: {had}",
+                )
+            return behaviour(request, context)
+
+        return call
+
+
+def _pem(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise errors.BadConfig(str(path), "tls_directory", error.strerror or str(error)) from None
+    if b"-----BEGIN " not in text:
+        raise errors.BadConfig(str(path), "tls_directory", "is no PEM")
+    return text

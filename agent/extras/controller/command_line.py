@@ -1,0 +1,81 @@
+"""`carver controller` and `carver controller status`."""
+
+import argparse
+import os
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from agent.cli.words import CommandLine
+from agent.core import settings
+from agent.daemon import log
+
+if TYPE_CHECKING:
+    from proto import carver_pb2 as carver
+
+_SETTINGS = (
+    "endpoint",
+    "driver_name",
+    "nodes_file",
+    "tls_directory",
+    "log_format",
+    "log_level",
+    "metrics_address",
+    "health_address",
+)
+
+
+def add(line: CommandLine) -> None:
+    """Add the command."""
+    made = line.commands.add_parser(
+        "controller",
+        help="serve CSI for a whole cluster: pass each call on to its node",
+        description="Serve CSI on a unix socket for the sidecars of a whole cluster: each call is"
+        " passed on, over TLS, to the node that it is about. `status` shows the nodes of the"
+        " controller that serves the socket.",
+    )
+    made.add_argument("verb", nargs="?", choices=("status",), help="show the nodes and end")
+    settings.add_arguments(made, _SETTINGS)
+    made.set_defaults(run=_controller)
+
+
+def _controller(parsed: argparse.Namespace) -> int:
+    config = settings.load(parsed, os.environ)
+    if parsed.verb == "status":
+        return _status(config)
+    from agent.extras.controller import process
+
+    log.configure(config.log_format, config.log_level)
+    # No core dumps: secrets of requests may be in memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    process.run(config)
+    return 0
+
+
+def _status(config: settings.Config) -> int:
+    from google.protobuf.empty_pb2 import Empty
+
+    from agent.csi.client import Client
+    from proto.carver_pb2_grpc import ClusterStub
+
+    with Client(config.endpoint) as client:
+        answer = client.stub(ClusterStub).Nodes(Empty())
+    sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
+    return 1 if any(one.problem for one in answer.nodes) else 0
+
+
+def lines(answer: "carver.NodesResponse", now_seconds: float) -> list[str]:
+    """The table of nodes as lines of text."""
+    days = (answer.certificate_ends_seconds - now_seconds) / 86400
+    found = [f"{len(answer.nodes)} nodes; the controller's certificate ends in {days:.0f} days"]
+    for one in answer.nodes:
+        groups = ", ".join(sorted(f"{name}@{uuid}" for uuid, name in one.groups.items()))
+        last = (
+            f"{now_seconds - one.answered_seconds:.0f} s ago" if one.answered_seconds else "never"
+        )
+        state = one.problem or "answers"
+        found.append(
+            f"{one.name}  {one.address}  {one.version or '-'}  {last}  {groups or '-'}  {state}"
+        )
+    return found

@@ -1,0 +1,81 @@
+"""One list of all nodes' lists, page by page.
+
+The nodes come in the order of their names. A token is `NODE:TOKEN`: the node to go on with, and
+that node's own token. A list is whole or refused: if a node does not answer, its name is the error.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from agent.extras.controller.nodes import Node, Nodes, Refused
+
+# As agent/core/requests.py has it, for a page of one node.
+_MOST_ENTRIES = 2000
+# gRPC in Go accepts messages of 4 MiB by default: a page ends at half of it, and one node's answer
+# has at most as many entries as never fill the other half.
+_MOST_BYTES = 2 << 20
+_OF_A_NODE = 500
+_AT_ONCE = 16
+
+# Calls a node: its answer.
+Ask = Callable[[Node, Any], Awaitable[Any]]
+
+
+async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
+    """Fill `answer`, an empty list response, with the page that a request asks for.
+
+    `ask` sends a request for a list to one node. Raises Refused for a bad token, and what `ask`
+    raises.
+    """
+    if request.max_entries < 0:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
+    most = min(request.max_entries or _MOST_ENTRIES, _MOST_ENTRIES)
+    left, token = _from(nodes, request.starting_token)
+    while left:
+        now = left[:_AT_ONCE]
+        room = most - len(answer.entries)
+        first = _request(request, token, room)
+        others = [_request(request, "", room)] * (len(now) - 1)
+        answers = await asyncio.gather(
+            *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
+        )
+        for found in answers:
+            if len(answer.entries) + len(found.entries) > most or answer.ByteSize() > _MOST_BYTES:
+                # It is asked again: for fewer, or on the next page.
+                break
+            answer.entries.extend(found.entries)
+            token = found.next_token
+            if token:
+                break
+            left = left[1:]
+        full = len(answer.entries) >= most or answer.ByteSize() > _MOST_BYTES
+        if left and full:
+            answer.next_token = f"{left[0].name}:{token}"
+            return answer
+    return answer
+
+
+def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], str]:
+    """The nodes that a page is of, and the token for the first of them."""
+    every = nodes.require_all()
+    if not token:
+        return every, ""
+    name, colon, inner = token.partition(":")
+    if not colon or nodes.get(name) is None:
+        # CSI spec, ListVolumes errors: the caller begins anew.
+        raise Refused(
+            grpc.StatusCode.ABORTED,
+            f"starting_token: {token!r} names no node of the cluster; list from the start",
+        )
+    return [one for one in every if one.name >= name], inner
+
+
+def _request(request: Any, token: str, room: int) -> Any:
+    made = type(request)()
+    made.CopyFrom(request)
+    made.starting_token = token
+    made.max_entries = min(room, _OF_A_NODE)
+    return made

@@ -1,0 +1,79 @@
+"""The controller's counters and gauges for Prometheus."""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Call
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Calls as they end, by method, node and code; the nodes at each scrape."""
+
+    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, nodes: Nodes) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "carver_controller_calls",
+            "Calls that ended, by the node that they were passed on to.",
+            ["method", "node", "code"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "carver_controller_call_duration_seconds",
+            "Duration of calls, with what the nodes took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._own_seconds = Histogram(
+            "carver_controller_routing_duration_seconds",
+            "Duration of calls without what the nodes took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        registry.register(_OfNodes(nodes))
+        ProcessCollector(registry=registry)
+
+    def count_call(self, call: Call) -> None:
+        """Count a call that ended."""
+        self._calls.labels(call.method, call.node, call.code.name).inc()
+        self._seconds.labels(call.method).observe(call.seconds)
+        self._own_seconds.labels(call.method).observe(max(0.0, call.seconds - call.node_seconds))
+
+    def text(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _OfNodes(Collector):
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        answers = GaugeMetricFamily(
+            "carver_controller_node_answers",
+            "1 if the node answered when it was asked last, else 0.",
+            labels=["node"],
+        )
+        age = GaugeMetricFamily(
+            "carver_controller_node_answer_age_seconds",
+            "How long ago the node answered last.",
+            labels=["node"],
+        )
+        now = time.monotonic()
+        for one in self._nodes:
+            answers.add_metric([one.name], 0.0 if one.problem else 1.0)
+            if one.answered_seconds:
+                age.add_metric([one.name], now - one.answered_seconds)
+        yield answers
+        yield age

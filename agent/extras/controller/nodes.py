@@ -1,0 +1,307 @@
+"""The nodes of the cluster as the controller knows them: which answers, and who has which group.
+
+Nothing is kept on disk: each node is asked again after a start. A group is the node's that claimed
+it first, until that node says that it no longer has it or leaves the cluster: another's claim is
+logged and changes nothing.
+"""
+
+import asyncio
+import json
+import logging
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from agent.core import errors, values
+from agent.core.ids import VolumeId
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
+
+# Keys of GetPluginInfoResponse.manifest.
+NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
+
+_INFO = "/csi.v1.Identity/GetPluginInfo"
+# How often a node that answers is asked, and one that does not.
+_INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
+_PATIENCE_SECONDS = 3.0
+# A node's answer that is younger is not asked for again to find a group.
+_FRESH_SECONDS = 2.0
+# Nodes that are asked at once.
+_AT_ONCE = 64
+_MOST_NAMED = 5
+# How long calls in flight may take when their connection is replaced.
+_GRACE_SECONDS = 60.0
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+    # A connection whose other end is gone is found within this.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+# Makes a channel to a node by its name and address.
+Connect = Callable[[str, str], grpc.aio.Channel]
+
+
+def options(server_name: str) -> Sequence[tuple[str, str | int]]:
+    """A channel's options; the server must have that name in its certificate."""
+    return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name))
+
+
+def read(path: Path) -> Mapping[str, str]:
+    """The addresses of the nodes, by their names, from the table `nodes` of a TOML file.
+
+    Raises BadConfig.
+    """
+    try:
+        table = tomllib.loads(path.read_text()).get("nodes", {})
+    except (OSError, ValueError) as error:
+        raise errors.BadConfig(str(path), "nodes", f"cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise errors.BadConfig(str(path), "nodes", "is no table of addresses by nodes' names")
+    for name, address in table.items():
+        values.checked(str(path), f"nodes.{name}", values.parse_node_id, name)
+        if values.checked(str(path), f"nodes.{name}", values.parse_address, address) is None:
+            raise errors.BadConfig(str(path), f"nodes.{name}", "is empty; give address:port")
+    return dict(table)
+
+
+class Refused(Exception):
+    """A call that the controller answers itself, with a code and a sentence."""
+
+    def __init__(self, code: grpc.StatusCode, problem: str) -> None:
+        super().__init__(problem)
+        self.code = code
+
+
+def unavailable(problem: str) -> Refused:
+    """What a caller is to try again."""
+    return Refused(grpc.StatusCode.UNAVAILABLE, problem)
+
+
+@dataclass
+class Node:
+    """A node: its connection, and what it said of itself last."""
+
+    name: str
+    address: str
+    channel: grpc.aio.Channel
+    version: str = ""
+    segments: Mapping[str, str] = field(default_factory=dict)
+    # The names of its volume groups, by the start of their UUIDs as ids have it.
+    groups: Mapping[str, str] = field(default_factory=dict)
+    # When it answered last, and when it was asked last (monotonic, seconds); 0 for never.
+    answered_seconds: float = 0.0
+    asked_seconds: float = 0.0
+    # Why it did not answer when it was asked last; empty if it did.
+    problem: str = "it has not been asked yet"
+    asking: "asyncio.Task[None] | None" = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be asked again."""
+        interval = _SILENT_INTERVAL_SECONDS if self.problem else _INTERVAL_SECONDS
+        return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
+
+    def require_answering(self) -> None:
+        """Raise Refused for a node that did not answer: a call would only wait for it."""
+        if self.problem:
+            raise unavailable(
+                f"node {self.name} ({self.address}) does not answer: {self.problem}; see Carver's"
+                " log there. It is asked again every few seconds"
+            )
+
+
+async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
+    """Call a node, with the bytes of a request and of its answer; raises AioRpcError."""
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.channel.unary_unary(path)
+    return await call(request, timeout=timeout)
+
+
+class Nodes:
+    """All nodes of the cluster, for one event loop."""
+
+    def __init__(self, driver_name: str, connect: Connect) -> None:
+        self._driver_name, self._connect = driver_name, connect
+        self._nodes: dict[str, Node] = {}
+        # The name of the node that has a group, by the start of the group's UUID.
+        self._owners: dict[str, str] = {}
+        self._turn = asyncio.Semaphore(_AT_ONCE)
+
+    def __iter__(self) -> Iterator[Node]:
+        """The nodes in the order of their names."""
+        return iter([self._nodes[name] for name in sorted(self._nodes)])
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, name: str) -> Node | None:
+        """A node by its name; None for one that is not in the cluster."""
+        return self._nodes.get(name)
+
+    def set(self, addresses: Mapping[str, str]) -> None:
+        """Make these the nodes of the cluster; the connections of those that stay are kept."""
+        for name, known in list(self._nodes.items()):
+            if addresses.get(name) != known.address:
+                self._drop(known)
+        for name, address in addresses.items():
+            if name not in self._nodes:
+                self._nodes[name] = Node(name, address, self._connect(name, address))
+
+    def reconnect(self) -> None:
+        """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
+        for one in self:
+            old, one.channel = one.channel, self._connect(one.name, one.address)
+            asyncio.get_running_loop().create_task(old.close(_GRACE_SECONDS))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for one in list(self._nodes.values()):
+            if one.asking is not None:
+                one.asking.cancel()
+            await one.channel.close()
+
+    def ask_due(self) -> None:
+        """Ask those nodes that are due, without waiting for the others' answers."""
+        for one in self:
+            if one.is_due:
+                self.ask(one)
+
+    def ask(self, node: Node) -> "asyncio.Task[None]":
+        """Ask a node what it has; one question at a time."""
+        if node.asking is None or node.asking.done():
+            node.asking = asyncio.get_running_loop().create_task(self._ask(node))
+        return node.asking
+
+    async def owner(self, identity: str, what: str) -> Node:
+        """The node that has the group of an id, which was read from the field `what`.
+
+        Raises Refused if no node has it or if that one does not answer.
+        """
+        parsed = VolumeId.parse(identity)
+        if parsed is None:
+            # No volume has such an id, and any node says that as the call demands.
+            return self._any()
+        if parsed.group_uuid not in self._owners:
+            await self._ask_all()
+        name = self._owners.get(parsed.group_uuid)
+        if name is None:
+            raise unavailable(self._unknown(parsed, what))
+        node = self._nodes[name]
+        node.require_answering()
+        return node
+
+    async def moved_on(self, node: Node, identity: str) -> Node | None:
+        """The node that has the group of an id by now, if that is another; asks the first again."""
+        parsed = VolumeId.parse(identity)
+        if parsed is None:
+            return None
+        await self.ask(node)
+        if node.problem or parsed.group_uuid in node.groups:
+            return None
+        await self._ask_all()
+        name = self._owners.get(parsed.group_uuid)
+        return self._nodes[name] if name not in (None, node.name) else None
+
+    def of_segments(self, segments: Mapping[str, str]) -> Node:
+        """The node with these topology segments. Raises Refused if there is none that answers."""
+        for one in self._nodes.values():
+            if one.segments and segments.items() <= one.segments.items():
+                one.require_answering()
+                return one
+        silent = [one.name for one in self if not one.segments]
+        raise unavailable(f"no node says that its topology is {dict(segments)}{_not_asked(silent)}")
+
+    def answering(self) -> Sequence[Node]:
+        """The nodes that answered last."""
+        return [one for one in self if not one.problem]
+
+    def require_all(self) -> Sequence[Node]:
+        """All nodes; raises Refused if one of them does not answer."""
+        for one in self:
+            one.require_answering()
+        return list(self)
+
+    def _any(self) -> Node:
+        for one in self:
+            if not one.problem:
+                return one
+        raise unavailable(f"no node of {len(self)} answers; see `carver controller status`")
+
+    async def _ask_all(self) -> None:
+        """Ask all nodes that were not asked just now."""
+        now = time.monotonic()
+        due = [one for one in self if now - one.asked_seconds >= _FRESH_SECONDS or one.asking]
+        await asyncio.gather(*map(self.ask, due))
+
+    async def _ask(self, node: Node) -> None:
+        try:
+            async with self._turn:
+                node.asked_seconds = time.monotonic()
+                answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
+                said = csi.GetPluginInfoResponse.FromString(answer)
+            self._believe(node, said)
+        except grpc.aio.AioRpcError as error:
+            problem = f"{error.code().name}: {error.details()}"
+        except ValueError as error:
+            problem = f"it answers what Carver does not: {error}"
+        else:
+            node.answered_seconds = time.monotonic()
+            problem = ""
+        if bool(problem) != bool(node.problem):
+            _log.warning("node %s %s", node.name, problem or "answers")
+        node.problem = problem
+
+    def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
+        """Take what a node says of itself. Raises ValueError where it cannot be so."""
+        manifest = said.manifest
+        if (said.name, manifest.get(NODE_ID)) != (self._driver_name, node.name):
+            raise ValueError(
+                f"it is node {manifest.get(NODE_ID)!r} of driver {said.name!r}, not {node.name!r}"
+                f" of {self._driver_name!r}"
+            )
+        node.version = said.vendor_version
+        node.segments = json.loads(manifest[SEGMENTS])
+        node.groups = json.loads(manifest[GROUPS])
+        for uuid, owner in list(self._owners.items()):
+            if owner == node.name and uuid not in node.groups:
+                self._give_up(uuid)
+        for uuid in node.groups:
+            owner = self._owners.setdefault(uuid, node.name)
+            if owner != node.name:
+                _log.error(
+                    "node %s claims volume group %s (%s), which node %s has: ignored",
+                    *(node.name, node.groups[uuid], uuid, owner),
+                )
+
+    def _drop(self, node: Node) -> None:
+        del self._nodes[node.name]
+        for uuid, owner in list(self._owners.items()):
+            if owner == node.name:
+                self._give_up(uuid)
+        asyncio.get_running_loop().create_task(node.channel.close())
+
+    def _give_up(self, uuid: str) -> None:
+        """Let another node have a group that its node no longer has, if one claims it."""
+        del self._owners[uuid]
+        for one in self:
+            if uuid in one.groups:
+                self._owners.setdefault(uuid, one.name)
+
+    def _unknown(self, parsed: VolumeId, what: str) -> str:
+        silent = [one.name for one in self if one.problem]
+        return (
+            f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
+            f"{_not_asked(silent)}. Start Carver on its node, or attach its disks to one"
+        )
+
+
+def _not_asked(silent: Sequence[str]) -> str:
+    if not silent:
+        return ""
+    more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
+    return f"; nodes that do not answer: {', '.join(silent[:_MOST_NAMED])}{more}"

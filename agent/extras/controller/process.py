@@ -1,0 +1,153 @@
+"""The process of the cluster's controller: serve the sidecars until a signal; one event loop."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from agent.core import errors, secret
+from agent.core.settings import Config
+from agent.daemon import monitor
+from agent.daemon.process import claimed
+from agent.extras.controller import certificates, nodes
+from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Call, Router
+from proto import carver_pb2 as carver
+
+_log = logging.getLogger(__name__)
+
+# How often the files are looked at, and the nodes that are due are asked.
+_LOOK_SECONDS = 1.0
+_DRAIN_SECONDS = 25.0
+
+
+class ClusterController:
+    """The controller: its nodes, its router, and the server that the sidecars call."""
+
+    def __init__(
+        self, config: Config, observe: Callable[[Call], None] = lambda _call: None
+    ) -> None:
+        """Raises BadConfig for settings that are missing or files that cannot be read."""
+        self._config = config
+        self._nodes_file = _required(config, "nodes_file")
+        self._directory = _required(config, "tls_directory")
+        self._certificates = Certificates.read(self._directory)
+        self._addresses = nodes.read(self._nodes_file)
+        self.nodes = Nodes(config.driver_name, self._connect)
+        self._router = Router(self.nodes, config.driver_name, version("carver"), observe)
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Serve on the unix socket, which only root can reach, and ask all nodes."""
+        self.nodes.set(self._addresses)
+        server = self._server = grpc.aio.server()
+        self._router.add_to(server)
+        own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", own)
+        server.add_generic_rpc_handlers((handler,))
+        umask = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix://{self._config.endpoint}")
+        finally:
+            os.umask(umask)
+        await server.start()
+        self.nodes.ask_due()
+
+    async def stop(self) -> None:
+        """Let calls in flight end."""
+        if self._server is not None:
+            await self._server.stop(_DRAIN_SECONDS)
+        await self.nodes.close()
+
+    def look(self) -> None:
+        """Read the files again, and ask the nodes that are due."""
+        try:
+            found = Certificates.read(self._directory)
+            addresses = nodes.read(self._nodes_file)
+        except errors.BadConfig as error:
+            _log.warning("the nodes and certificates stay as they were: %s", error)
+        else:
+            if found != self._certificates:
+                self._certificates = found
+                self.nodes.reconnect()
+                _log.info("the certificates in %s are read anew", self._directory)
+            self.nodes.set(addresses)
+        self.nodes.ask_due()
+
+    def _connect(self, name: str, address: str) -> grpc.aio.Channel:
+        server_name = certificates.node_name(name, self._config.driver_name)
+        credentials = self._certificates.for_client()
+        return grpc.aio.secure_channel(address, credentials, nodes.options(server_name))
+
+    async def _shown(self, _request: bytes, _context: Any) -> bytes:
+        """Answer `carver controller status`."""
+        now, monotonic = time.time(), time.monotonic()
+        answer = carver.NodesResponse(certificate_ends_seconds=self._certificates.ends_seconds)
+        for one in self.nodes:
+            answered = now - (monotonic - one.answered_seconds) if one.answered_seconds else 0.0
+            answer.nodes.add(
+                name=one.name,
+                address=one.address,
+                version=one.version,
+                problem=one.problem,
+                answered_seconds=answered,
+                groups=one.groups,
+            )
+        return answer.SerializeToString()
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
+    secret.forbid_dumps()
+    with claimed(config.endpoint), ExitStack() as ending:
+        observers: list[Callable[[Call], None]] = []
+        text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
+        controller = ClusterController(config, lambda call: _tell(observers, call))
+        if config.metrics_address is not None:
+            from agent.extras.controller.metrics import Metrics
+
+            metrics = Metrics(controller.nodes)
+            observers.append(metrics.count_call)
+            text["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
+        for address in (config.metrics_address, config.health_address):
+            if address is not None:
+                pages = monitor.Monitor(address, text)
+                pages.start()
+                ending.callback(pages.stop)
+        asyncio.run(_serve(controller, config))
+
+
+def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
+    for one in observers:
+        one(call)
+
+
+async def _serve(controller: ClusterController, config: Config) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    await controller.start()
+    _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
+    while not ended.is_set():
+        try:
+            await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
+        except TimeoutError:
+            controller.look()
+    await controller.stop()
+    _log.info("stopped")
+
+
+def _required(config: Config, key: str) -> Path:
+    value: Path | None = getattr(config, key)
+    if value is None:
+        raise errors.BadConfig("carver controller", key, "is required")
+    return value

@@ -1,0 +1,303 @@
+"""CSI for the sidecars of a whole cluster: each call goes to the node that it is about.
+
+A call is passed on as its bytes, so that fields which this version does not know reach the node;
+nothing of a request is kept or logged but its method, id and name. The caller's deadline and its
+cancellation go along. A node's error is the answer, with the node's name before it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.wrappers_pb2 import BoolValue
+
+from agent.csi import controller, group_controller, identity
+from agent.csi.interceptor import ROUTINE
+from agent.extras.controller import lists, routes
+from agent.extras.controller.nodes import Node, Nodes, Refused, unary
+from agent.extras.controller.placement import Placement
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger("carver.calls")
+
+_Code = grpc.StatusCode
+_CONTROLLER = "csi.v1.Controller"
+# After these a group may be on another node than it was (OtherGroup, GroupMissing).
+_MAY_HAVE_MOVED = (_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE)
+_MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
+_LISTS = {
+    "ListVolumes": csi.ListVolumesResponse,
+    "ListSnapshots": csi.ListSnapshotsResponse,
+    "ControllerListVolumeHealth": csi.ControllerListVolumeHealthResponse,
+}
+_SUBJECTS = ("name", "volume_id", "source_volume_id", "snapshot_id", "group_snapshot_id")
+
+
+@dataclass
+class Call:
+    """A call that is being answered: what is logged and counted of it."""
+
+    method: str
+    context: "grpc.aio.ServicerContext[bytes, bytes]"
+    subject: str = ""
+    # The last node it was sent to, and the seconds that the nodes took.
+    node: str = ""
+    node_seconds: float = 0.0
+    seconds: float = 0.0
+    code: grpc.StatusCode = _Code.OK
+    problem: str = ""
+
+
+# Answers a call by the bytes of its request.
+_Answer = Callable[[Call, bytes], Awaitable[bytes]]
+
+
+class Router:
+    """Answers the calls of all CSI services but Node. `observe` gets each call that has ended."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        driver_name: str,
+        version: str,
+        observe: Callable[[Call], None] = lambda _call: None,
+    ) -> None:
+        self._nodes, self._observe = nodes, observe
+        info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
+        offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
+        # What the controller itself answers: the sidecars ask at their start, before any node is
+        # known.
+        own: Mapping[str, Mapping[str, Message]] = {
+            "csi.v1.Identity": {
+                "GetPluginInfo": info,
+                "GetPluginCapabilities": identity.capabilities(offered),
+                "Probe": csi.ProbeResponse(ready=BoolValue(value=True)),
+            },
+            _CONTROLLER: {"ControllerGetCapabilities": controller.capabilities(expand=True)},
+            "csi.v1.GroupController": {
+                "GroupControllerGetCapabilities": group_controller.capabilities()
+            },
+        }
+        self._handlers: dict[str, dict[str, Any]] = {}
+        for service, answers in own.items():
+            for method, message in answers.items():
+                self._add(service, method, _constant(message.SerializeToString()))
+        for service, fields in routes.FIELDS.items():
+            for method, field in fields.items():
+                self._add(service, method, self._by_id(service, method, field))
+        for method in _LISTS:
+            self._add(_CONTROLLER, method, self._list(method))
+        self._add(_CONTROLLER, "CreateVolume", self._create_volume)
+        self._add(_CONTROLLER, "GetCapacity", self._get_capacity)
+        for service, fields in routes.STREAMS.items():
+            for method, field in fields.items():
+                stream = self._streamed(method, self._stream(service, method, field))
+                made: Any = grpc.unary_stream_rpc_method_handler(stream)
+                self._handlers.setdefault(service, {})[method] = made
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register all services."""
+        server.add_generic_rpc_handlers(
+            tuple(
+                grpc.method_handlers_generic_handler(service, handlers)
+                for service, handlers in self._handlers.items()
+            )
+        )
+
+    def _add(self, service: str, method: str, answer: _Answer) -> None:
+        handler: Any = grpc.unary_unary_rpc_method_handler(self._answered(method, answer))
+        self._handlers.setdefault(service, {})[method] = handler
+
+    def _by_id(self, service: str, method: str, field: str) -> _Answer:
+        """Answer a call about one volume or snapshot, or about several of one node."""
+        request_class, path = routes.request_class(service, method), f"/{service}/{method}"
+
+        async def answer(call: Call, data: bytes) -> bytes:
+            request = request_class.FromString(data)
+            _name(call, request)
+            identities = routes.ids_in(request, field)
+            node = await self._owner_of_all(identities, field)
+            return await self._send(call, node, path, data, identities[0] if identities else "")
+
+        return answer
+
+    async def _owner_of_all(self, identities: Sequence[str], field: str) -> Node:
+        owners = {one: await self._nodes.owner(one, field) for one in identities or [""]}
+        if len({one.name for one in owners.values()}) > 1:
+            where = ", ".join(f"{one} is on {node.name}" for one, node in owners.items())
+            raise Refused(
+                _Code.INVALID_ARGUMENT,
+                f"{field}: all volumes of a group snapshot must be on one node; {where}",
+            )
+        return next(iter(owners.values()))
+
+    async def _create_volume(self, call: Call, data: bytes) -> bytes:
+        request = csi.CreateVolumeRequest.FromString(data)
+        _name(call, request)
+        node = await self._placement(call).of(request)
+        return await self._send(call, node, f"/{_CONTROLLER}/CreateVolume", data)
+
+    async def _get_capacity(self, call: Call, data: bytes) -> bytes:
+        request = csi.GetCapacityRequest.FromString(data)
+        return (await self._placement(call).capacity(request)).SerializeToString()
+
+    def _placement(self, call: Call) -> Placement:
+        return Placement(self._nodes, self._asking(call))
+
+    def _list(self, method: str) -> _Answer:
+        request_class, path = routes.request_class(_CONTROLLER, method), f"/{_CONTROLLER}/{method}"
+
+        async def answer(call: Call, data: bytes) -> bytes:
+            request: Any = request_class.FromString(data)
+            for field in ("snapshot_id", "source_volume_id"):
+                if identity := getattr(request, field, ""):
+                    call.subject = identity
+                    node = await self._nodes.owner(identity, field)
+                    return await self._send(call, node, path, data, identity)
+            ask = self._asking(call)
+            page: Message = await lists.page(
+                self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
+            )
+            return page.SerializeToString()
+
+        return answer
+
+    def _asking(self, call: Call) -> Callable[[str, Node, Any], Awaitable[Any]]:
+        """Send parsed requests of one call of the controller's, by the method's name."""
+
+        async def ask(method: str, node: Node, request: Message) -> Any:
+            path = f"/{_CONTROLLER}/{method}"
+            answer = await self._once(call, node, path, request.SerializeToString())
+            return routes.response_class(_CONTROLLER, method).FromString(answer)
+
+        return ask
+
+    async def _send(
+        self, call: Call, node: Node, path: str, data: bytes, identity: str = ""
+    ) -> bytes:
+        """Send a call to a node; if the group of the id has moved on meanwhile, to that node."""
+        try:
+            return await self._once(call, node, path, data)
+        except grpc.aio.AioRpcError as error:
+            if identity and error.code() in _MAY_HAVE_MOVED:
+                other = await self._nodes.moved_on(node, identity)
+                if other is not None:
+                    return await self._once(call, other, path, data)
+            raise
+
+    async def _once(self, call: Call, node: Node, path: str, data: bytes) -> bytes:
+        node.require_answering()
+        call.node, begun = node.name, time.monotonic()
+        try:
+            return await unary(node, path, data, call.context.time_remaining())
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _MAY_BE_SILENT:
+                self._nodes.ask(node)
+            raise
+        finally:
+            call.node_seconds += time.monotonic() - begun
+
+    def _stream(
+        self, service: str, method: str, field: str
+    ) -> Callable[[Call, bytes], AsyncIterator[bytes]]:
+        """Pass a stream on, message by message: the node waits while the caller reads."""
+        request_class, path = routes.request_class(service, method), f"/{service}/{method}"
+
+        async def stream(call: Call, data: bytes) -> AsyncIterator[bytes]:
+            request = request_class.FromString(data)
+            call.subject = getattr(request, field)
+            node = await self._nodes.owner(call.subject, field)
+            call.node, begun = node.name, time.monotonic()
+            made: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = node.channel.unary_stream(path)
+            answers = made(data, timeout=call.context.time_remaining())
+            try:
+                async for message in answers:
+                    yield message
+            finally:
+                answers.cancel()
+                call.node_seconds = time.monotonic() - begun
+
+        return stream
+
+    def _answered(self, method: str, answer: _Answer) -> Any:
+        """Around each call: its log line, and its error as a gRPC status."""
+
+        async def handle(data: bytes, context: Any) -> bytes | None:
+            call, begun = Call(method, context), time.monotonic()
+            try:
+                return await answer(call, data)
+            except Exception as error:
+                _fail(call, error)
+            except asyncio.CancelledError:
+                call.code = _Code.CANCELLED
+                raise
+            finally:
+                self._record(call, begun)
+            await context.abort(call.code, call.problem)
+            return None
+
+        return handle
+
+    def _streamed(self, method: str, answers: Callable[[Call, bytes], AsyncIterator[bytes]]) -> Any:
+        async def handle(data: bytes, context: Any) -> AsyncIterator[bytes]:
+            call, begun = Call(method, context), time.monotonic()
+            try:
+                async for message in answers(call, data):
+                    yield message
+            except Exception as error:
+                _fail(call, error)
+            except (asyncio.CancelledError, GeneratorExit):
+                call.code = _Code.CANCELLED
+                raise
+            finally:
+                self._record(call, begun)
+            if call.code is not _Code.OK:
+                await context.abort(call.code, call.problem)
+
+        return handle
+
+    def _record(self, call: Call, begun: float) -> None:
+        call.seconds = time.monotonic() - begun
+        fields: dict[str, object] = {
+            "method": call.method,
+            "volume": call.subject,
+            "node": call.node,
+            "code": call.code.name,
+            "milliseconds": round(call.seconds * 1000, 1),
+            "node_milliseconds": round(call.node_seconds * 1000, 1),
+        }
+        if call.problem:
+            fields["error"] = call.problem
+        is_routine = call.code is _Code.OK and call.method in ROUTINE
+        _log.log(logging.DEBUG if is_routine else logging.INFO, "call", extra={"fields": fields})
+        self._observe(call)
+
+
+def _fail(call: Call, error: Exception) -> None:
+    """Give a call the code and the sentence of an error."""
+    if isinstance(error, Refused):
+        call.code, call.problem = error.code, str(error)
+    elif isinstance(error, grpc.aio.AioRpcError):
+        call.code = error.code()
+        call.problem = f"node {call.node}: {error.details()}"
+    elif isinstance(error, DecodeError):
+        call.code, call.problem = _Code.INVALID_ARGUMENT, "the request cannot be read"
+    else:
+        call.code, call.problem = _Code.INTERNAL, f"{type(error).__name__}: {error}"
+        _log.error("%s raised", call.method, exc_info=error)
+
+
+def _name(call: Call, request: Any) -> None:
+    call.subject = next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), "")
+
+
+def _constant(answer: bytes) -> _Answer:
+    async def same(_call: Call, _data: bytes) -> bytes:
+        return answer
+
+    return same

@@ -1,0 +1,59 @@
+"""Which volume or snapshot each call is about: one table of the CSI calls that nodes answer.
+
+A call that is not here is no node's: agent/extras/controller/router.py answers it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from proto import csi_pb2 as csi
+
+# By service and call: the field with the id of the volume, snapshot or group snapshot.
+FIELDS: Mapping[str, Mapping[str, str]] = {
+    "csi.v1.Controller": {
+        "DeleteVolume": "volume_id",
+        "ValidateVolumeCapabilities": "volume_id",
+        "ControllerGetVolume": "volume_id",
+        "ControllerGetVolumeHealth": "volume_id",
+        "ControllerExpandVolume": "volume_id",
+        "ControllerModifyVolume": "volume_id",
+        "CreateSnapshot": "source_volume_id",
+        "DeleteSnapshot": "snapshot_id",
+        "GetSnapshot": "snapshot_id",
+    },
+    "csi.v1.GroupController": {
+        "CreateVolumeGroupSnapshot": "source_volume_ids",
+        "DeleteVolumeGroupSnapshot": "group_snapshot_id",
+        "GetVolumeGroupSnapshot": "group_snapshot_id",
+    },
+}
+# Those answered by a stream.
+STREAMS: Mapping[str, Mapping[str, str]] = {
+    "csi.v1.SnapshotMetadata": {
+        "GetMetadataAllocated": "snapshot_id",
+        "GetMetadataDelta": "target_snapshot_id",
+    },
+}
+
+
+def request_class(service: str, call: str) -> type[Message]:
+    """The class of a call's request."""
+    return message_factory.GetMessageClass(_method(service, call).input_type)
+
+
+def response_class(service: str, call: str) -> type[Message]:
+    """The class of a call's answer."""
+    return message_factory.GetMessageClass(_method(service, call).output_type)
+
+
+def _method(service: str, call: str) -> Any:
+    return csi.DESCRIPTOR.services_by_name[service.rpartition(".")[2]].methods_by_name[call]
+
+
+def ids_in(request: Any, field: str) -> Sequence[str]:
+    """The ids in a field of a request; none where it is empty, which the node then says."""
+    value = getattr(request, field)
+    return [value] if isinstance(value, str) else list(value)

@@ -1,0 +1,300 @@
+"""The cluster's controller before two services, each with a group of its own, over TLS."""
+
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import clustered
+import grpc
+import pytest
+from authority import Authority
+from clustered import Cluster, cluster
+from real.any import AnyHost
+
+from agent.core.settings import Config
+from agent.csi.client import block, of_snapshot, of_volume
+from agent.extras.controller import certificates, nodes
+from agent.extras.controller.certificates import Certificates
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+MIB = 1 << 20
+SIZE = 24 * MIB
+
+
+@pytest.fixture
+def two(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(host, config, tmp_path) as made:
+        yield made
+
+
+def at(two: Cluster, name: str) -> csi.TopologyRequirement:
+    """What the provisioner sends of a claim whose pod was put on a node: that node is first."""
+    every = [csi.Topology(segments=two.nodes[one].config.here) for one in two.nodes]
+    first = csi.Topology(segments=two.nodes[name].config.here)
+    return csi.TopologyRequirement(requisite=every, preferred=[first])
+
+
+def create(
+    two: Cluster, name: str, node: str = "", size: int = SIZE, **more: object
+) -> csi.Volume:
+    """A claim's volume; without a node as for a class that binds immediately."""
+    request = csi.CreateVolumeRequest(
+        name=name,
+        capacity_range=csi.CapacityRange(required_bytes=size),
+        volume_capabilities=[block()],
+        accessibility_requirements=at(two, node) if node else None,
+        **more,  # type: ignore[arg-type]
+    )
+    return two.client.controller.CreateVolume(request).volume
+
+
+def where(*volumes: csi.Volume) -> list[str]:
+    """The nodes of volumes, as the scheduler is told."""
+    places = [each for one in volumes for each in one.accessible_topology]
+    return [value for one in places for value in one.segments.values()]
+
+
+def snapshot_of(two: Cluster, volume: csi.Volume, name: str = "snap-1") -> csi.Snapshot:
+    return two.client.snapshot(name, volume.volume_id)
+
+
+def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    error = cast(grpc.Call, raised.value)
+    return error.code(), error.details()
+
+
+def test_a_volume_s_life(two: Cluster) -> None:
+    volume = create(two, "pvc-1", "b")
+    assert where(volume) == ["b"]
+    assert create(two, "pvc-1", "b") == volume
+    assert "vol-pvc-1" in two.nodes["b"].names()
+    assert "vol-pvc-1" not in two.nodes["a"].names()
+    two.client.modify(volume.volume_id, {"carver/readAhead": "1MiB"})
+    snapshot = snapshot_of(two, volume)
+    # The pods of the restored and the cloned claim were put on the other node.
+    restored = create(two, "pvc-2", "a", volume_content_source=of_snapshot(snapshot.snapshot_id))
+    cloned = create(two, "pvc-3", "a", volume_content_source=of_volume(volume.volume_id))
+    assert where(restored, cloned) == ["b", "b"]
+    other = create(two, "pvc-4", "a")
+    assert where(other) == ["a"]
+    assert two.client.expand(other.volume_id, 2 * SIZE).capacity_bytes == 2 * SIZE
+    every = (restored, cloned, other, volume)
+    assert {one.volume_id for one in two.client.volumes()} == {one.volume_id for one in every}
+    two.client.delete_snapshot(snapshot.snapshot_id)
+    for one in every:
+        two.client.delete(one.volume_id)
+        two.client.delete(one.volume_id)
+    assert two.client.volumes() == []
+
+
+def test_snapshots_of_one_node_are_taken_together_and_those_of_two_are_refused(
+    two: Cluster,
+) -> None:
+    first, second = create(two, "pvc-1", "b"), create(two, "pvc-2", "b")
+    other = create(two, "pvc-3", "a")
+    made = two.client.group_snapshot("group-1", [first.volume_id, second.volume_id])
+    assert len(made.snapshots) == 2
+    parts = [one.snapshot_id for one in made.snapshots]
+    assert two.client.find_group_snapshot(made.group_snapshot_id, parts).ready_to_use
+    code, why = refused(
+        lambda: two.client.group_snapshot("group-2", [first.volume_id, other.volume_id])
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"{first.volume_id} is on b, {other.volume_id} is on a" in why
+    two.client.delete_group_snapshot(made.group_snapshot_id, parts)
+    assert two.client.snapshots() == []
+
+
+def test_changed_blocks_are_passed_on(two: Cluster) -> None:
+    volume = create(two, "pvc-1", "b")
+    node = two.nodes["b"]
+    base = snapshot_of(two, volume, "snap-1")
+    node.client.stage(volume, node.directory / "staging", block())
+    node.host.write_bytes(node.device("vol-pvc-1"), MIB, b"x" * 4096)
+    last = snapshot_of(two, volume, "snap-2")
+    stub = two.client.stub(csi_pb2_grpc.SnapshotMetadataStub)
+    delta = csi.GetMetadataDeltaRequest(
+        base_snapshot_id=base.snapshot_id, target_snapshot_id=last.snapshot_id
+    )
+    found = [one for answer in stub.GetMetadataDelta(delta) for one in answer.block_metadata]
+    assert [(one.byte_offset, one.size_bytes) for one in found] == [(MIB, 4096)]
+    allocated = csi.GetMetadataAllocatedRequest(snapshot_id="group9@abcdefgh/snap-1")
+    code, _ = refused(lambda: list(stub.GetMetadataAllocated(allocated)))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    node.client.unstage(volume.volume_id, node.directory / "staging")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 0])
+def test_a_list_has_each_volume_once_page_by_page(two: Cluster, most: int) -> None:
+    made = {
+        create(two, f"pvc-{number}", node).volume_id
+        for number, node in enumerate(("a", "a", "a", "b", "b"))
+    }
+    found, token = [], ""
+    while True:
+        request = csi.ListVolumesRequest(max_entries=most, starting_token=token)
+        answer = two.client.controller.ListVolumes(request)
+        assert not most or len(answer.entries) <= most
+        found += [one.volume.volume_id for one in answer.entries]
+        token = answer.next_token
+        if not token:
+            break
+    assert sorted(found) == sorted(made)
+    assert len({one.split("/")[0] for one in found}) == 2
+
+
+@pytest.mark.parametrize("token", ["nonsense", "c:", "group1@abcdefgh/vol-1"])
+def test_a_token_of_no_node_is_refused(two: Cluster, token: str) -> None:
+    request = csi.ListVolumesRequest(starting_token=token)
+    assert refused(lambda: two.client.controller.ListVolumes(request))[0] is (
+        grpc.StatusCode.ABORTED
+    )
+
+
+def test_a_node_that_does_not_answer_costs_its_own_calls_only(two: Cluster) -> None:
+    lost, kept = create(two, "pvc-1", "a"), create(two, "pvc-2", "b")
+    clustered.listener(two.nodes["a"]).stop()
+    two.ask()
+    for call in (
+        lambda: two.client.delete(lost.volume_id),
+        lambda: two.client.volumes(),
+        lambda: create(two, "pvc-3", "a"),
+        lambda: snapshot_of(two, lost),
+    ):
+        code, why = refused(call)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "node a (127.0.0.1:" in why
+        assert "does not answer" in why
+    assert where(create(two, "pvc-4", "b"), create(two, "pvc-5")) == ["b", "b"]
+    two.client.delete(kept.volume_id)
+    # Also for a controller that never heard of the group.
+    two.restart()
+    code, why = refused(lambda: two.client.delete(lost.volume_id))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "nodes that do not answer: a" in why
+
+
+def test_capacity_is_that_of_the_node_or_of_all(two: Cluster) -> None:
+    def room(node: str = "") -> int:
+        request = csi.GetCapacityRequest(volume_capabilities=[block()])
+        if node:
+            request.accessible_topology.segments.update(two.nodes[node].config.here)
+        return int(two.client.controller.GetCapacity(request).available_capacity)
+
+    before = {node: room(node) for node in ("a", "b")}
+    create(two, "pvc-1", "a")
+    assert room("b") == before["b"]
+    assert room("a") == before["a"] - SIZE
+    assert room() == room("a") + room("b")
+    segments = {two.config.topology_key: "c"}
+    request = csi.GetCapacityRequest(accessible_topology=csi.Topology(segments=segments))
+    code, why = refused(lambda: two.client.controller.GetCapacity(request))
+    assert (code, "no node says that its topology is" in why) == (
+        grpc.StatusCode.UNAVAILABLE,
+        True,
+    )
+
+
+def test_a_volume_that_may_be_anywhere_is_put_where_most_room_is_and_stays_there(
+    two: Cluster,
+) -> None:
+    create(two, "pvc-1", "a", size=4 * SIZE)
+    volume = create(two, "pvc-2")
+    assert where(volume) == ["b"]
+    create(two, "pvc-3", "b", size=6 * SIZE)
+    two.restart()
+    # By now there is more room on the other.
+    assert create(two, "pvc-2") == volume
+
+
+def test_a_full_node_is_refused_and_no_other_is_taken(two: Cluster) -> None:
+    code, why = refused(lambda: create(two, "pvc-1", "a", size=1 << 40))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert why.startswith("node a: ")
+
+
+def test_an_id_that_none_can_have_is_answered_as_by_a_node(two: Cluster) -> None:
+    two.client.delete("nonsense")
+    code, _ = refused(lambda: two.client.volume("nonsense"))
+    assert code is grpc.StatusCode.NOT_FOUND
+    code, why = refused(lambda: two.client.delete(""))
+    assert (code, "volume_id: is required" in why) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+def test_only_the_controller_may_call_a_node(two: Cluster) -> None:
+    strangers = {
+        "another node": two.directory / "tls-b",
+        "another authority": Authority().write(
+            two.directory / "stranger", certificates.controller_name(two.config.driver_name)
+        ),
+    }
+    for who, directory in strangers.items():
+        shown = Certificates.read(directory)
+        if who == "another authority":
+            shown = replace(shown, authority=two.authority.certificate)
+        name = certificates.node_name("a", two.config.driver_name)
+        with grpc.secure_channel(two.address("a"), shown.for_client(), nodes.options(name)) as to:
+            stub = csi_pb2_grpc.ControllerStub(to)
+            request = csi.ListVolumesRequest()
+            code, why = refused(lambda: stub.ListVolumes(request, timeout=10))  # noqa: B023
+        if who == "another node":
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            assert "only controller.lvm.csi.carver may call this node" in why
+        else:
+            assert code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
+    shown = two.directory / "controller"
+    ours = ssl.create_default_context(cafile=str(shown / "ca.crt"))
+    ours.load_cert_chain(shown / "tls.crt", shown / "tls.key")
+    ours.set_alpn_protocols(["h2"])
+    ours.maximum_version = newest
+    host, port = two.address("a").split(":")
+    name = certificates.node_name("a", two.config.driver_name)
+    with socket.create_connection((host, int(port)), timeout=10) as plain:
+        if newest is ssl.TLSVersion.TLSv1_2:
+            with pytest.raises(OSError, match="(?i)alert|eof|reset|handshake"):
+                ours.wrap_socket(plain, server_hostname=name)
+        else:
+            with ours.wrap_socket(plain, server_hostname=name) as secured:
+                assert secured.version() == "TLSv1.3"
+
+
+def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> None:
+    shown = Certificates.read(two.directory / "controller")
+    name = certificates.node_name("a", two.config.driver_name)
+    with grpc.secure_channel(two.address("a"), shown.for_client(), nodes.options(name)) as to:
+        for path in ("/csi.v1.Node/NodeGetInfo", "/carver.v2.Operator/VolumesHere"):
+            call = to.unary_unary(path)
+            assert refused(lambda: call(b"", timeout=10))[0] is (  # noqa: B023
+                grpc.StatusCode.UNIMPLEMENTED
+            )
+
+
+def test_a_node_with_another_s_key_is_not_believed(two: Cluster) -> None:
+    """Where a stolen key answers at the address of another node."""
+    two.nodes_file.write_text(f'[nodes]\na = "{two.address("b")}"\n')
+    two.loop.call(two.controller.look)
+    two.ask()
+    code, why = refused(lambda: create(two, "pvc-1", "a"))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert two.nodes["b"].names() == set()
+
+
+def test_certificates_are_replaced_without_a_pause(two: Cluster) -> None:
+    volume = create(two, "pvc-1", "a")
+    driver = two.config.driver_name
+    two.authority.write(two.directory / "tls-a", certificates.node_name("a", driver))
+    two.authority.write(two.directory / "controller", certificates.controller_name(driver))
+    two.loop.call(two.controller.look)
+    assert two.client.volume(volume.volume_id).volume.volume_id == volume.volume_id
+    two.ask()
+    assert all(not one.problem for one in two.controller.nodes)

@@ -1,0 +1,157 @@
+"""A cluster in the test's process: services over TLS on loopback, and the controller before them."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import nodes
+from authority import Authority
+from csi_client import Client
+from nodes import Node
+from real.any import AnyHost
+
+from agent.core.settings import Config
+from agent.core.values import Address
+from agent.extras.controller import certificates
+from agent.extras.controller.process import ClusterController
+from agent.extras.controller.service import Listener
+
+T = TypeVar("T")
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Do some work there, and wait for it."""
+
+        async def done() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(60)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Call a function there."""
+
+        async def done() -> T:
+            return work()
+
+        return self.run(done())
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+@dataclass
+class Cluster:
+    """Nodes, and a controller, which may be replaced."""
+
+    directory: Path
+    authority: Authority
+    config: Config
+    nodes: dict[str, Node] = field(default_factory=dict)
+    loop: Loop = field(default_factory=Loop)
+    controller: ClusterController = field(init=False)
+    client: Client = field(init=False)
+
+    @property
+    def nodes_file(self) -> Path:
+        return self.directory / "nodes.toml"
+
+    def address(self, name: str) -> str:
+        return f"127.0.0.1:{listener(self.nodes[name]).port}"
+
+    def write_nodes(self, *names: str) -> None:
+        """Have these nodes in the file, or all."""
+        lines = [f'"{one}" = "{self.address(one)}"\n' for one in names or self.nodes]
+        self.nodes_file.write_text("[nodes]\n" + "".join(lines))
+
+    def start(self) -> None:
+        """A controller, which has asked all nodes."""
+        self.controller = ClusterController(self.config)
+        self.loop.run(self.controller.start())
+        self.ask()
+        self.client = Client(self.config.endpoint)
+
+    def ask(self) -> None:
+        """Ask all nodes now."""
+
+        async def all_asked() -> None:
+            await asyncio.gather(*map(self.controller.nodes.ask, self.controller.nodes))
+
+        self.loop.run(all_asked())
+
+    def stop(self) -> None:
+        self.client.__exit__(None, None, None)
+        self.loop.run(self.controller.stop())
+
+    def restart(self) -> None:
+        """The controller ends, and another begins, which knows nothing."""
+        self.stop()
+        self.config.endpoint.unlink(missing_ok=True)
+        self.start()
+
+
+def listener(node: Node) -> Listener:
+    return cast(Listener, node.service.extras["controller"])
+
+
+@contextmanager
+def cluster(
+    host: AnyHost, config: Config, directory: Path, names: Sequence[str] = ("a", "b")
+) -> Iterator[Cluster]:
+    """A cluster of nodes on one machine, each with a group of its own."""
+    authority = Authority()
+    own = certificates.controller_name(config.driver_name)
+    made = Cluster(
+        directory,
+        authority,
+        replace(
+            config,
+            endpoint=directory / "controller.sock",
+            tls_directory=authority.write(directory / "controller", own),
+            nodes_file=directory / "nodes.toml",
+        ),
+    )
+    with _all(host, config, made, list(names)):
+        made.write_nodes()
+        made.start()
+        try:
+            yield made
+        finally:
+            made.stop()
+            made.loop.stop()
+
+
+@contextmanager
+def _all(host: AnyHost, config: Config, made: Cluster, names: list[str]) -> Iterator[None]:
+    if not names:
+        yield
+        return
+    name = names[0]
+    shown = certificates.node_name(name, config.driver_name)
+    own = replace(
+        config,
+        controller_address=Address("127.0.0.1", 0),
+        tls_directory=made.authority.write(made.directory / f"tls-{name}", shown),
+    )
+    with nodes.made(host, own, made.directory, name) as node:
+        made.nodes[name] = node
+        node.service.inventory.state()
+        listener(node).start()
+        try:
+            with _all(host, config, made, names[1:]):
+                yield
+        finally:
+            listener(node).stop()
