@@ -38,9 +38,7 @@ def at(two: Cluster, name: str) -> csi.TopologyRequirement:
     return csi.TopologyRequirement(requisite=every, preferred=[first])
 
 
-def create(
-    two: Cluster, name: str, node: str = "", size: int = SIZE, **more: object
-) -> csi.Volume:
+def create(two: Cluster, name: str, node: str = "", size: int = SIZE, **more: object) -> csi.Volume:
     """A claim's volume; without a node as for a class that binds immediately."""
     request = csi.CreateVolumeRequest(
         name=name,

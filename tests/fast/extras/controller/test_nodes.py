@@ -1,0 +1,238 @@
+"""The controller with simulated nodes: hung ones, dead ones, and such as claim what is another's."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from authority import Authority
+from simulated import SimulatedNode, name_of, uuid_of
+
+from agent.core.settings import DRIVER_NAME, Config
+from agent.extras.controller import certificates, nodes
+from agent.extras.controller.process import ClusterController
+from proto import csi_pb2 as csi
+
+
+class Cluster:
+    """Simulated nodes, the controller before them, and a sidecar's channel to it; one loop."""
+
+    def __init__(self, config: Config, authority: Authority, count: int) -> None:
+        self.config, self.authority = config, authority
+        self.nodes = [SimulatedNode(number) for number in range(count)]
+        assert config.tls_directory is not None
+        assert config.nodes_file is not None
+        self._file, self._directory = config.nodes_file, config.tls_directory.parent
+
+    async def start(self) -> None:
+        self.addresses = {
+            one.name: await one.start(self.authority, self._directory / "node")
+            for one in self.nodes
+        }
+        self.write(*self.addresses)
+        self.controller = ClusterController(self.config)
+        await self.controller.start()
+        await self.ask()
+        self.channel = grpc.aio.insecure_channel(f"unix://{self.config.endpoint}")
+
+    def write(self, *names: str) -> None:
+        lines = [f'"{one}" = "{self.addresses[one]}"\n' for one in names]
+        self._file.write_text("[nodes]\n" + "".join(lines))
+
+    async def ask(self) -> None:
+        known = self.controller.nodes
+        await asyncio.gather(*map(known.ask, known))
+
+    async def get(self, number: int, seconds: float = 20) -> str:
+        """Ask for a volume of a group; the node that answered."""
+        call: Any = self.channel.unary_unary("/csi.v1.Controller/ControllerGetVolume")
+        request = csi.ControllerGetVolumeRequest(volume_id=f"data@{uuid_of(number)}/vol-1")
+        answer = await call(request.SerializeToString(), timeout=seconds)
+        volume = csi.ControllerGetVolumeResponse.FromString(answer).volume
+        return str(volume.volume_context["node"])
+
+    async def refused(self, number: int, seconds: float = 20) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self.get(number, seconds)
+        return raised.value.code(), str(raised.value.details())
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        for one in self.nodes:
+            one.answers.set()
+        await self.controller.stop()
+        for one in self.nodes:
+            await one.stop()
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_PATIENCE_SECONDS", 0.5)
+
+
+@pytest.fixture
+def in_cluster(
+    config: Config, tmp_path: Path
+) -> Callable[[Callable[[Cluster], Awaitable[None]]], None]:
+    """Run a test of four nodes in an event loop."""
+    authority = Authority()
+    own = certificates.controller_name(DRIVER_NAME)
+    changes = {
+        "endpoint": tmp_path / "csi.sock",
+        "tls_directory": authority.write(tmp_path / "controller", own),
+        "nodes_file": tmp_path / "nodes.toml",
+    }
+    changed = Config(**{**vars(config), **changes})
+
+    @asynccontextmanager
+    async def made() -> AsyncIterator[Cluster]:
+        cluster = Cluster(changed, authority, 4)
+        await cluster.start()
+        try:
+            yield cluster
+        finally:
+            await cluster.stop()
+
+    def run(test: Callable[[Cluster], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            async with made() as cluster:
+                await test(cluster)
+
+        asyncio.run(whole())
+
+    return run
+
+
+Run = Callable[[Callable[[Cluster], Awaitable[None]]], None]
+
+
+def test_each_call_is_answered_by_the_node_of_its_group(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        for number in (0, 1, 2, 3, 2, 0):
+            assert await cluster.get(number) == name_of(number)
+
+    in_cluster(test)
+
+
+def test_a_hung_node_costs_its_own_calls_and_only_for_a_moment(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        hung = cluster.nodes[1]
+        hung.answers.clear()
+        waiting = [asyncio.create_task(cluster.refused(1, 1)) for _ in range(50)]
+        begun = time.monotonic()
+        assert await asyncio.gather(*(cluster.get(one) for one in (0, 2, 3))) == [
+            name_of(one) for one in (0, 2, 3)
+        ]
+        assert time.monotonic() - begun < 0.9
+        for code, _ in await asyncio.gather(*waiting):
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        # The failure had it asked, and that it did not answer either is known from then on.
+        known = cluster.controller.nodes.get(hung.name)
+        assert known is not None
+        await cluster.controller.nodes.ask(known)
+        begun = time.monotonic()
+        code, why = await cluster.refused(1)
+        assert time.monotonic() - begun < 1
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"node {hung.name} (127.0.0.1:{hung.port}) does not answer: DEADLINE_EXC" in why
+        hung.answers.set()
+        await cluster.ask()
+        assert await cluster.get(1) == hung.name
+
+    in_cluster(test)
+
+
+def test_a_caller_that_gives_up_has_the_node_s_call_cancelled(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        node.answers.clear()
+        call = asyncio.create_task(cluster.get(0))
+        while not node.calls:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        while not node.cancelled:
+            await asyncio.sleep(0.01)
+
+    in_cluster(test)
+
+
+def test_a_node_that_starts_again_is_asked_anew(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        await node.stop()
+        code, why = await cluster.refused(0)
+        assert (code, why.startswith(f"node {node.name}")) == (grpc.StatusCode.UNAVAILABLE, True)
+        await node.start(cluster.authority, cluster._directory / "node")
+        until = time.monotonic() + 20
+        while True:
+            await cluster.ask()
+            known = cluster.controller.nodes.get(node.name)
+            assert known is not None
+            if not known.problem:
+                break
+            assert time.monotonic() < until
+        assert await cluster.get(0) == node.name
+
+    in_cluster(test)
+
+
+def test_a_group_that_moved_to_another_node_is_found_there(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        second.groups |= first.groups
+        first.groups = {}
+        assert await cluster.get(0) == second.name
+
+    in_cluster(test)
+
+
+def test_another_node_s_claim_to_a_group_changes_nothing(
+    in_cluster: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, thief = cluster.nodes[:2]
+        thief.groups |= first.groups
+        with caplog.at_level(logging.ERROR):
+            await cluster.ask()
+        assert f"node {thief.name} claims volume group data ({uuid_of(0)})" in caplog.text
+        assert await cluster.get(0) == first.name
+        # Also while the one that has it does not answer.
+        first.answers.clear()
+        await cluster.ask()
+        code, why = await cluster.refused(0)
+        assert (code, first.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        # Until that one is taken out of the cluster: its disks may be attached to the other.
+        cluster.write(*(one.name for one in cluster.nodes[1:]))
+        cluster.controller.look()
+        assert await cluster.get(0) == thief.name
+
+    in_cluster(test)
+
+
+def test_nodes_may_join_and_a_broken_file_changes_nothing(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.write(name_of(0))
+        cluster.controller.look()
+        assert [one.name for one in cluster.controller.nodes] == [name_of(0)]
+        cluster._file.write_text('[nodes]\n"node-00001" = 7')
+        cluster.controller.look()
+        assert [one.name for one in cluster.controller.nodes] == [name_of(0)]
+        cluster.write(*cluster.addresses)
+        cluster.controller.look()
+        assert await cluster.get(3) == name_of(3)
+
+    in_cluster(test)
+
+
+def test_an_unknown_group_is_never_said_to_be_gone(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        code, why = await cluster.refused(7)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "no node that answers has volume group data" in why
+
+    in_cluster(test)

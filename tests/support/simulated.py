@@ -1,0 +1,129 @@
+"""Simulated nodes: gRPC servers on loopback with TLS, which answer from memory, in one event loop.
+
+As a program it serves many until its input ends: tests/performance/cluster.py runs it so.
+"""
+
+import agent  # isort: skip
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+from authority import Authority
+
+from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
+from agent.extras.controller import certificates, nodes
+from agent.extras.controller.certificates import Certificates
+from proto import csi_pb2 as csi
+
+
+def uuid_of(number: int) -> str:
+    """The part of a group's UUID that ids have."""
+    return f"n{number:07d}"
+
+
+def name_of(number: int) -> str:
+    """The name of a node."""
+    return f"node-{number:05d}"
+
+
+class SimulatedNode:
+    """A node with one group; each of its answers names it."""
+
+    def __init__(self, number: int, volumes: int = 0) -> None:
+        self.name, self.number = name_of(number), number
+        self.groups = {uuid_of(number): "data"}
+        ids = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
+        self.volumes = csi.ListVolumesResponse(
+            entries=[{"volume": {"volume_id": one, "capacity_bytes": 1 << 30}} for one in ids]
+        ).SerializeToString()
+        # Cleared: it hangs, as one whose disk does not answer.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.calls: list[str] = []
+        self.cancelled: list[str] = []
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def _info(self, _data: bytes, _context: Any) -> bytes:
+        await self.answers.wait()
+        return csi.GetPluginInfoResponse(
+            name=DRIVER_NAME,
+            vendor_version="0.1.0",
+            manifest={
+                nodes.NODE_ID: self.name,
+                nodes.SEGMENTS: json.dumps({TOPOLOGY_KEY: self.name}),
+                nodes.GROUPS: json.dumps(self.groups),
+            },
+        ).SerializeToString()
+
+    async def _capacity(self, _data: bytes, _context: Any) -> bytes:
+        await self.answers.wait()
+        return csi.GetCapacityResponse(available_capacity=self.number).SerializeToString()
+
+    async def _list(self, _data: bytes, _context: Any) -> bytes:
+        await self.answers.wait()
+        return self.volumes
+
+    async def _volume(self, data: bytes, context: Any) -> bytes:
+        request = csi.ControllerGetVolumeRequest.FromString(data)
+        self.calls.append(request.volume_id)
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.volume_id)
+            raise
+        if request.volume_id.split("@")[1].split("/")[0] not in self.groups:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the group is not here")
+        volume = csi.Volume(volume_id=request.volume_id, volume_context={"node": self.name})
+        return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString()
+
+    async def start(self, authority: Authority, directory: Path) -> str:
+        """Serve; return the address. A node that ended starts again at the same port."""
+        name = certificates.node_name(self.name, DRIVER_NAME)
+        found = Certificates.read(authority.write(directory, name))
+        credentials = grpc.ssl_server_credentials(
+            [(found.key, found.certificate)], found.authority, require_client_auth=True
+        )
+        made = self._server = grpc.aio.server()
+        served = {
+            "csi.v1.Identity": {"GetPluginInfo": self._info},
+            "csi.v1.Controller": {
+                "GetCapacity": self._capacity,
+                "ListVolumes": self._list,
+                "ControllerGetVolume": self._volume,
+            },
+        }
+        for service, calls in served.items():
+            handlers: dict[str, Any] = {
+                name: grpc.unary_unary_rpc_method_handler(one) for name, one in calls.items()
+            }
+            handler: Any = grpc.method_handlers_generic_handler(service, handlers)
+            made.add_generic_rpc_handlers((handler,))
+        self.port = made.add_secure_port(f"127.0.0.1:{self.port}", credentials)
+        await made.start()
+        return f"127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        """End at once."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+
+async def serve(directory: Path, count: int, volumes: int) -> None:
+    """Serve many nodes; write their file, and the controller's certificate."""
+    authority = Authority()
+    authority.write(directory / "controller", certificates.controller_name(DRIVER_NAME))
+    every = [SimulatedNode(number, volumes) for number in range(count)]
+    lines = [f'"{one.name}" = "{await one.start(authority, directory)}"\n' for one in every]
+    (directory / "nodes.toml").write_text("[nodes]\n" + "".join(lines))
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    assert agent.__name__
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
