@@ -961,3 +961,53 @@ class ClusterNode(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterNode: _TypeAlias = ClusterNode  # noqa: Y015
+
+@_typing.final
+class EnrolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_REQUEST_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """The projected token of the node's pod."""
+    address: _builtins.str
+    """Where the node serves the controller, as host:port."""
+    certificate_request: _builtins.bytes
+    """A certificate signing request (PKCS #10, DER) for a key that the node made; empty where it has a
+    certificate that lasts. Only its public key counts.
+    """
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        address: _builtins.str = ...,
+        certificate_request: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate_request", b"certificate_request", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnrolRequest: _TypeAlias = EnrolRequest  # noqa: Y015
+
+@_typing.final
+class EnrolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.bytes
+    """PEM; empty where none was asked for."""
+    def __init__(
+        self,
+        *,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnrolResponse: _TypeAlias = EnrolResponse  # noqa: Y015

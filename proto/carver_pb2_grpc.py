@@ -1260,3 +1260,79 @@ class Cluster:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class EnrolmentStub:
+    """How a node becomes known to the cluster's controllers, which serve this over TLS to any node.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Enrol = channel.unary_unary(
+                '/carver.v2.Enrolment/Enrol',
+                request_serializer=proto_dot_carver__pb2.EnrolRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.EnrolResponse.FromString,
+                _registered_method=True)
+
+
+class EnrolmentServicer:
+    """How a node becomes known to the cluster's controllers, which serve this over TLS to any node.
+    """
+
+    def Enrol(self, request, context):
+        """Proves by its pod's token which node it is, and says where it serves. Called again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EnrolmentServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Enrol': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enrol,
+                    request_deserializer=proto_dot_carver__pb2.EnrolRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.EnrolResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'carver.v2.Enrolment', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('carver.v2.Enrolment', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Enrolment:
+    """How a node becomes known to the cluster's controllers, which serve this over TLS to any node.
+    """
+
+    @staticmethod
+    def Enrol(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Enrolment/Enrol',
+            proto_dot_carver__pb2.EnrolRequest.SerializeToString,
+            proto_dot_carver__pb2.EnrolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

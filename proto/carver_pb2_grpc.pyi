@@ -270,3 +270,22 @@ class ClusterServicer:
     ) -> _carver_pb2.NodesResponse: ...
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _grpc.Server) -> None: ...
+
+class EnrolmentStub:
+    """How a node becomes known to the cluster's controllers, which serve this over TLS to any node."""
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Enrol: _grpc.UnaryUnaryMultiCallable[_carver_pb2.EnrolRequest, _carver_pb2.EnrolResponse]
+    """Proves by its pod's token which node it is, and says where it serves. Called again and again."""
+
+class EnrolmentServicer:
+    """How a node becomes known to the cluster's controllers, which serve this over TLS to any node."""
+
+    def Enrol(
+        self,
+        request: _carver_pb2.EnrolRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.EnrolResponse:
+        """Proves by its pod's token which node it is, and says where it serves. Called again and again."""
+
+def add_EnrolmentServicer_to_server(servicer: EnrolmentServicer, server: _grpc.Server) -> None: ...

@@ -82,6 +82,7 @@ DEFAULT_FILE = Path("/etc/carver/config.toml")
 KUBELET_DIRECTORY = Path("/var/lib/kubelet")
 DEFAULT_SOCKET = KUBELET_DIRECTORY / "plugins" / DRIVER_NAME / "csi.sock"
 REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
+ENROLMENT_DIRECTORY = Path("/run/carver/enrolment")
 EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
 EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
@@ -204,6 +205,31 @@ SETTINGS: Mapping[str, Setting] = {
         "",
         "the nodes of the cluster, for `carver controller`: a TOML table `nodes` of addresses",
     ),
+    "controllers": Setting(
+        values.parse_address,
+        "",
+        "the Service of the cluster's controllers, such as carver-controller.carver.svc:9811, at"
+        " which this node enrols; empty: it has a certificate in tls_directory",
+    ),
+    "advertised_host": Setting(
+        str, "", "the address of this node or pod, at which the controllers reach it"
+    ),
+    "enrolment_directory": Setting(
+        values.parse_absolute_path,
+        ENROLMENT_DIRECTORY,
+        "the directory with the pod's token for the controllers, and their ca.crt",
+    ),
+    "enrolment_address": Setting(
+        values.parse_address, ":9811", "where `carver controller` serves nodes that enrol"
+    ),
+    "controller_authority": Setting(
+        str,
+        "carver-controller",
+        "the Secret and ConfigMap in which `carver controller` keeps its certificate authority",
+    ),
+    "node_account": Setting(
+        str, "carver-node", "the ServiceAccount of the nodes' pods, in the controller's namespace"
+    ),
     "file": Setting(
         values.parse_absolute_path,
         EMBEDDED_FILE,
@@ -249,6 +275,12 @@ class Config:
     controller_address: Address | None = None
     tls_directory: Path | None = None
     nodes_file: Path | None = None
+    controllers: Address | None = None
+    advertised_host: str = ""
+    enrolment_directory: Path = ENROLMENT_DIRECTORY
+    enrolment_address: Address | None = None
+    controller_authority: str = "carver-controller"
+    node_account: str = "carver-node"
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name; for an empty one the default. None without such a class."""

@@ -5,7 +5,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import clustered
 import grpc
@@ -259,7 +259,7 @@ def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
     name = certificates.node_name("a", two.config.driver_name)
     with socket.create_connection((host, int(port)), timeout=10) as plain:
         if newest is ssl.TLSVersion.TLSv1_2:
-            with pytest.raises(OSError, match="(?i)alert|eof|reset|handshake"):
+            with pytest.raises(OSError, match=r"(?i)alert|eof|reset|handshake"):
                 ours.wrap_socket(plain, server_hostname=name)
         else:
             with ours.wrap_socket(plain, server_hostname=name) as secured:
@@ -271,7 +271,7 @@ def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> 
     name = certificates.node_name("a", two.config.driver_name)
     with grpc.secure_channel(two.address("a"), shown.for_client(), nodes.options(name)) as to:
         for path in ("/csi.v1.Node/NodeGetInfo", "/carver.v2.Operator/VolumesHere"):
-            call = to.unary_unary(path)
+            call: Any = to.unary_unary(path)
             assert refused(lambda: call(b"", timeout=10))[0] is (  # noqa: B023
                 grpc.StatusCode.UNIMPLEMENTED
             )
@@ -280,9 +280,9 @@ def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> 
 def test_a_node_with_another_s_key_is_not_believed(two: Cluster) -> None:
     """Where a stolen key answers at the address of another node."""
     two.nodes_file.write_text(f'[nodes]\na = "{two.address("b")}"\n')
-    two.loop.call(two.controller.look)
+    two.loop.run(two.controller.look())
     two.ask()
-    code, why = refused(lambda: create(two, "pvc-1", "a"))
+    code, _ = refused(lambda: create(two, "pvc-1", "a"))
     assert code is grpc.StatusCode.UNAVAILABLE
     assert two.nodes["b"].names() == set()
 
@@ -292,7 +292,7 @@ def test_certificates_are_replaced_without_a_pause(two: Cluster) -> None:
     driver = two.config.driver_name
     two.authority.write(two.directory / "tls-a", certificates.node_name("a", driver))
     two.authority.write(two.directory / "controller", certificates.controller_name(driver))
-    two.loop.call(two.controller.look)
+    two.loop.run(two.controller.look())
     assert two.client.volume(volume.volume_id).volume.volume_id == volume.volume_id
     two.ask()
     assert all(not one.problem for one in two.controller.nodes)

@@ -1,8 +1,8 @@
-"""A cluster in the test's process: services over TLS on loopback, and the controller before them."""
+"""A cluster in the test's process: services over TLS on loopback, and their controller."""
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from real.any import AnyHost
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.extras.controller import certificates
-from agent.extras.controller.process import ClusterController
+from agent.extras.controller.process import ClusterController, Files
 from agent.extras.controller.service import Listener
 
 T = TypeVar("T")
@@ -38,14 +38,6 @@ class Loop:
             return await work
 
         return asyncio.run_coroutine_threadsafe(done(), self.loop).result(60)
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Call a function there."""
-
-        async def done() -> T:
-            return work()
-
-        return self.run(done())
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -79,7 +71,7 @@ class Cluster:
 
     def start(self) -> None:
         """A controller, which has asked all nodes."""
-        self.controller = ClusterController(self.config)
+        self.controller = ClusterController(self.config, Files(self.config))
         self.loop.run(self.controller.start())
         self.ask()
         self.client = Client(self.config.endpoint)

@@ -38,7 +38,7 @@ class SimulatedNode:
         self.groups = {uuid_of(number): "data"}
         ids = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
         self.volumes = csi.ListVolumesResponse(
-            entries=[{"volume": {"volume_id": one, "capacity_bytes": 1 << 30}} for one in ids]
+            entries=[csi.ListVolumesResponse.Entry(volume=csi.Volume(volume_id=one)) for one in ids]
         ).SerializeToString()
         # Cleared: it hangs, as one whose disk does not answer.
         self.answers = asyncio.Event()
@@ -89,7 +89,7 @@ class SimulatedNode:
             [(found.key, found.certificate)], found.authority, require_client_auth=True
         )
         made = self._server = grpc.aio.server()
-        served = {
+        served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
             "csi.v1.Controller": {
                 "GetCapacity": self._capacity,

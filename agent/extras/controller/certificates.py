@@ -44,7 +44,7 @@ class Certificates:
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the three files. Raises BadConfig if one cannot be read or is no PEM."""
-        return cls(*(_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
+        return cls(*(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
 
     @property
     def ends_seconds(self) -> float:
@@ -62,24 +62,24 @@ class Certificates:
         )
 
 
-def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """The credentials of a server, read anew at each connection if the files changed.
+def server_credentials(current: Callable[[], Certificates]) -> grpc.ServerCredentials:
+    """The credentials of a server, which asks for the certificates at each connection.
 
     Raises BadConfig if they cannot be read now; later what was read last stays in use.
     """
-    known = Certificates.read(directory)
+    known = current()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal known
         try:
-            found = Certificates.read(directory)
+            found = current()
         except errors.BadConfig as error:
             _log.warning("the certificates stay as they were: %s", error)
             return None
         if found == known:
             return None
         known = found
-        _log.info("the certificates in %s are read anew", directory)
+        _log.info("serving with another certificate")
         return found.for_server()
 
     return grpc.dynamic_ssl_server_credentials(
@@ -125,7 +125,8 @@ class OnlyFrom(grpc.ServerInterceptor):
         return call
 
 
-def _pem(path: Path) -> bytes:
+def read_pem(path: Path) -> bytes:
+    """Read a PEM file; raises BadConfig."""
     try:
         text = path.read_bytes()
     except OSError as error:

@@ -10,9 +10,10 @@ import json
 import logging
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -30,7 +31,7 @@ _INFO = "/csi.v1.Identity/GetPluginInfo"
 _INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
 _PATIENCE_SECONDS = 3.0
 # A node's answer that is younger is not asked for again to find a group.
-_FRESH_SECONDS = 2.0
+_FRESH_SECONDS = 10.0
 # Nodes that are asked at once.
 _AT_ONCE = 64
 _MOST_NAMED = 5
@@ -88,8 +89,9 @@ class Node:
     """A node: its connection, and what it said of itself last."""
 
     name: str
+    # Empty while it is not known; then there is no channel.
     address: str
-    channel: grpc.aio.Channel
+    channel: grpc.aio.Channel | None = None
     version: str = ""
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of its volume groups, by the start of their UUIDs as ids have it.
@@ -102,6 +104,27 @@ class Node:
     asking: "asyncio.Task[None] | None" = None
 
     @property
+    def connected(self) -> grpc.aio.Channel:
+        """Its channel. Raises Refused for a node whose address is not known."""
+        if self.channel is None:
+            raise unavailable(
+                f"node {self.name} has not enrolled at this controller: see Carver's log there"
+            )
+        return self.channel
+
+    async def close(self, grace_seconds: float | None = None) -> None:
+        """Close its connection."""
+        if self.asking is not None and grace_seconds is None:
+            self.asking.cancel()
+        if self.channel is not None:
+            await self.channel.close(grace_seconds)
+
+    @property
+    def is_being_asked(self) -> bool:
+        """Whether a question is under way."""
+        return self.asking is not None and not self.asking.done()
+
+    @property
     def is_due(self) -> bool:
         """Whether it is to be asked again."""
         interval = _SILENT_INTERVAL_SECONDS if self.problem else _INTERVAL_SECONDS
@@ -109,7 +132,7 @@ class Node:
 
     def require_answering(self) -> None:
         """Raise Refused for a node that did not answer: a call would only wait for it."""
-        if self.problem:
+        if self.problem and self.connected:
             raise unavailable(
                 f"node {self.name} ({self.address}) does not answer: {self.problem}; see Carver's"
                 " log there. It is asked again every few seconds"
@@ -118,7 +141,7 @@ class Node:
 
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
     """Call a node, with the bytes of a request and of its answer; raises AioRpcError."""
-    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.channel.unary_unary(path)
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.connected.unary_unary(path)
     return await call(request, timeout=timeout)
 
 
@@ -131,6 +154,7 @@ class Nodes:
         # The name of the node that has a group, by the start of the group's UUID.
         self._owners: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Node]:
         """The nodes in the order of their names."""
@@ -150,30 +174,38 @@ class Nodes:
                 self._drop(known)
         for name, address in addresses.items():
             if name not in self._nodes:
-                self._nodes[name] = Node(name, address, self._connect(name, address))
+                self._nodes[name] = Node(name, address, self._channel(name, address))
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
         for one in self:
-            old, one.channel = one.channel, self._connect(one.name, one.address)
-            asyncio.get_running_loop().create_task(old.close(_GRACE_SECONDS))
+            old, one.channel = one.channel, self._channel(one.name, one.address)
+            if old is not None:
+                self._later(old.close(_GRACE_SECONDS))
+
+    def _channel(self, name: str, address: str) -> grpc.aio.Channel | None:
+        return self._connect(name, address) if address else None
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something in the background; the task is kept until it has ended."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Close all connections."""
-        for one in list(self._nodes.values()):
-            if one.asking is not None:
-                one.asking.cancel()
-            await one.channel.close()
+        for one in self:
+            await one.close()
 
     def ask_due(self) -> None:
         """Ask those nodes that are due, without waiting for the others' answers."""
         for one in self:
-            if one.is_due:
+            if one.address and one.is_due:
                 self.ask(one)
 
     def ask(self, node: Node) -> "asyncio.Task[None]":
         """Ask a node what it has; one question at a time."""
-        if node.asking is None or node.asking.done():
+        if node.asking is None or not node.is_being_asked:
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return node.asking
 
@@ -203,7 +235,7 @@ class Nodes:
         await self.ask(node)
         if node.problem or parsed.group_uuid in node.groups:
             return None
-        await self._ask_all()
+        await self._ask_all(fresh_seconds=0)
         name = self._owners.get(parsed.group_uuid)
         return self._nodes[name] if name not in (None, node.name) else None
 
@@ -232,10 +264,11 @@ class Nodes:
                 return one
         raise unavailable(f"no node of {len(self)} answers; see `carver controller status`")
 
-    async def _ask_all(self) -> None:
-        """Ask all nodes that were not asked just now."""
-        now = time.monotonic()
-        due = [one for one in self if now - one.asked_seconds >= _FRESH_SECONDS or one.asking]
+    async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
+        """Ask all nodes but those that were asked so lately."""
+        since = time.monotonic() - fresh_seconds
+        known = [one for one in self if one.address]
+        due = [one for one in known if one.is_being_asked or one.asked_seconds <= since]
         await asyncio.gather(*map(self.ask, due))
 
     async def _ask(self, node: Node) -> None:
@@ -265,8 +298,7 @@ class Nodes:
                 f" of {self._driver_name!r}"
             )
         node.version = said.vendor_version
-        node.segments = json.loads(manifest[SEGMENTS])
-        node.groups = json.loads(manifest[GROUPS])
+        node.segments, node.groups = _texts(manifest[SEGMENTS]), _texts(manifest[GROUPS])
         for uuid, owner in list(self._owners.items()):
             if owner == node.name and uuid not in node.groups:
                 self._give_up(uuid)
@@ -283,7 +315,7 @@ class Nodes:
         for uuid, owner in list(self._owners.items()):
             if owner == node.name:
                 self._give_up(uuid)
-        asyncio.get_running_loop().create_task(node.channel.close())
+        self._later(node.close())
 
     def _give_up(self, uuid: str) -> None:
         """Let another node have a group that its node no longer has, if one claims it."""
@@ -298,6 +330,14 @@ class Nodes:
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
             f"{_not_asked(silent)}. Start Carver on its node, or attach its disks to one"
         )
+
+
+def _texts(text: str) -> Mapping[str, str]:
+    """A JSON object of texts. Raises ValueError."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError(f"{text[:100]!r} is no JSON object of texts")
+    return found
 
 
 def _not_asked(silent: Sequence[str]) -> str:

@@ -5,11 +5,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -30,25 +30,71 @@ _LOOK_SECONDS = 1.0
 _DRAIN_SECONDS = 25.0
 
 
+class Source(Protocol):
+    """Where the controller has its nodes and its certificates from."""
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """The addresses of the nodes, by name; empty for one that is not known to serve."""
+
+    @property
+    def certificates(self) -> Certificates:
+        """What the controller shows to nodes."""
+
+    async def start(self) -> None:
+        """Read for the first time."""
+
+    async def look(self) -> None:
+        """Read again. Raises AgentError; then all is as it was."""
+
+    async def stop(self) -> None:
+        """End."""
+
+
+class Files:
+    """Nodes and certificates from files, as where nodes run under systemd."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises BadConfig for settings that are missing or files that cannot be read."""
+        self._file = _required(config, "nodes_file")
+        self._directory = _required(config, "tls_directory")
+        self._read()
+
+    def _read(self) -> None:
+        found = Certificates.read(self._directory)
+        self.addresses: Mapping[str, str] = nodes.read(self._file)
+        self.certificates = found
+
+    async def start(self) -> None:
+        """Nothing is left to do."""
+
+    async def look(self) -> None:
+        """Read the files again. Raises BadConfig."""
+        self._read()
+
+    async def stop(self) -> None:
+        """Nothing is to end."""
+
+
 class ClusterController:
     """The controller: its nodes, its router, and the server that the sidecars call."""
 
     def __init__(
-        self, config: Config, observe: Callable[[Call], None] = lambda _call: None
+        self,
+        config: Config,
+        source: Source,
+        observe: Callable[[Call], None] = lambda _call: None,
     ) -> None:
-        """Raises BadConfig for settings that are missing or files that cannot be read."""
-        self._config = config
-        self._nodes_file = _required(config, "nodes_file")
-        self._directory = _required(config, "tls_directory")
-        self._certificates = Certificates.read(self._directory)
-        self._addresses = nodes.read(self._nodes_file)
+        self._config, self._source = config, source
+        self._certificates = source.certificates
         self.nodes = Nodes(config.driver_name, self._connect)
         self._router = Router(self.nodes, config.driver_name, version("carver"), observe)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         """Serve on the unix socket, which only root can reach, and ask all nodes."""
-        self.nodes.set(self._addresses)
+        await self._source.start()
+        self._take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
         own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
@@ -60,27 +106,29 @@ class ClusterController:
         finally:
             os.umask(umask)
         await server.start()
-        self.nodes.ask_due()
 
     async def stop(self) -> None:
         """Let calls in flight end."""
         if self._server is not None:
             await self._server.stop(_DRAIN_SECONDS)
+        await self._source.stop()
         await self.nodes.close()
 
-    def look(self) -> None:
-        """Read the files again, and ask the nodes that are due."""
+    async def look(self) -> None:
+        """Learn which nodes there are, and ask those that are due."""
         try:
-            found = Certificates.read(self._directory)
-            addresses = nodes.read(self._nodes_file)
-        except errors.BadConfig as error:
+            await self._source.look()
+        except errors.AgentError as error:
             _log.warning("the nodes and certificates stay as they were: %s", error)
-        else:
-            if found != self._certificates:
-                self._certificates = found
-                self.nodes.reconnect()
-                _log.info("the certificates in %s are read anew", self._directory)
-            self.nodes.set(addresses)
+        self._take()
+
+    def _take(self) -> None:
+        """Have the source's nodes, and connect with its certificates."""
+        if self._source.certificates != self._certificates:
+            self._certificates = self._source.certificates
+            self.nodes.reconnect()
+            _log.info("connecting to the nodes with another certificate")
+        self.nodes.set(self._source.addresses)
         self.nodes.ask_due()
 
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
@@ -111,7 +159,7 @@ def run(config: Config) -> None:
     with claimed(config.endpoint), ExitStack() as ending:
         observers: list[Callable[[Call], None]] = []
         text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
-        controller = ClusterController(config, lambda call: _tell(observers, call))
+        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
         if config.metrics_address is not None:
             from agent.extras.controller.metrics import Metrics
 
@@ -124,6 +172,18 @@ def run(config: Config) -> None:
                 pages.start()
                 ending.callback(pages.stop)
         asyncio.run(_serve(controller, config))
+
+
+def _source(config: Config) -> Source:
+    """The files that are configured, or else the cluster whose pod this is."""
+    if config.nodes_file is not None:
+        return Files(config)
+    from agent.extras.controller.enrolment import Enrolment
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return Enrolment(config, Objects(server), Lists(server), access.namespace())
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
@@ -141,7 +201,7 @@ async def _serve(controller: ClusterController, config: Config) -> None:
         try:
             await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
         except TimeoutError:
-            controller.look()
+            await controller.look()
     await controller.stop()
     _log.info("stopped")
 

@@ -213,8 +213,9 @@ class Router:
             call.subject = getattr(request, field)
             node = await self._nodes.owner(call.subject, field)
             call.node, begun = node.name, time.monotonic()
-            made: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = node.channel.unary_stream(path)
-            answers = made(data, timeout=call.context.time_remaining())
+            send: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            send = node.connected.unary_stream(path)
+            answers = send(data, timeout=call.context.time_remaining())
             try:
                 async for message in answers:
                     yield message

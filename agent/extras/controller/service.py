@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from agent.core import errors, ids, locks
+from agent.core.values import Address
 from agent.csi.identity import Identity
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.controller import certificates, nodes
+from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.enrolling import Enroller
 from lvm.labels import PhysicalLabel
 from mount import errors as mount_errors
 from proto import csi_pb2 as csi
@@ -30,26 +33,51 @@ class Listener(Extra):
     """The extra of a running service: does nothing unless `controller_address` is set."""
 
     def __init__(self, service: Service) -> None:
-        """Raises BadConfig without certificates: at the start, before any call is served."""
+        """Raises BadConfig for settings that are missing: at the start, before calls are served."""
         self._service, config = service, service.context.config
         self._address = config.controller_address
         self._server: grpc.Server | None = None
+        self._enroller: Enroller | None = None
         # Where it listens, after its start.
         self.port = 0
         if self._address is None:
             return
-        if config.tls_directory is None:
+        if config.controllers is not None:
+            if not config.advertised_host:
+                raise errors.BadConfig("controllers", "advertised_host", "is required beside it")
+            address = Address(config.advertised_host, self._address.port)
+            self._enroller = Enroller(config, str(address), self._serve)
+        elif config.tls_directory is None:
             raise errors.BadConfig(
-                "controller_address", "tls_directory", "is required: only TLS is served there"
+                "controller_address",
+                "tls_directory",
+                "is required, or controllers: only TLS is served there",
             )
-        self._credentials = certificates.server_credentials(config.tls_directory)
+        else:
+            Certificates.read(config.tls_directory)
 
     def start(self) -> None:
-        """Listen. An address that cannot be had is logged."""
+        """Listen, once there is a certificate."""
         if self._address is None:
             return
-        service, name = self._service, self._service.context.config.driver_name
         self._find_other_groups()
+        if self._enroller is not None:
+            self._enroller.task.start()
+        else:
+            self._serve()
+
+    def _certificates(self) -> Certificates:
+        """What this node shows to the controller. Raises BadConfig."""
+        if self._enroller is not None:
+            return self._enroller.certificates
+        directory = self._service.context.config.tls_directory
+        if directory is None:
+            raise errors.BadConfig("default", "tls_directory", "is required")
+        return Certificates.read(directory)
+
+    def _serve(self) -> None:
+        """Listen. An address that cannot be had is logged."""
+        service, name = self._service, self._service.context.config.driver_name
         only = certificates.OnlyFrom(certificates.controller_name(name))
         server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller"),
@@ -60,14 +88,22 @@ class Listener(Extra):
         csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
         if (changed_blocks := service.extras.get("changed_blocks")) is not None:
             changed_blocks.add_services(server)
+        credentials = certificates.server_credentials(self._certificates)
         try:
-            self.port = server.add_secure_port(str(self._address), self._credentials)
+            self.port = server.add_secure_port(str(self._address), credentials)
         except RuntimeError as error:
             _log.error("cannot serve the cluster's controller: %s", error)
             return
         server.start()
         self._server = server
         _log.info("serving the cluster's controller on %s", self._address)
+
+    def stop(self) -> None:
+        """Let calls in flight end."""
+        if self._enroller is not None:
+            self._enroller.task.stop()
+        if self._server is not None:
+            self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
     def _find_other_groups(self) -> None:
         """Locate groups with Carver's tags that no class names, so that calls reach them, too."""
@@ -81,11 +117,6 @@ class Listener(Extra):
                     volume_group.state()
             except (errors.AgentError, mount_errors.CommandError) as error:
                 _log.warning("volume group %s is not served: %s", found.name, error)
-
-    def stop(self) -> None:
-        """Let calls in flight end."""
-        if self._server is not None:
-            self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
 
 class _Routed(Identity):

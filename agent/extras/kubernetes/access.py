@@ -67,6 +67,12 @@ def find(
     return Server(source, host, int(port or 443), tls=tls, token=reading)
 
 
+def namespace(account: Path = SERVICE_ACCOUNT) -> str:
+    """The namespace of this pod; raises BadConfig where this is none."""
+    with _reading_errors(str(account), "namespace"):
+        return (account / "namespace").read_text("ascii").strip()
+
+
 def of_file(file: Path) -> Server:
     """Return the server of a kubeconfig's current context; raises BadConfig with the key."""
     source = str(file)

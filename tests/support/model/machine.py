@@ -425,7 +425,7 @@ def bury(service: Service) -> None:
     A stream that still reads would keep its snapshots from being deactivated by the next process.
     """
     service._server.stop(0).wait()
-    service._interceptor._streams.shutdown(wait=True)
+    service.interceptor._streams.shutdown(wait=True)
     for jobs in _overwriting(service):
         jobs.shutdown(cancel_futures=True)
 

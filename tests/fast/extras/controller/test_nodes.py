@@ -1,4 +1,4 @@
-"""The controller with simulated nodes: hung ones, dead ones, and such as claim what is another's."""
+"""The controller with simulated nodes: hung, dead, and such as claim another's group."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from simulated import SimulatedNode, name_of, uuid_of
 
 from agent.core.settings import DRIVER_NAME, Config
 from agent.extras.controller import certificates, nodes
-from agent.extras.controller.process import ClusterController
+from agent.extras.controller.process import ClusterController, Files
 from proto import csi_pb2 as csi
 
 
@@ -35,7 +35,7 @@ class Cluster:
             for one in self.nodes
         }
         self.write(*self.addresses)
-        self.controller = ClusterController(self.config)
+        self.controller = ClusterController(self.config, Files(self.config))
         await self.controller.start()
         await self.ask()
         self.channel = grpc.aio.insecure_channel(f"unix://{self.config.endpoint}")
@@ -208,7 +208,7 @@ def test_another_node_s_claim_to_a_group_changes_nothing(
         assert (code, first.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
         # Until that one is taken out of the cluster: its disks may be attached to the other.
         cluster.write(*(one.name for one in cluster.nodes[1:]))
-        cluster.controller.look()
+        await cluster.controller.look()
         assert await cluster.get(0) == thief.name
 
     in_cluster(test)
@@ -217,13 +217,13 @@ def test_another_node_s_claim_to_a_group_changes_nothing(
 def test_nodes_may_join_and_a_broken_file_changes_nothing(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.write(name_of(0))
-        cluster.controller.look()
+        await cluster.controller.look()
         assert [one.name for one in cluster.controller.nodes] == [name_of(0)]
         cluster._file.write_text('[nodes]\n"node-00001" = 7')
-        cluster.controller.look()
+        await cluster.controller.look()
         assert [one.name for one in cluster.controller.nodes] == [name_of(0)]
         cluster.write(*cluster.addresses)
-        cluster.controller.look()
+        await cluster.controller.look()
         assert await cluster.get(3) == name_of(3)
 
     in_cluster(test)

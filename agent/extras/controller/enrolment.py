@@ -1,0 +1,223 @@
+"""How the controller learns of the nodes in a cluster: each proves which it is by its pod's token.
+
+A node enrols at every controller again and again. The API server says whose a token is, and of
+which pod and node (TokenReview); so a certificate has the name of the node that the pod runs on,
+and no other. Nothing is kept but in memory: a new controller knows each node within seconds.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from agent.core import errors, values
+from agent.core.settings import Config
+from agent.extras.controller import certificates
+from agent.extras.controller.authority import Authority
+from agent.extras.controller.certificates import Certificates
+from agent.extras.kubernetes.objects import Lists, Objects
+from proto import carver_pb2 as carver
+
+_log = logging.getLogger(__name__)
+
+_REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
+_CSI_NODES = "/apis/storage.k8s.io/v1/csinodes"
+# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens").
+_NODE_NAME = "authentication.kubernetes.io/node-name"
+_POD_NAME = "authentication.kubernetes.io/pod-name"
+_POD_UID = "authentication.kubernetes.io/pod-uid"
+# A token that was reviewed is not reviewed again for so long.
+_REVIEW_SECONDS = 300.0
+_MOST_REVIEWED = 20_000
+# How often the cluster's nodes are listed, and the authority is looked at.
+_LIST_SECONDS = 30.0
+_AUTHORITY_SECONDS = 600.0
+# A node that is not in the list is gone if it has not enrolled for so long.
+_GONE_SECONDS = 300.0
+# The controller's own certificate lasts a day.
+_OWN_SECONDS = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class _Reviewed:
+    node: str
+    until: float
+
+
+class Enrolment:
+    """The nodes that enrolled, and what the controller shows to them."""
+
+    def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
+        self._config, self._objects, self._lists = config, objects, lists
+        self._namespace = namespace
+        self._authority = Authority(objects, namespace, config.controller_authority)
+        self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
+        self._reviewed: dict[str, _Reviewed] = {}
+        # Where the nodes serve that enrolled, and when each did last (monotonic, seconds).
+        self._enrolled: dict[str, str] = {}
+        self._seen: dict[str, float] = {}
+        # The nodes that kubelet registered the driver on; None before the first list.
+        self._registered: frozenset[str] | None = None
+        self._listed = self._refreshed = self._own_made = 0.0
+        self.certificates = Certificates(b"", b"", b"")
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def audience(self) -> str:
+        """For whom a node's token must be: no other service's token is taken."""
+        return certificates.controller_name(self._config.driver_name)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """The nodes of the cluster; an empty address for one that has not enrolled.
+
+        Until the cluster has been listed a list of all nodes would not be whole.
+        """
+        names = self._enrolled.keys() | (self._registered or frozenset())
+        return {name: self._enrolled.get(name, "") for name in names}
+
+    async def start(self) -> None:
+        """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""
+        await self.look()
+        server = self._server = grpc.aio.server()
+        own: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", own)
+        server.add_generic_rpc_handlers((handler,))
+        credentials = grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._configuration, require_client_authentication=False
+        )
+        server.add_secure_port(str(self._config.enrolment_address), credentials)
+        await server.start()
+
+    async def stop(self) -> None:
+        """Serve no more."""
+        if self._server is not None:
+            await self._server.stop(1)
+
+    async def look(self) -> None:
+        """Refresh what is old. Raises ClusterRefused, ClusterSilent; what was known stays."""
+        now = time.monotonic()
+        if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
+            before = self._authority.bundle
+            await asyncio.to_thread(self._authority.refresh)
+            self._refreshed = now
+            if before != self._authority.bundle or now - self._own_made >= _OWN_SECONDS:
+                self.certificates = self._authority.own(self.audience)
+                self._own_made = now
+        if not self._listed or now - self._listed >= _LIST_SECONDS:
+            self._registered = await asyncio.to_thread(self._list)
+            self._listed = now
+            for name in self._enrolled.keys() - self._registered:
+                # One that starts enrols before kubelet registers it.
+                if now - self._seen[name] > _GONE_SECONDS:
+                    del self._enrolled[name], self._seen[name]
+
+    def _list(self) -> frozenset[str]:
+        """The nodes that have the driver, by their CSINode objects, which end with the nodes."""
+        found = self._lists.whole(_CSI_NODES, "CSINodeList").items
+        return frozenset(
+            str(one["metadata"]["name"])
+            for one in found
+            for driver in one.get("spec", {}).get("drivers") or ()
+            if driver.get("name") == self._config.driver_name
+        )
+
+    async def _enrol(self, data: bytes, context: Any) -> bytes:
+        """Answer a node. Its token is neither kept nor logged."""
+        request = carver.EnrolRequest.FromString(data)
+        try:
+            address = str(values.parse_address(request.address) or "")
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"address: {error}")
+        if not address:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "address: is required")
+        node = await self._node_of(request.token, context)
+        answer = carver.EnrolResponse()
+        if request.certificate_request:
+            key = await _public_key(request.certificate_request, context)
+            name = certificates.node_name(node, self._config.driver_name)
+            answer.certificate = self._authority.sign(name, key)
+            _log.info("node %s at %s got a certificate", node, address)
+        if self._enrolled.get(node) != address:
+            _log.info("node %s serves at %s", node, address)
+        self._enrolled[node], self._seen[node] = address, time.monotonic()
+        return answer.SerializeToString()
+
+    async def _node_of(self, token: str, context: Any) -> str:
+        """The node of the pod that a token is bound to; ends the call if it proves none."""
+        digest, now = hashlib.sha256(token.encode()).hexdigest(), time.monotonic()
+        known = self._reviewed.get(digest)
+        if known is not None and known.until > now:
+            return known.node
+        try:
+            review = await asyncio.to_thread(self._review, token)
+            node = self._proved(review)
+        except errors.ClusterRefused as error:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, f"the API server did not review the token: {error}"
+            )
+        except ValueError as error:
+            _log.warning("a node was not enrolled: %s", error)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"token: {error}")
+        if len(self._reviewed) >= _MOST_REVIEWED:
+            self._reviewed.clear()
+        self._reviewed[digest] = _Reviewed(node, now + _REVIEW_SECONDS)
+        return node
+
+    def _review(self, token: str) -> Mapping[str, Any]:
+        asked = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": {"token": token, "audiences": [self.audience]},
+        }
+        return self._objects.review(_REVIEWS, asked)
+
+    def _proved(self, review: Mapping[str, Any]) -> str:
+        """The node that a review proves. Raises ValueError, ClusterRefused."""
+        status = review.get("status") or {}
+        if not status.get("authenticated") or self.audience not in status.get("audiences", ()):
+            raise ValueError(f"it is not one for {self.audience}")
+        user = status.get("user") or {}
+        if user.get("username") != self._account:
+            raise ValueError(f"it is {user.get('username')}'s, not {self._account}'s")
+        extra = user.get("extra") or {}
+        pods: Sequence[str] = extra.get(_POD_NAME) or ()
+        uids: Sequence[str] = extra.get(_POD_UID) or ()
+        if len(pods) != 1 or len(uids) != 1:
+            raise ValueError("it is not bound to a pod")
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{pods[0]}"
+        pod = self._objects.find(path, "Pod")
+        if pod is None or pod["metadata"].get("uid") != uids[0]:
+            raise ValueError(f"its pod {pods[0]} is gone")
+        node = str(pod.get("spec", {}).get("nodeName") or "")
+        named = extra.get(_NODE_NAME) or [node]
+        if not node or list(named) != [node]:
+            raise ValueError(f"it is bound to node {', '.join(named)}, its pod is on {node}")
+        return node
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What is shown to a node that enrols."""
+        own = self.certificates
+        return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)])
+
+
+async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:
+    """The key of a certificate signing request, which proves that the caller has it."""
+    problem = "is no signing request for a key on an elliptic curve"
+    try:
+        parsed = x509.load_der_x509_csr(request)
+        key = parsed.public_key()
+        if isinstance(key, ec.EllipticCurvePublicKey) and parsed.is_signature_valid:
+            return key
+    except (ValueError, InvalidSignature) as error:
+        problem = f"is no signing request: {error}"
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"certificate_request: {problem}")
+    raise AssertionError
