@@ -69,6 +69,8 @@ class Enrolment:
         self._listed = self._refreshed = self._own_made = 0.0
         self.certificates = Certificates(b"", b"", b"")
         self._server: grpc.aio.Server | None = None
+        # Where it listens, after its start.
+        self.port = 0
 
     @property
     def audience(self) -> str:
@@ -94,7 +96,7 @@ class Enrolment:
         credentials = grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._configuration, require_client_authentication=False
         )
-        server.add_secure_port(str(self._config.enrolment_address), credentials)
+        self.port = server.add_secure_port(str(self._config.enrolment_address), credentials)
         await server.start()
 
     async def stop(self) -> None:
