@@ -215,7 +215,7 @@ def test_a_token_that_proves_no_node_is_refused(
     with caplog.at_level(logging.DEBUG), pytest.raises(grpc.RpcError) as raised:
         enrol(api, port, "very-secret", request=certificate_request(new_key()))
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert says in raised.value.details()
+    assert says in str(raised.value.details())
     assert made.addresses == {}
     assert "very-secret" not in caplog.text
 
@@ -246,7 +246,7 @@ def test_a_bad_request_changes_nothing(
     with pytest.raises(grpc.RpcError) as raised:
         enrol(api, port, "secret", **values)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert raised.value.details().startswith(f"{field}: ")
+    assert str(raised.value.details()).startswith(f"{field}: ")
     assert made.addresses == {}
 
 
@@ -347,7 +347,7 @@ def test_a_node_enrols_and_is_reached(
         with pytest.raises(grpc.RpcError) as raised:
             client.volumes()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "node here has not enrolled at this controller" in raised.value.details()
+        assert "node here has not enrolled at this controller" in str(raised.value.details())
         listener: Any = service.extras["controller"]
         listener._enroller.task.run_once()
         loop.run(controller.look())
