@@ -227,6 +227,12 @@ SETTINGS: Mapping[str, Setting] = {
         "carver-controller",
         "the Secret and ConfigMap in which `carver controller` keeps its certificate authority",
     ),
+    "forget_deleted_nodes": Setting(
+        values.parse_flag,
+        False,
+        "have `carver controller` answer OK to the deletion of what was on a node that is deleted"
+        " from the cluster: its disks are gone",
+    ),
     "node_account": Setting(
         str, "carver-node", "the ServiceAccount of the nodes' pods, in the controller's namespace"
     ),
@@ -281,6 +287,7 @@ class Config:
     enrolment_address: Address | None = None
     controller_authority: str = "carver-controller"
     node_account: str = "carver-node"
+    forget_deleted_nodes: bool = False
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name; for an empty one the default. None without such a class."""

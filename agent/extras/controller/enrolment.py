@@ -23,6 +23,7 @@ from agent.core.settings import Config
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.kubernetes.objects import Lists, Objects
 from proto import carver_pb2 as carver
 
@@ -42,6 +43,8 @@ _LIST_SECONDS = 30.0
 _AUTHORITY_SECONDS = 600.0
 # A node that is not in the list is gone if it has not enrolled for so long.
 _GONE_SECONDS = 300.0
+# A node is deleted for so long before its volumes are forgotten.
+_DELETED_SECONDS = 600.0
 # The controller's own certificate lasts a day.
 _OWN_SECONDS = 6 * 3600.0
 
@@ -59,6 +62,9 @@ class Enrolment:
         self._config, self._objects, self._lists = config, objects, lists
         self._namespace = namespace
         self._authority = Authority(objects, namespace, config.controller_authority)
+        self.deleted_nodes = None
+        if config.forget_deleted_nodes:
+            self.deleted_nodes = DeletedNodes(objects, lists, config.driver_name, _DELETED_SECONDS)
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         self._reviewed: dict[str, _Reviewed] = {}
         # Where the nodes serve that enrolled, and when each did last (monotonic, seconds).

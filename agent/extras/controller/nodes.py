@@ -79,6 +79,13 @@ class Refused(Exception):
         self.code = code
 
 
+class NoOwner(Refused):
+    """No node that answers has the volume group of an id."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
+
+
 def unavailable(problem: str) -> Refused:
     """What a caller is to try again."""
     return Refused(grpc.StatusCode.UNAVAILABLE, problem)
@@ -222,7 +229,7 @@ class Nodes:
             await self._ask_all()
         name = self._owners.get(parsed.group_uuid)
         if name is None:
-            raise unavailable(self._unknown(parsed, what))
+            raise NoOwner(self._unknown(parsed, what))
         node = self._nodes[name]
         node.require_answering()
         return node

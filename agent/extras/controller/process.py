@@ -19,6 +19,7 @@ from agent.daemon import monitor
 from agent.daemon.process import claimed
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
 from proto import carver_pb2 as carver
@@ -41,6 +42,10 @@ class Source(Protocol):
     def certificates(self) -> Certificates:
         """What the controller shows to nodes."""
 
+    @property
+    def deleted_nodes(self) -> DeletedNodes | None:
+        """Who says which nodes were deleted; None where none are to be forgotten."""
+
     async def start(self) -> None:
         """Read for the first time."""
 
@@ -53,6 +58,8 @@ class Source(Protocol):
 
 class Files:
     """Nodes and certificates from files, as where nodes run under systemd."""
+
+    deleted_nodes = None
 
     def __init__(self, config: Config) -> None:
         """Raises BadConfig for settings that are missing or files that cannot be read."""
@@ -88,7 +95,9 @@ class ClusterController:
         self._config, self._source = config, source
         self._certificates = source.certificates
         self.nodes = Nodes(config.driver_name, self._connect)
-        self._router = Router(self.nodes, config.driver_name, version("carver"), observe)
+        self._router = Router(
+            self.nodes, config.driver_name, version("carver"), observe, source.deleted_nodes
+        )
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:

@@ -16,10 +16,13 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
+from agent.core import errors
+from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import lists, routes
-from agent.extras.controller.nodes import Node, Nodes, Refused, unary
+from agent.extras.controller.deleted_nodes import DeletedNodes
+from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary, unavailable
 from agent.extras.controller.placement import Placement
 from proto import csi_pb2 as csi
 
@@ -29,6 +32,7 @@ _Code = grpc.StatusCode
 _CONTROLLER = "csi.v1.Controller"
 # After these a group may be on another node than it was (OtherGroup, GroupMissing).
 _MAY_HAVE_MOVED = (_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE)
+_DELETIONS = ("DeleteVolume", "DeleteSnapshot")
 _MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
 _LISTS = {
     "ListVolumes": csi.ListVolumesResponse,
@@ -66,8 +70,10 @@ class Router:
         driver_name: str,
         version: str,
         observe: Callable[[Call], None] = lambda _call: None,
+        deleted_nodes: DeletedNodes | None = None,
     ) -> None:
         self._nodes, self._observe = nodes, observe
+        self._deleted_nodes = deleted_nodes
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
         # What the controller itself answers: the sidecars ask at their start, before any node is
@@ -121,10 +127,35 @@ class Router:
             request = request_class.FromString(data)
             _name(call, request)
             identities = routes.ids_in(request, field)
-            node = await self._owner_of_all(identities, field)
+            try:
+                node = await self._owner_of_all(identities, field)
+            except NoOwner as error:
+                if method in _DELETIONS and await self._is_forgotten(identities[0], error):
+                    return b""
+                raise
             return await self._send(call, node, path, data, identities[0] if identities else "")
 
         return answer
+
+    async def _is_forgotten(self, identity: str, problem: NoOwner) -> bool:
+        """Whether what is to be deleted was on a deleted node. Raises Refused in its grace."""
+        parsed = VolumeId.parse(identity)
+        if self._deleted_nodes is None or parsed is None:
+            return False
+        try:
+            found = await asyncio.to_thread(self._deleted_nodes.of, parsed)
+        except (errors.ClusterRefused, errors.ClusterSilent) as error:
+            raise unavailable(f"{problem}; and the API server does not answer: {error}") from None
+        if found is None:
+            return False
+        node, seconds = found
+        if seconds:
+            raise unavailable(
+                f"node {node} was deleted, and {identity} with it: that is believed in"
+                f" {seconds:.0f} s, unless the node comes back"
+            )
+        _log.warning("%s is forgotten: its node %s was deleted", identity, node)
+        return True
 
     async def _owner_of_all(self, identities: Sequence[str], field: str) -> Node:
         owners = {one: await self._nodes.owner(one, field) for one in identities or [""]}

@@ -19,11 +19,13 @@ from cryptography import x509
 from csi_client import Client
 from fakes.host import FakeHost
 
+from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.client import block
-from agent.extras.controller import authority
+from agent.extras.controller import authority, deleted_nodes
 from agent.extras.controller.authority import Authority, certificate_request, new_key
+from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
@@ -86,7 +88,10 @@ class Cluster(ApiServer):
                     }
         if path in self.single:
             return 200, self.single[path]
-        if "/namespaces/" in path:
+        for volume in self.objects[api_server.VOLUMES]:
+            if path == f"{api_server.VOLUMES}/{volume['metadata']['name']}":
+                return 200, {"kind": "PersistentVolume", **volume}
+        if "/namespaces/" in path or path.startswith(f"{api_server.VOLUMES}/"):
             return 404, {"kind": "Status", "reason": "NotFound"}
         return super().answer(path, query)
 
@@ -322,13 +327,9 @@ def test_a_node_enrols_and_is_reached(
     """From nothing but a token and the controllers' address, to a volume."""
     api.tokens["secret"] = Token()
     api.register("here")
-    central = replace(
-        config,
-        endpoint=tmp_path / "controller.sock",
-        enrolment_address=Address("127.0.0.1", 0),
-    )
-    source = Enrolment(central, Objects(server), Lists(server), SPACE)
-    controller = ClusterController(central, source)
+    own = central(config, tmp_path)
+    source = Enrolment(own, Objects(server), Lists(server), SPACE)
+    controller = ClusterController(own, source)
     loop.run(controller.start())
     directory = tmp_path / "enrolment"
     directory.mkdir()
@@ -342,7 +343,7 @@ def test_a_node_enrols_and_is_reached(
         advertised_host="127.0.0.1",
         enrolment_directory=directory,
     )
-    with serving.served(fake, node) as (service, _), Client(central.endpoint) as client:
+    with serving.served(fake, node) as (service, _), Client(own.endpoint) as client:
         service.inventory.state()
         with pytest.raises(grpc.RpcError) as raised:
             client.volumes()
@@ -365,3 +366,98 @@ def test_a_node_enrols_and_is_reached(
         client.delete(volume.volume_id)
         listener.stop()
     loop.run(controller.stop())
+
+
+GROUP = "data@abcdefgh"
+
+
+def central(config: Config, tmp_path: Path, **more: Any) -> Config:
+    """The settings of a controller."""
+    return replace(
+        config,
+        endpoint=tmp_path / "controller.sock",
+        enrolment_address=Address("127.0.0.1", 0),
+        **more,
+    )
+
+
+def add_volume(api: Cluster, name: str, node: str) -> str:
+    """A PersistentVolume of a node's group; its id."""
+    identity = f"{GROUP}/vol-{name}"
+    place = {"key": "topology.lvm.csi.carver/node", "operator": "In", "values": [node]}
+    terms = [{"matchExpressions": [place]}]
+    spec = {
+        "csi": {"driver": "lvm.csi.carver", "volumeHandle": identity},
+        "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
+    }
+    api.add(api_server.VOLUMES, name, spec=spec)
+    return identity
+
+
+@pytest.mark.parametrize("forget", [True, False])
+def test_what_was_on_a_deleted_node_is_forgotten_after_a_grace(
+    api: Cluster,
+    config: Config,
+    server: access.Server,
+    loop: Loop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forget: bool,
+) -> None:
+    own = central(config, tmp_path, forget_deleted_nodes=forget)
+    source = Enrolment(own, Objects(server), Lists(server), SPACE)
+    controller = ClusterController(own, source)
+    loop.run(controller.start())
+    volume = add_volume(api, "pvc-1", "gone")
+    kept = f"{GROUP}/snap-snapshot-1"
+    api.add(api_server.NODES, "gone")
+    api.add(api_server.NODES, "here")
+
+    def delete(client: Client) -> str:
+        """Delete the volume and a snapshot of it; what was said if they were refused."""
+        try:
+            client.delete_snapshot(kept)
+            client.delete(volume)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return ""
+
+    monkeypatch.setattr(deleted_nodes, "_LIST_SECONDS", 0.0)
+    with Client(own.endpoint) as client:
+        nobody = "no node that answers has volume group data"
+        assert nobody in delete(client)
+        api.objects[api_server.NODES].pop(0)
+        if not forget:
+            assert nobody in delete(client)
+        else:
+            assert "node gone was deleted" in delete(client)
+            # It came back, and is deleted again.
+            api.add(api_server.NODES, "gone")
+            assert nobody in delete(client)
+            api.objects[api_server.NODES].pop()
+            assert "is believed in 600 s" in delete(client)
+            assert source.deleted_nodes is not None
+            source.deleted_nodes._since["gone"] -= 601
+            assert delete(client) == ""
+            # Nothing else is answered for it.
+            with pytest.raises(grpc.RpcError) as raised:
+                client.volume(volume)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            api.lie(api_server.NODES, *[api_server.status(500)] * 3)
+            said = delete(client)
+            assert said.startswith("UNAVAILABLE: ")
+            assert "the API server does not answer" in said
+    loop.run(controller.stop())
+
+
+def test_of_a_group_that_no_object_names_nothing_is_forgotten(
+    api: Cluster, server: access.Server
+) -> None:
+    known = DeletedNodes(Objects(server), Lists(server), "lvm.csi.carver", 0)
+    identity = VolumeId("data", "abcdefgh", "vol-pvc-1")
+    assert known.of(identity) is None
+    add_volume(api, "pvc-2", "gone")
+    api.objects[api_server.VOLUMES][0]["spec"]["csi"]["driver"] = "another"
+    assert known.of(identity) is None
+    api.objects[api_server.VOLUMES][0]["spec"]["csi"]["driver"] = "lvm.csi.carver"
+    assert known.of(identity) == ("gone", 0.0)
