@@ -129,8 +129,12 @@ demo: ## the main job on real volumes, in the lab VM
 # BENCH='--quick', '--record', '--also "NAME:LINE"': docs/performance.md.
 BENCH ?=
 .PHONY: bench
-bench: venv ## what each call costs, beside the bare commands, in the lab VM
+bench: bench-controller ## what each call costs, beside the bare commands, in the lab VM
 	vagrant/lab.py during $(BIN)/python tests/performance/run.py $(BENCH)
+
+.PHONY: bench-controller
+bench-controller: venv ## the controller before 1,000 simulated nodes, on this machine
+	$(BIN)/python tests/performance/controller.py $(filter --quick --record,$(BENCH))
 
 .PHONY: pictures
 pictures: ## docs/images, from what the commands show in the lab VM

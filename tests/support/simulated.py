@@ -114,14 +114,24 @@ class SimulatedNode:
 
 
 async def serve(directory: Path, count: int, volumes: int) -> None:
-    """Serve many nodes; write their file, and the controller's certificate."""
+    """Serve many nodes; write their file, and the controller's certificate.
+
+    Each line of input has the numbers of the nodes that are to hang.
+    """
     authority = Authority()
     authority.write(directory / "controller", certificates.controller_name(DRIVER_NAME))
     every = [SimulatedNode(number, volumes) for number in range(count)]
     lines = [f'"{one.name}" = "{await one.start(authority, directory)}"\n' for one in every]
     (directory / "nodes.toml").write_text("[nodes]\n" + "".join(lines))
     print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        # The numbers of the nodes that hang from now on; the others answer.
+        hung = set(map(int, line.split()))
+        for one in every:
+            (one.answers.clear if one.number in hung else one.answers.set)()
+        print("done", flush=True)
+    await asyncio.gather(*(one.stop() for one in every))
 
 
 if __name__ == "__main__":

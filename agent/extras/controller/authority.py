@@ -1,6 +1,6 @@
 """The cluster's certificate authority: in a Secret of the controller's, published in a ConfigMap.
 
-Nobody makes or renews a certificate by hand. Authorities overlap: a new one is published before it
+No certificate is made or renewed by hand. Authorities overlap: a new one is published before it
 signs, and the one before it until it ends, so that nodes which read the ConfigMap late trust both.
 Crash points: each step is one write, refused by the API server if another controller wrote first;
 the next look does what is left.
