@@ -35,6 +35,7 @@ _FRESH_SECONDS = 10.0
 # Nodes that are asked at once.
 _AT_ONCE = 64
 _MOST_NAMED = 5
+_NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced.
 _GRACE_SECONDS = 60.0
 _OPTIONS = (
@@ -107,7 +108,7 @@ class Node:
     answered_seconds: float = 0.0
     asked_seconds: float = 0.0
     # Why it did not answer when it was asked last; empty if it did.
-    problem: str = "it has not been asked yet"
+    problem: str = _NOT_ASKED
     asking: "asyncio.Task[None] | None" = None
 
     @property
@@ -175,10 +176,17 @@ class Nodes:
         return self._nodes.get(name)
 
     def set(self, addresses: Mapping[str, str]) -> None:
-        """Make these the nodes of the cluster; the connections of those that stay are kept."""
+        """Make these the nodes of the cluster.
+
+        One that moved to another address keeps its groups until it says that it has them no more.
+        """
         for name, known in list(self._nodes.items()):
-            if addresses.get(name) != known.address:
+            if name not in addresses:
                 self._drop(known)
+            elif addresses[name] != known.address:
+                known.address = addresses[name]
+                known.problem, known.asked_seconds = _NOT_ASKED, 0.0
+                self._replace_channel(known)
         for name, address in addresses.items():
             if name not in self._nodes:
                 self._nodes[name] = Node(name, address, self._channel(name, address))
@@ -186,9 +194,12 @@ class Nodes:
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
         for one in self:
-            old, one.channel = one.channel, self._channel(one.name, one.address)
-            if old is not None:
-                self._later(old.close(_GRACE_SECONDS))
+            self._replace_channel(one)
+
+    def _replace_channel(self, node: Node) -> None:
+        old, node.channel = node.channel, self._channel(node.name, node.address)
+        if old is not None:
+            self._later(old.close(_GRACE_SECONDS))
 
     def _channel(self, name: str, address: str) -> grpc.aio.Channel | None:
         return self._connect(name, address) if address else None

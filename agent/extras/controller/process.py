@@ -103,7 +103,7 @@ class ClusterController:
     async def start(self) -> None:
         """Serve on the unix socket, which only root can reach, and ask all nodes."""
         await self._source.start()
-        self._take()
+        self.take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
         own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
@@ -124,15 +124,15 @@ class ClusterController:
         await self.nodes.close()
 
     async def look(self) -> None:
-        """Learn which nodes there are, and ask those that are due."""
+        """Learn which nodes there are. An API server that hangs holds up nothing else."""
         try:
             await self._source.look()
         except errors.AgentError as error:
             _log.warning("the nodes and certificates stay as they were: %s", error)
-        self._take()
+        self.take()
 
-    def _take(self) -> None:
-        """Have the source's nodes, and connect with its certificates."""
+    def take(self) -> None:
+        """Take over the source's nodes and certificates, and ask the nodes that are due."""
         if self._source.certificates != self._certificates:
             self._certificates = self._source.certificates
             self.nodes.reconnect()
@@ -206,11 +206,14 @@ async def _serve(controller: ClusterController, config: Config) -> None:
         loop.add_signal_handler(number, ended.set)
     await controller.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
+    looking: asyncio.Task[None] | None = None
     while not ended.is_set():
         try:
             await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
         except TimeoutError:
-            await controller.look()
+            if looking is None or looking.done():
+                looking = loop.create_task(controller.look())
+            controller.take()
     await controller.stop()
     _log.info("stopped")
 

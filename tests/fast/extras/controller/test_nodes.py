@@ -214,6 +214,25 @@ def test_another_node_s_claim_to_a_group_changes_nothing(
     in_cluster(test)
 
 
+def test_a_node_keeps_its_groups_while_its_pod_is_replaced(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, thief = cluster.nodes[:2]
+        thief.groups |= first.groups
+        await cluster.ask()
+        await first.stop()
+        first.port = 0
+        address = await first.start(cluster.authority, cluster._directory / "node")
+        cluster.addresses[first.name] = address
+        cluster.write(*cluster.addresses)
+        await cluster.controller.look()
+        code, _ = await cluster.refused(0)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        await cluster.ask()
+        assert await cluster.get(0) == first.name
+
+    in_cluster(test)
+
+
 def test_nodes_may_join_and_a_broken_file_changes_nothing(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.write(name_of(0))
