@@ -21,13 +21,17 @@ from agent.core import settings, values
 from deploy import render
 
 FILES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+PODS = ("DaemonSet", "Deployment")
 SNAPSHOTS = "snapshot.storage.k8s.io/v1"
 
+both_modes = pytest.mark.parametrize("central", [True, False], ids=["central", "distributed"])
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 Values = dict[str, Any]
 # What is given where a test is about something else: the chart asks for a choice.
 DEMO: Values = {"demo": True}
+DISTRIBUTED: Values = DEMO | {"controller": {"enabled": False}}
+METADATA: Values = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
 # Values, release and API groups of the cluster in, the path of a file with the objects out.
 Template = Callable[..., Path]
 
@@ -62,6 +66,11 @@ def read(file: Path) -> Values:
     return dict(yaml.safe_load(file.read_text()))
 
 
+def in_mode(values: Values, central: bool) -> Values:
+    """The same values, with a controller for the cluster or without."""
+    return values | {"controller": {**values.get("controller", {}), "enabled": central}}
+
+
 def without(values: Values, place: Place) -> Values:
     left = copy.deepcopy(values)
     for found, key in documented.at(left, place):
@@ -73,6 +82,16 @@ def the_configuration(path: Path, tmp_path: Path) -> settings.Config:
     """What Carver reads of the only DaemonSet's."""
     [(_, loaded)] = manifest.configurations(path, tmp_path)
     return loaded
+
+
+def components(selector: Values) -> set[str]:
+    """The components that a selector chooses."""
+    key = "app.kubernetes.io/component"
+    found = {selector["matchLabels"].get(key)} - {None}
+    for one in selector.get("matchExpressions", []):
+        assert (one["key"], one["operator"]) == (key, "In")
+        found |= set(one["values"])
+    return found
 
 
 def kinds(path: Path) -> set[str]:
@@ -93,17 +112,23 @@ def test_there_are_ten_files_that_use_every_value() -> None:
     assert used == offered
 
 
+@both_modes
 @every_file
 def test_the_rendered_objects_are_valid_and_fit_together(
-    file: Path, template: Template, tmp_path: Path
+    file: Path, central: bool, template: Template, tmp_path: Path
 ) -> None:
-    made = template(read(file), "carver", SNAPSHOTS)
+    made = template(in_mode(read(file), central), "carver", SNAPSHOTS)
+    assert manifest.is_central(made) is central
     manifest.check_schemas(made)
-    manifest.check_pods(made)
+    if central is read(file).get("controller", {}).get("enabled", True):
+        # In the other mode its volumes are another pod's.
+        manifest.check_pods(made)
+    if central:
+        check_controller(made)
     for pod, loaded in manifest.configurations(made, tmp_path):
-        assert not loaded.controller_expand
+        assert loaded.controller_expand is central
         # The sidecars' socket is the one that Carver serves.
-        assert str(loaded.endpoint.parent) in manifest.host_paths(pod).values()
+        assert central or str(loaded.endpoint.parent) in manifest.host_paths(pod).values()
         [driver] = manifest.names(made, "CSIDriver")
         assert loaded.driver_name == driver
         assert (loaded.endpoint.parent.name, loaded.endpoint.name) == (driver, "csi.sock")
@@ -111,9 +136,39 @@ def test_the_rendered_objects_are_valid_and_fit_together(
         address = loaded.metrics_address or loaded.health_address
         assert address is not None
         [carver] = [one for one in pod["containers"] if one["name"] == "carver"]
-        assert [one["containerPort"] for one in carver["ports"]] == [address.port]
+        ports = [one["containerPort"] for one in carver["ports"]]
+        assert ports == [address.port, *[9810] * central]
+        if central:
+            assert loaded.controllers == values.Address("carver-controller.storage.svc", 9811) or (
+                "fullnameOverride" in read(file)
+            )
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert carver[probe]["httpGet"]["port"] == carver["ports"][0]["name"]
+
+
+def check_controller(made: Path) -> None:
+    """The controller's settings are those of its nodes, ports and sidecars."""
+    loaded, own = manifest.controller(made), manifest.container(made, "controller")
+    [driver] = manifest.names(made, "CSIDriver")
+    assert loaded.driver_name == driver
+    address = loaded.metrics_address or loaded.health_address
+    assert address is not None
+    assert [one["containerPort"] for one in own["ports"]] == [9811, address.port]
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert own[probe]["httpGet"] == {"path": "/healthz", "port": own["ports"][1]["name"]}
+    [deployment] = manifest.of_kind(made, "Deployment")
+    assert loaded.controller_authority == deployment["metadata"]["name"]
+    for one in deployment["spec"]["template"]["spec"]["containers"]:
+        assert str(loaded.endpoint.parent) in manifest.mounts(one)
+        assert one["name"] == "controller" or f"--csi-address={loaded.endpoint}" in one["args"]
+    for pod in [one["spec"]["template"]["spec"] for one in manifest.of_kind(made, "DaemonSet")]:
+        assert pod["serviceAccountName"] == loaded.node_account
+        assert pod["automountServiceAccountToken"] is False
+        assert [one["name"] for one in pod["containers"]] == ["carver"]
+        # No role is bound to it.
+        for kind in ("ClusterRoleBinding", "RoleBinding"):
+            for one in manifest.of_kind(made, kind):
+                assert loaded.node_account not in {it["name"] for it in one["subjects"]}
 
 
 @every_file
@@ -130,8 +185,11 @@ def test_every_value_makes_a_difference(file: Path, template: Template) -> None:
 
 
 @every_file
-def test_every_account_that_is_named_is_there_or_given(file: Path, template: Template) -> None:
-    made = template(read(file))
+@both_modes
+def test_every_account_that_is_named_is_there_or_given(
+    file: Path, central: bool, template: Template
+) -> None:
+    made = template(in_mode(read(file), central))
     for pod in manifest.pod_specs(made):
         accounts = manifest.names(made, "ServiceAccount") | {"given"}
         assert pod["serviceAccountName"] in accounts
@@ -161,7 +219,7 @@ def test_without_a_choice_of_storage_nothing_is_installed(template: Template) ->
 
 def test_the_default_comes_up_without_the_snapshot_crds(template: Template) -> None:
     made = template(DEMO)
-    assert sidecars(made) == {"carver", "provisioner", "resizer"}
+    assert sidecars(made) == {"carver", "controller", "provisioner", "resizer"}
     assert "snapshot.storage.k8s.io" not in made.read_text()
     flags = manifest.flags(manifest.container(made, "provisioner"))
     assert flags["snapshot-orphan-sweep-interval"] == "0"
@@ -176,25 +234,41 @@ def test_snapshots_come_with_their_crds(template: Template) -> None:
     assert "snapshotter" not in sidecars(off)
 
 
-def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Template) -> None:
+@both_modes
+@pytest.mark.parametrize("groups", [True, False])
+def test_the_snapshotter_sees_all_but_on_nodes_without_groups(
+    groups: bool, central: bool, template: Template
+) -> None:
+    values = {"sidecars": {"snapshotter": {"enabled": True, "groups": groups}}}
+    made = template(in_mode(DEMO | values, central))
+    flags = manifest.flags(manifest.container(made, "snapshotter"))
+    assert flags["feature-gates"] == f"CSIVolumeGroupSnapshot={str(groups).lower()}"
+    # With it the sidecar sees only what has a label that groups never have.
+    assert ("node-deployment" in flags) is not (groups or central)
+    assert ("leader-election" in flags) is central
+    [account] = {
+        pod["serviceAccountName"]
+        for pod in manifest.pod_specs(made)
+        if "snapshotter" in {one["name"] for one in pod["containers"]}
+    }
+    assert account == ("carver-controller" if central else "carver-node")
+
+
+def test_group_snapshots_have_a_class_where_they_are_wanted(template: Template) -> None:
     values = {"sidecars": {"snapshotter": {"enabled": True, "groups": True}}}
     made = template(DEMO | values)
-    flags = manifest.flags(manifest.container(made, "snapshotter"))
-    assert flags["feature-gates"] == "CSIVolumeGroupSnapshot=true"
-    # With it the sidecar sees only what has a label that groups never have.
-    assert "node-deployment" not in flags
     one = manifest.the(made, "VolumeGroupSnapshotClass")
     assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1"
     with pytest.raises(Refused, match=r"snapshotter\.enabled"):
         template(DEMO | {"sidecars": {"snapshotter": {"groups": True}}})
 
 
-def test_changed_blocks_are_served_by_one_node_under_its_certificate_s_name(
-    template: Template,
+@both_modes
+def test_changed_blocks_are_served_under_the_certificate_s_name(
+    central: bool, template: Template
 ) -> None:
-    assert "cbt.storage.k8s.io" not in template(DEMO).read_text()
-    needed = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
-    made = template(DEMO | {"sidecars": {"snapshotMetadata": needed}})
+    assert "cbt.storage.k8s.io" not in template(in_mode(DEMO, central)).read_text()
+    made = template(in_mode(DEMO | {"sidecars": {"snapshotMetadata": METADATA}}, central))
     flags = manifest.flags(manifest.container(made, "snapshot-metadata"))
     own = manifest.container(made, "snapshot-metadata")
     [path] = [one["mountPath"] for one in own["volumeMounts"] if one["name"] == "snapshot-metadata"]
@@ -208,9 +282,18 @@ def test_changed_blocks_are_served_by_one_node_under_its_certificate_s_name(
         "audience": driver,
         "caCert": "cGVt",
     }
-    service = manifest.the(made, "Service")
-    assert service["metadata"]["name"] == "carver-snapshot-metadata"
-    [pod] = [one["spec"]["template"] for one in manifest.of_kind(made, "DaemonSet")]
+    services = {one["metadata"]["name"]: one for one in manifest.of_kind(made, "Service")}
+    service = services["carver-snapshot-metadata"]
+    pod = manifest.the(made, "Deployment" if central else "DaemonSet")["spec"]["template"]
+    # The certificate's key is nowhere else.
+    secrets = [
+        volume["secret"]["secretName"]
+        for spec in manifest.pod_specs(made)
+        for volume in spec["volumes"]
+        if "secret" in volume
+    ]
+    assert secrets == ["changed-blocks"]
+    assert "changed-blocks" in str(pod)
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     [port] = service["spec"]["ports"]
     [of_pod] = own["ports"]
@@ -249,8 +332,14 @@ def test_pools_have_configurations_of_their_own_under_one_driver(
     assert (fast_pod.get("hostIPC"), bulk_pod["hostPID"]) == (None, True)
     assert "/run/udev" not in manifest.host_paths(fast_pod).values()
     assert bulk_pod["containers"][0]["image"] == "localhost/carver:0.1.0-bulk"
-    # The resizer asks either.
-    pod = manifest.the(made, "Deployment")["spec"]["template"]["spec"]
+    # The one controller asks both, and the resizer of nodes without one asks either.
+    assert (
+        fast.controllers
+        == slow.controllers
+        == values.Address("carver-controller.storage.svc", 9811)
+    )
+    distributed = in_mode(read(Path(__file__).parent / "values" / "pools.yaml"), central=False)
+    pod = manifest.the(template(distributed), "Deployment")["spec"]["template"]["spec"]
     [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     for one in (nvme, bulk):
         labels = one["spec"]["template"]["metadata"]["labels"].items()
@@ -298,6 +387,10 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
     [
         ({"lvm2": "host", "udev": False}, "udev must be true"),
         ({"settings": {"metrics_address": ":1"}}, "settings.metrics_address"),
+        ({"settings": {"controllers": "a:1"}}, "settings.controllers"),
+        ({"settings": {"controller_address": ":1"}}, "settings.controller_address"),
+        # Of a chart before the controller's.
+        ({"resizer": {"replicas": 1}}, "resizer"),
         ({"pools": [{"name": "a"}]}, "nodeSelector"),
         (
             {"pools": [{"name": "a", "node": {"nodeSelector": {"a": "b"}}}] * 2},
@@ -307,9 +400,8 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
         ({"sidecars": {"snapshotMetadata": {"enabled": True}}}, "tlsSecret and caCert"),
         (
             {
-                "sidecars": {
-                    "snapshotMetadata": {"enabled": True, "tlsSecret": "a", "caCert": "YQ=="}
-                },
+                "controller": {"enabled": False},
+                "sidecars": {"snapshotMetadata": METADATA},
                 "pools": [{"name": "a", "node": {"nodeSelector": {"a": "b"}}}],
             },
             "clusters of one node",
@@ -325,15 +417,103 @@ def test_contradicting_values_are_refused(values: Values, word: str, template: T
         template(DEMO | values)
 
 
-def test_the_node_may_list_the_cluster_only_where_orphans_are_looked_for(
-    template: Template, tmp_path: Path
+@both_modes
+def test_the_cluster_is_listed_only_where_orphans_are_looked_for(
+    central: bool, template: Template, tmp_path: Path
 ) -> None:
-    assert "lvm.csi.carver-orphans" not in manifest.names(template(DEMO), "ClusterRole")
-    made = template(DEMO | {"orphans": {"enabled": True}})
+    name = "lvm.csi.carver-orphans"
+    assert name not in manifest.names(template(in_mode(DEMO, central)), "ClusterRole")
+    made = template(in_mode(DEMO | {"orphans": {"enabled": True}}, central))
     roles = manifest.of_kind(made, "ClusterRole")
-    [role] = [one for one in roles if one["metadata"]["name"] == "lvm.csi.carver-orphans"]
+    [role] = [one for one in roles if one["metadata"]["name"] == name]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
-    assert the_configuration(made, tmp_path).orphan_interval_seconds == 600
+    bindings = manifest.of_kind(made, "ClusterRoleBinding")
+    [subjects] = [one["subjects"] for one in bindings if one["roleRef"]["name"] == name]
+    account = "carver-controller" if central else "carver-node"
+    assert [one["name"] for one in subjects] == [account]
+    node = the_configuration(made, tmp_path)
+    assert node.orphan_interval_seconds == (0 if central else 600)
+    if central:
+        assert manifest.controller(made).orphan_interval_seconds == 600
+
+
+# Between controller and nodes
+
+
+def test_without_a_controller_no_pod_serves_another(template: Template, tmp_path: Path) -> None:
+    made = template(DISTRIBUTED)
+    node = the_configuration(made, tmp_path)
+    assert (node.controller_address, node.controllers) == (None, None)
+    assert manifest.of_kind(made, "Service") == []
+    assert "enrolment" not in made.read_text()
+    # A right for each account, and the nodes' token as any pod has it.
+    assert "automountServiceAccountToken" not in manifest.node_pod(made)
+
+
+@pytest.mark.parametrize("hosts", [(), ("node",), ("controller",)])
+def test_controller_and_nodes_reach_each_other_and_no_others_reach_them(
+    hosts: tuple[str, ...], template: Template
+) -> None:
+    given = {one: {"hostNetwork": True} for one in hosts}
+    made = template(DEMO | {"networkPolicy": {"enabled": True}} | given)
+    policies = manifest.of_kind(made, "NetworkPolicy")
+    component = "app.kubernetes.io/component"
+    rules = {
+        one["spec"]["podSelector"]["matchLabels"][component]: one["spec"]["ingress"]
+        for one in policies
+    }
+    assert rules.keys() == {"node", "controller"}
+    for of, peer, port in (
+        ("node", "controller", "controller"),
+        ("controller", "node", "enrolment"),
+    ):
+        [rule] = rules[of]
+        assert [one["port"] for one in rule["ports"]] == [port]
+        # A pod with its node's network has no address of its own.
+        assert ("from" in rule) is (peer not in hosts)
+        for one in rule.get("from", []):
+            assert one.keys() == {"podSelector"}
+            assert one["podSelector"]["matchLabels"][component] == peer
+            pods = [it["spec"]["template"] for it in manifest.objects(made) if it["kind"] in PODS]
+            chosen = [
+                it
+                for it in pods
+                if one["podSelector"]["matchLabels"].items() <= it["metadata"]["labels"].items()
+            ]
+            assert len(chosen) == 1
+
+
+def test_nodes_on_their_hosts_network_find_the_controllers_service(template: Template) -> None:
+    pod = manifest.node_pod(template(DEMO | {"node": {"hostNetwork": True}}))
+    assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+    chosen = DEMO | {"node": {"hostNetwork": True, "dnsPolicy": "Default"}}
+    assert manifest.node_pod(template(chosen))["dnsPolicy"] == "Default"
+    assert "dnsPolicy" not in manifest.node_pod(template(DEMO))
+    distributed = DISTRIBUTED | {"node": {"hostNetwork": True}}
+    assert "dnsPolicy" not in manifest.node_pod(template(distributed))
+
+
+@pytest.mark.parametrize(
+    ("central", "modify", "does"),
+    [
+        (True, "auto", True),
+        (True, False, False),
+        (False, "auto", False),
+        (False, True, True),
+    ],
+)
+def test_volumes_are_modified_in_any_cluster_with_a_controller(
+    central: bool, modify: object, does: bool, template: Template
+) -> None:
+    made = template(in_mode(DEMO | {"sidecars": {"resizer": {"modify": modify}}}, central))
+    flags = manifest.flags(manifest.container(made, "resizer"))
+    assert flags.get("feature-gates") == (None if does else "VolumeAttributesClass=false")
+
+
+def test_without_a_controller_a_provisioner_asks_its_own_node_only(template: Template) -> None:
+    flags = manifest.flags(manifest.container(template(DISTRIBUTED), "provisioner"))
+    assert {"node-deployment", "strict-topology"} <= flags.keys()
+    assert flags["capacity-ownerref-level"] == "0"
 
 
 def test_any_setting_and_argument_is_passed_through_as_it_is(
@@ -389,11 +569,15 @@ def test_a_wanted_affinity_holds_on_the_processors_of_the_image(template: Templa
         ("ServiceMonitor", "serviceMonitor", "endpoints"),
     ],
 )
+@both_modes
 def test_alerts_and_dashboard_name_the_node(
-    kind: str, value: str, endpoints: str, template: Template
+    kind: str, value: str, endpoints: str, central: bool, template: Template
 ) -> None:
     more = {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "carver"}
-    made = template(DEMO | {value: {"enabled": True, "relabelings": [more]}})
+    made = template(in_mode(DEMO | {value: {"enabled": True, "relabelings": [more]}}, central))
+    chosen = manifest.the(made, kind)["spec"]["selector"]
+    expected = {"node", "controller"} if central else {"node"}
+    assert components(chosen) - {"metrics"} | {"node"} == expected
     [endpoint] = manifest.the(made, kind)["spec"][endpoints]
     node = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "instance"}
     assert endpoint["relabelings"] == [node, more]

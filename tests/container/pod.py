@@ -96,7 +96,8 @@ class Pod:
     def words(self, node_name: str, **environment: str) -> list[str]:
         """The command that runs it on a node of that name; `environment` comes on top."""
         one = self.container
-        variables = {variable["name"]: node_name for variable in one["env"]} | environment
+        given = {each["name"]: each.get("value", node_name) for each in one["env"]}
+        variables = given | environment
         return [
             *("ctr", "--namespace", NAMESPACE, "run", "--detach"),
             *("--pid-file", PID_FILE, "--log-uri", f"file://{LOG}"),
@@ -133,7 +134,8 @@ class Pod:
         # Outer places first.
         for mount in sorted(self.container["volumeMounts"], key=lambda one: one["mountPath"]):
             volume, place = volumes[mount["name"]], mount["mountPath"]
-            if "emptyDir" in volume:
+            # Without a cluster there is no token to enrol with.
+            if "emptyDir" in volume or "projected" in volume:
                 yield f"type=tmpfs,src=tmpfs,dst={place},options=nosuid:nodev"
                 continue
             source = f"{FOLDER}/config" if "configMap" in volume else volume["hostPath"]["path"]

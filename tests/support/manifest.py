@@ -1,5 +1,6 @@
 """What a file of Kubernetes' objects says: read as kubelet and Carver would, and checked."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -154,6 +155,22 @@ GATES: Mapping[str, set[str]] = {
 }
 
 
+def controller(path: Path) -> settings.Config:
+    """What `carver controller` makes of its container's arguments and environment."""
+    one = container(path, "controller")
+    arguments = cli.parser().parse_args([*one["args"], "--config", os.devnull])
+    return settings.load(arguments, {one["name"]: one["value"] for one in one["env"]})
+
+
+def is_central(path: Path) -> bool:
+    """Whether one controller serves the whole cluster."""
+    return any(one["name"] == "controller" for one in containers(path))
+
+
+# Carver's own containers.
+OWN = {"carver", "controller"}
+
+
 def flags(one: Mapping[str, Any]) -> dict[str, str]:
     """A sidecar's arguments, each as it is at last."""
     pairs = (word.removeprefix("--").partition("=") for word in one["args"])
@@ -170,7 +187,7 @@ def check_pods(path: Path) -> None:
         for mount in mounts_of_pod:
             assert paths.get(mount["name"], mount["mountPath"]) == mount["mountPath"]
     for one in containers(path):
-        if one["name"] != "carver":
+        if one["name"] not in OWN:
             check_flags(one)
 
 

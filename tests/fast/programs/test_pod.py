@@ -26,7 +26,9 @@ def test_the_command_has_the_mounts_and_the_privileges_of_the_manifest(
 
     assert {"--privileged", "--read-only"} <= set(words)
     assert options(words, "--with-ns") == [namespace]
-    assert options(words, "--env") == ["CARVER_NODE_ID=node-1", "CARVER_LOG_LEVEL=debug"]
+    variables = options(words, "--env")
+    assert (variables[0], variables[-1]) == ("CARVER_NODE_ID=node-1", "CARVER_LOG_LEVEL=debug")
+    assert "CARVER_CONTROLLERS=carver-controller.carver-system.svc:9811" in variables
     mounts = options(words, "--mount")
     kubelet = "/var/lib/kubelet/plugins"
     assert f"type=bind,src={kubelet},dst={kubelet},options=rbind:rshared:rw" in mounts

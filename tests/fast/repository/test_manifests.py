@@ -15,9 +15,11 @@ import serving
 from fakes.host import FakeHost
 from manifest import (
     KUBERNETES_VERSION,
+    OWN,
     container,
     containers,
     host_paths,
+    is_central,
     mounts,
     names,
     node_pod,
@@ -29,6 +31,7 @@ from manifest import (
 
 from agent.core import settings
 from agent.core.requests import ModifyVolume
+from agent.extras.controller import certificates
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +40,10 @@ VALUES = ROOT / "deploy" / "helm" / "values"
 SETS = sorted(KUBERNETES.glob("*.yaml"))
 EXAMPLES = sorted((KUBERNETES / "examples").glob("*.yaml"))
 
+CENTRAL = [path for path in SETS if is_central(path)]
+
 every_set = pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
+every_central = pytest.mark.parametrize("path", CENTRAL, ids=lambda path: path.stem)
 every_file = pytest.mark.parametrize("path", [*SETS, *EXAMPLES], ids=lambda path: path.stem)
 
 
@@ -83,7 +89,7 @@ def test_snapshots_have_a_class_where_they_have_a_sidecar_and_groups_are_off(pat
     for one in classes:
         assert (one["driver"], one["deletionPolicy"]) == (settings.DRIVER_NAME, "Delete")
         flags = manifest.flags(container(path, "snapshotter"))
-        assert flags["node-deployment"] == "true"
+        assert ("node-deployment" in flags) is not is_central(path)
         # The snapshotter has had them on by default since 8.7.
         assert flags["feature-gates"] == "CSIVolumeGroupSnapshot=false"
 
@@ -99,6 +105,10 @@ def test_there_is_a_manifest_for_each_set_of_values_and_no_other() -> None:
     assert [path.name for path in SETS] == sorted(path.name for path in VALUES.glob("*.yaml"))
 
 
+def test_a_cluster_of_one_node_has_no_controller_and_others_have() -> None:
+    assert [path.stem for path in CENTRAL] == ["container-lvm2", "host-lvm2"]
+
+
 # Carver itself
 
 
@@ -108,12 +118,129 @@ def test_carver_accepts_its_configuration(path: Path, tmp_path: Path) -> None:
     assert loaded.node_id == "node-1"
     assert loaded.endpoint == settings.DEFAULT_SOCKET
     assert loaded.device_class("") is not None
-    assert not loaded.controller_expand
+    # The one resizer of nodes without a controller would call the wrong node.
+    assert loaded.controller_expand is is_central(path)
     own = container(path, "carver")
     assert str(settings.DEFAULT_FILE.parent) in mounts(own)
-    [variable] = own["env"]
-    assert variable["name"] == "CARVER_NODE_ID"
-    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+    fields = {
+        one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"]
+        for one in own["env"]
+        if "valueFrom" in one
+    }
+    address = {"CARVER_ADVERTISED_HOST": "status.podIP"} if is_central(path) else {}
+    assert fields == {"CARVER_NODE_ID": "spec.nodeName"} | address
+
+
+# The controller
+
+
+@every_central
+def test_nodes_enrol_at_the_controllers_service(path: Path, tmp_path: Path) -> None:
+    node, controller = accepted(path, tmp_path), manifest.controller(path)
+    service, deployment = the(path, "Service"), the(path, "Deployment")
+    about = service["metadata"]
+    assert node.controllers is not None
+    assert node.controllers.host == f"{about['name']}.{about['namespace']}.svc"
+    # All controllers are to be reached, one by one, also those that are not ready.
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= labels
+    ports = {one["name"]: one["containerPort"] for one in container(path, "controller")["ports"]}
+    assert controller.enrolment_address is not None
+    assert ports["enrolment"] == controller.enrolment_address.port == node.controllers.port
+    assert {"name": "enrolment", "port": 9811, "targetPort": "enrolment", "protocol": "TCP"} in (
+        service["spec"]["ports"]
+    )
+    # gRPC refuses an address without a host.
+    assert controller.enrolment_address.host
+    assert node.controller_address is not None
+    assert node.controller_address.host
+    ports = {one["name"]: one["containerPort"] for one in container(path, "carver")["ports"]}
+    assert ports["controller"] == node.controller_address.port
+
+
+@every_central
+def test_a_node_s_token_is_for_its_driver_s_controllers_only(path: Path, tmp_path: Path) -> None:
+    node, controller, pod = accepted(path, tmp_path), manifest.controller(path), node_pod(path)
+    [place] = [
+        one["mountPath"]
+        for one in container(path, "carver")["volumeMounts"]
+        if one["name"] == "enrolment"
+    ]
+    assert Path(place) == node.enrolment_directory
+    [volume] = [one["projected"] for one in pod["volumes"] if one["name"] == "enrolment"]
+    token, authority = volume["sources"]
+    assert token["serviceAccountToken"] == {
+        "audience": certificates.controller_name(node.driver_name),
+        "expirationSeconds": 3600,
+        "path": "token",
+    }
+    assert authority["configMap"]["name"] == controller.controller_authority
+    assert authority["configMap"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    # It is not there before the first controller.
+    assert authority["configMap"]["optional"]
+    assert controller.node_account == pod["serviceAccountName"]
+    assert controller.driver_name == node.driver_name
+
+
+@every_central
+def test_a_node_s_pod_is_carver_alone_and_may_ask_the_cluster_nothing(path: Path) -> None:
+    pod = node_pod(path)
+    assert [one["name"] for one in pod["containers"]] == ["carver"]
+    assert pod["automountServiceAccountToken"] is False
+    for kind in ("ClusterRole", "Role"):
+        assert granted(path, kind, pod["serviceAccountName"]) == set()
+    # Nor is a secret put before it.
+    for volume in pod["volumes"]:
+        assert "secret" not in volume
+        assert all("secret" not in one for one in volume.get("projected", {}).get("sources", ()))
+    assert not any(
+        "secretKeyRef" in one.get("valueFrom", {}) for one in pod["containers"][0]["env"]
+    )
+    subjects = {
+        (subject["kind"], subject["name"])
+        for kind in ("ClusterRoleBinding", "RoleBinding")
+        for one in of_kind(path, kind)
+        for subject in one["subjects"]
+    }
+    assert subjects == {("ServiceAccount", "carver-controller")}
+
+
+@every_central
+def test_the_controller_has_nothing_of_its_node(path: Path) -> None:
+    pod = the(path, "Deployment")["spec"]["template"]["spec"]
+    assert host_paths(pod) == {}
+    assert {"hostPID", "hostIPC", "hostNetwork"} & pod.keys() == set()
+    [socket] = pod["volumes"]
+    assert "emptyDir" in socket
+    own = container(path, "controller")["securityContext"]
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert not own["allowPrivilegeEscalation"]
+    assert not own.get("privileged")
+
+
+@every_central
+def test_each_sidecar_has_a_leader_and_serves_the_whole_cluster(path: Path) -> None:
+    for name in ("provisioner", "snapshotter", "resizer"):
+        flags = manifest.flags(container(path, name))
+        assert flags["leader-election"] == "true"
+        assert flags["leader-election-namespace"] == "$(NAMESPACE)"
+        assert "NAMESPACE" in {one["name"] for one in container(path, name)["env"]}
+        assert "node-deployment" not in flags
+    flags = manifest.flags(container(path, "provisioner"))
+    # With it a restore could not go to its source's node.
+    assert "strict-topology" not in flags
+    wanted = {
+        "immediate-topology": "false",
+        "enable-capacity": "true",
+        # Pod, ReplicaSet, Deployment.
+        "capacity-ownerref-level": "2",
+        "extra-create-metadata": "true",
+    }
+    assert wanted.items() <= flags.items()
+    assert the(path, "Deployment")["spec"]["replicas"] == 2
+    assert the(path, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
 
 
 @every_set
@@ -150,7 +277,8 @@ def test_what_carver_mounts_is_seen_by_kubelet(path: Path) -> None:
 
 @every_set
 def test_the_sidecars_talk_to_the_socket_that_carver_serves(path: Path, tmp_path: Path) -> None:
-    endpoint = accepted(path, tmp_path).endpoint
+    node = accepted(path, tmp_path)
+    endpoint = manifest.controller(path).endpoint if is_central(path) else node.endpoint
     for name in ("provisioner", "resizer"):
         one = container(path, name)
         assert f"--csi-address={endpoint}" in one["args"]
@@ -165,9 +293,9 @@ def test_pods_are_as_their_sidecars_and_volumes_need_them(path: Path) -> None:
 # Sidecars
 
 
-@every_set
-def test_the_provisioner_serves_its_own_node(path: Path) -> None:
+def test_without_a_controller_the_provisioner_serves_its_own_node() -> None:
     """Also immediate binding; and a node's capacity goes with its pod."""
+    [path] = [path for path in SETS if not is_central(path)]
     one = container(path, "provisioner")
     wanted = {
         "node-deployment-immediate-binding": "true",
@@ -184,15 +312,17 @@ def test_pods_run_only_where_they_can_work(path: Path) -> None:
     node, controller = the(path, "DaemonSet"), the(path, "Deployment")
     labels = node["spec"]["template"]["metadata"]["labels"]
     pod = controller["spec"]["template"]["spec"]
-    [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert term["topologyKey"] == "kubernetes.io/hostname"
-    assert term["labelSelector"]["matchLabels"].items() <= labels.items()
-    assert term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "node"
+    if not is_central(path):
+        # The resizer, beside a Carver to ask.
+        [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+        assert term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "node"
     assert [one.get("tolerations") for one in pod_specs(path)] == [None, None]
-    affinity = node_pod(path)["affinity"]["nodeAffinity"]
-    [expressions] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     processors = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64", "arm64"]}
-    assert expressions == {"matchExpressions": [processors]}
+    for one in (node_pod(path), *[pod] * is_central(path)):
+        required = one["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert required["nodeSelectorTerms"] == [{"matchExpressions": [processors]}]
     for one in (node, controller):
         made = one["spec"]["template"]["metadata"]["labels"].items()
         assert one["spec"]["selector"]["matchLabels"].items() <= made
@@ -233,12 +363,19 @@ def test_everything_that_has_a_namespace_is_in_carver_s(path: Path) -> None:
 def test_the_probes_ask_where_carver_answers(path: Path, tmp_path: Path) -> None:
     address = accepted(path, tmp_path).metrics_address
     assert address is not None
-    [port] = container(path, "carver")["ports"]
-    assert (port["name"], port["containerPort"]) == ("metrics", address.port)
+    assert container(path, "carver")["ports"][0]["name"] == "metrics"
+    assert container(path, "carver")["ports"][0]["containerPort"] == address.port
+    if is_central(path):
+        assert manifest.controller(path).metrics_address == address
     for one in containers(path):
         probes = {key: one[key]["httpGet"] for key in one if key.endswith("Probe")}
         ports = {port["name"] for port in one.get("ports", [])}
         assert {probe["port"] for probe in probes.values()} <= ports
+        if one["name"] == "controller":
+            assert {key: probe["path"] for key, probe in probes.items()} == {
+                "livenessProbe": "/healthz",
+                "readinessProbe": "/healthz",
+            }
         if one["name"] == "carver":
             assert {key: probe["path"] for key, probe in probes.items()} == {
                 "startupProbe": "/healthz",
@@ -303,14 +440,17 @@ def test_each_container_is_pinned_and_has_no_more_than_it_needs(path: Path) -> N
         assert "memory" not in one["resources"].get("limits", {})
         security = one["securityContext"]
         assert security["readOnlyRootFilesystem"]
-        if one["name"] != "carver":
+        if one["name"] not in OWN:
             # Those whose rights were read.
             assert one["image"].partition(":")[2] == TAGS[one["name"]]
             assert security["capabilities"] == {"drop": ["ALL"]}
             assert not security["allowPrivilegeEscalation"]
             assert not security.get("privileged")
-            # SELinux: no other type may open the socket of a privileged container.
-            assert security["seLinuxOptions"] == {"type": "spc_t"}
+            # SELinux: no other type may open the socket of a privileged container. The controller's
+            # is its own pod's.
+            spc = {"seLinuxOptions": {"type": "spc_t"}}
+            assert spc.items() <= security.items() or is_central(path)
+            assert "seLinuxOptions" not in security or not is_central(path)
 
 
 # Rights
@@ -372,6 +512,18 @@ ASKED_FOR: Mapping[str, Mapping[str, set[Right]]] = {
         "Role": rights(("coordination.k8s.io", "leases", f"{READ} delete update create")),
     },
 }
+# agent/extras/controller: enrolment.py and authority.py.
+CONTROLLER: Mapping[str, set[Right]] = {
+    "ClusterRole": rights(
+        ("authentication.k8s.io", "tokenreviews", "create"), ("storage.k8s.io", "csinodes", "list")
+    ),
+    "Role": rights(
+        ("", "pods", "get"),
+        ("", "secrets", "create get update patch"),
+        ("", "configmaps", "create get update patch"),
+    ),
+}
+ASKED_FOR = {**ASKED_FOR, "controller": CONTROLLER}
 TAGS = {"provisioner": "v6.4.0", "resizer": "v2.3.0", "snapshotter": "v8.7.0"}
 
 
@@ -395,23 +547,41 @@ def test_no_account_has_a_right_that_none_of_its_sidecars_asks_for(path: Path, k
     for pod in pod_specs(path):
         sidecars = {one["name"] for one in pod["containers"]} & ASKED_FOR.keys()
         held = granted(path, kind, pod["serviceAccountName"])
-        assert held
+        assert bool(held) is bool(sidecars)
         assert held <= set[Right]().union(*(ASKED_FOR[one][kind] for one in sidecars))
 
 
+@every_central
+def test_the_controller_reaches_one_secret_by_its_name(path: Path) -> None:
+    authority = manifest.controller(path).controller_authority
+    rules = [
+        rule
+        for kind in ("ClusterRole", "Role")
+        for role in of_kind(path, kind)
+        for rule in role["rules"]
+        if {"secrets", "configmaps", "*"} & set(rule["resources"])
+    ]
+    [made, own] = rules
+    # RBAC has no names for what is not there yet.
+    assert (made["verbs"], "resourceNames" in made) == (["create"], False)
+    assert own["resourceNames"] == [authority]
+    assert rules == [rule for role in of_kind(path, "Role") for rule in role["rules"]][-2:]
+
+
 @every_set
-def test_volumes_are_modified_by_the_one_resizer_only_where_there_is_one_node(path: Path) -> None:
-    """It would call the Carver of its own node, whichever has the volume."""
-    # Every node can make one with a VolumeAttributesClass.
-    account = node_pod(path)["serviceAccountName"]
+def test_volumes_are_modified_where_they_are(path: Path) -> None:
+    """By a controller, or where there is one node: else the resizer would call the wrong one."""
+    accounts = {
+        one["name"]: pod["serviceAccountName"]
+        for pod in pod_specs(path)
+        for one in pod["containers"]
+    }
+    # A volume can be made with a VolumeAttributesClass.
     made = ("storage.k8s.io", "volumeattributesclasses", "get")
-    assert made in granted(path, "ClusterRole", account)
+    assert made in granted(path, "ClusterRole", accounts["provisioner"])
     right = ("storage.k8s.io", "volumeattributesclasses", "watch")
-    off = "--feature-gates=VolumeAttributesClass=false" in container(path, "resizer")["args"]
-    assert off is (path.stem != "kind")
-    for pod in pod_specs(path):
-        if "resizer" in {one["name"] for one in pod["containers"]}:
-            assert (right in granted(path, "ClusterRole", pod["serviceAccountName"])) is not off
+    assert "feature-gates" not in manifest.flags(container(path, "resizer"))
+    assert right in granted(path, "ClusterRole", accounts["resizer"])
 
 
 def test_the_example_s_attributes_are_such_as_a_volume_may_have() -> None:

@@ -28,8 +28,36 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{ .Values.serviceAccounts.node.name | default (printf "%s-node" (include "carver.fullname" .)) }}
 {{- end }}
 
-{{- define "carver.resizerAccount" -}}
-{{ .Values.serviceAccounts.resizer.name | default (printf "%s-resizer" (include "carver.fullname" .)) }}
+{{- /* What the Deployment is: the cluster's controller, or where there is none the resizer. */ -}}
+{{- define "carver.component" -}}
+{{ ternary "controller" "resizer" .Values.controller.enabled }}
+{{- end }}
+
+{{- /* The Deployment's name; the controller's Service, Secret and ConfigMap have it, too. */ -}}
+{{- define "carver.controller" -}}
+{{ include "carver.fullname" . }}-{{ include "carver.component" . }}
+{{- end }}
+
+{{- define "carver.controllerAccount" -}}
+{{ .Values.serviceAccounts.controller.name | default (include "carver.controller" .) }}
+{{- end }}
+
+{{- /* Who runs the sidecars but the resizer, and asks the cluster for orphans. */ -}}
+{{- define "carver.sidecarsAccount" -}}
+{{ include (ternary "carver.controllerAccount" "carver.nodeAccount" .Values.controller.enabled) . }}
+{{- end }}
+
+{{- /* Where the sidecars have the socket. */ -}}
+{{- define "carver.socketDir" -}}
+{{ ternary "/csi" (include "carver.pluginDir" .) .Values.controller.enabled }}
+{{- end }}
+
+{{- /* "true" where the resizer changes volumes whose claims get another VolumeAttributesClass. */ -}}
+{{- define "carver.modify" -}}
+{{- $modify := .Values.sidecars.resizer.modify | toString }}
+{{- if eq $modify "auto" }}
+{{- if .Values.controller.enabled }}true{{ end }}
+{{- else if eq $modify "true" }}true{{ end }}
 {{- end }}
 
 {{- /*
@@ -77,9 +105,11 @@ have from the chart's values what they do not say.
 {{- /* config.toml of a pool. What Kubernetes decides comes from the chart's own values. */ -}}
 {{- define "carver.config" -}}
 {{- $own := dict "log_format" "json" -}}
+{{- if not .Values.controller.enabled -}}
 # One external-resizer serves the whole cluster and would call the wrong node's Controller; so
 # NodeExpandVolume grows the volume too.
 controller_expand = false
+{{ end -}}
 lvm = {{ ternary "host" "direct" (eq .pool.lvm2 "host") | quote }}
 {{- if ne .Values.driverName "lvm.csi.carver" }}
 driver_name = {{ .Values.driverName | quote }}
@@ -91,7 +121,7 @@ endpoint = {{ printf "%s/csi.sock" (include "carver.pluginDir" .) | quote }}
 kubelet_dir = [{{ .Values.kubeletDir | quote }}]
 registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | quote }}
 {{- end }}
-{{- if .Values.orphans.enabled }}
+{{- if and .Values.orphans.enabled (not .Values.controller.enabled) }}
 {{- $_ := set $own "orphan_interval_seconds" (int .Values.orphans.intervalSeconds) }}
 {{- end }}
 {{- if ne (include "carver.stateDir" .) "/var/lib/carver" }}
@@ -130,20 +160,27 @@ httpGet:
 {{- toYaml $affinity }}
 {{- end }}
 
-{{- /* The resizer's affinity: its own, and a node that has a Carver to ask. */ -}}
-{{- define "carver.resizerAffinity" -}}
+{{- /*
+The Deployment's affinity: its own, and for the controller a processor that there is an image for, for
+the resizer a node that has a Carver to ask.
+*/ -}}
+{{- define "carver.controllerAffinity" -}}
+{{- if .Values.controller.enabled }}
+{{- include "carver.nodeAffinity" (dict "node" .Values.controller "image" .Values.image) }}
+{{- else }}
 {{- $labels := include "carver.selector" . | fromYaml }}
 {{- $_ := set $labels "app.kubernetes.io/component" "node" }}
 {{- $carver := dict "labelSelector" (dict "matchLabels" $labels) "topologyKey" "kubernetes.io/hostname" }}
-{{- $affinity := deepCopy .Values.resizer.affinity }}
+{{- $affinity := deepCopy .Values.controller.affinity }}
 {{- $pods := $affinity.podAffinity | default dict }}
 {{- $required := append ($pods.requiredDuringSchedulingIgnoredDuringExecution | default list) $carver }}
 {{- $_ := set $pods "requiredDuringSchedulingIgnoredDuringExecution" $required }}
 {{- $_ := set $affinity "podAffinity" $pods }}
 {{- toYaml $affinity }}
 {{- end }}
+{{- end }}
 
-{{- /* A pod's fields that the DaemonSets and the resizer have alike; `values` are node or resizer. */ -}}
+{{- /* A pod's fields that DaemonSets and Deployment have alike; `values` are node or controller. */ -}}
 {{- define "carver.pod" -}}
 priorityClassName: {{ .values.priorityClassName }}
 terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
@@ -177,29 +214,36 @@ initContainers:
 
 {{- /* What the values of a sidecar, `one`, say of its container beside arguments and environment. */ -}}
 {{- define "carver.sidecar" -}}
-{{- /* A sidecar talks to the API server and to one socket, which only root may open. */}}
-{{- $security := dict "runAsUser" 0 "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true }}
-{{- $_ := set $security "capabilities" (dict "drop" (list "ALL")) }}
-{{- $_ := set $security "seccompProfile" (dict "type" "RuntimeDefault") }}
-{{- with .root.Values.sidecars.seLinuxOptions }}
-{{- $_ := set $security "seLinuxOptions" . }}
-{{- end -}}
 securityContext:
-  {{- include "carver.merged" (dict "map" $security "over" .one.securityContext) | nindent 2 }}
+  {{- include "carver.unprivileged" . | nindent 2 }}
 {{- with .one.resources }}
 resources:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 volumeMounts:
   - name: socket
-    mountPath: {{ include "carver.pluginDir" .root }}
+    mountPath: {{ include "carver.socketDir" .root }}
 {{- with .one.extraVolumeMounts }}
 {{ toYaml . | indent 2 }}
 {{- end }}
 {{- end }}
 
+{{- define "carver.unprivileged" -}}
+{{- /* It talks to the API server and to one socket, which only root may open. */}}
+{{- $security := dict "runAsUser" 0 "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true }}
+{{- $_ := set $security "capabilities" (dict "drop" (list "ALL")) }}
+{{- $_ := set $security "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- if and .root.Values.sidecars.seLinuxOptions (not .root.Values.controller.enabled) }}
+{{- $_ := set $security "seLinuxOptions" .root.Values.sidecars.seLinuxOptions }}
+{{- end }}
+{{- include "carver.merged" (dict "map" $security "over" (.one.securityContext | default dict)) }}
+{{- end }}
+
 {{- define "carver.check" -}}
 {{- $set := list "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
+{{- if .Values.controller.enabled }}
+{{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "node_account" "orphan_interval_seconds") }}
+{{- end }}
 {{- $names := list }}
 {{- range include "carver.pools" . | fromYamlArray }}
 {{- if and (eq .lvm2 "host") (not .udev) }}
@@ -234,8 +278,8 @@ volumeMounts:
 {{- if and .enabled (not (and .tlsSecret .caCert)) }}
 {{- fail "sidecars.snapshotMetadata needs tlsSecret and caCert" }}
 {{- end }}
-{{- if and .enabled $.Values.pools }}
-{{- fail "sidecars.snapshotMetadata is for clusters of one node, and pools are for several" }}
+{{- if and .enabled $.Values.pools (not $.Values.controller.enabled) }}
+{{- fail "sidecars.snapshotMetadata without controller.enabled is for clusters of one node, and pools are for several" }}
 {{- end }}
 {{- end }}
 {{- if and .Values.sidecars.snapshotter.groups (not (include "carver.snapshots" .)) }}

@@ -1,0 +1,173 @@
+{{- /*
+The stock sidecars beside the socket: in the controller's pod all, each with a leader among the
+replicas; without a controller those of each node.
+*/ -}}
+{{- define "carver.sidecars" -}}
+{{- $root := . }}
+{{- $central := .Values.controller.enabled }}
+{{- with .Values.sidecars.provisioner }}
+- name: provisioner
+  image: {{ include "carver.image" .image }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  args:
+    - --csi-address={{ include "carver.socketDir" $root }}/csi.sock
+    {{- if $central }}
+    {{- include "carver.leader" $root | nindent 4 }}
+    {{- /* All nodes are allowed, and the chosen one is preferred: a restore goes to its source's. */}}
+    {{- else }}
+    - --node-deployment
+    - --node-deployment-immediate-binding={{ .immediateBinding.enabled }}
+    {{- if .immediateBinding.enabled }}
+    - --node-deployment-base-delay={{ .immediateBinding.baseDelay }}
+    - --node-deployment-max-delay={{ .immediateBinding.maxDelay }}
+    {{- end }}
+    # A volume is asked for on the node that was chosen, and on no other.
+    - --strict-topology
+    {{- end }}
+    - --immediate-topology=false
+    - --enable-capacity
+    {{- if $central }}
+    # The Deployment owns the objects of the nodes' capacity: they go with it.
+    - --capacity-ownerref-level=2
+    # A node that hangs holds up one of them.
+    - --capacity-threads=10
+    {{- else }}
+    # The pod owns the objects of its node's capacity: they go with it, and with the node.
+    - --capacity-ownerref-level=0
+    {{- end }}
+    - --capacity-poll-interval={{ .capacityPollInterval }}
+    - --extra-create-metadata
+    - --timeout={{ .timeout }}
+    {{- if not (include "carver.snapshots" $root) }}
+    - --snapshot-orphan-sweep-interval=0
+    {{- end }}
+    - --v={{ .logLevel }}
+    {{- with .extraArgs }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  env:
+    {{- if not $central }}
+    - name: NODE_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: spec.nodeName
+    {{- end }}
+    {{- include "carver.namespaceVariable" $root | nindent 4 }}
+    - name: POD_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.name
+    {{- with .extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+{{- end }}
+{{- if include "carver.snapshots" . }}
+{{- with .Values.sidecars.snapshotter }}
+- name: snapshotter
+  image: {{ include "carver.image" .image }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  args:
+    - --csi-address={{ include "carver.socketDir" $root }}/csi.sock
+    {{- if $central }}
+    {{- include "carver.leader" $root | nindent 4 }}
+    {{- else if not .groups }}
+    # Acts on what the snapshot-controller has labelled with its node, which group snapshots
+    # never are.
+    - --node-deployment
+    {{- end }}
+    - --feature-gates=CSIVolumeGroupSnapshot={{ .groups }}
+    - --timeout={{ .timeout }}
+    - --v={{ .logLevel }}
+    {{- with .extraArgs }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  env:
+    {{- if $central }}
+    {{- include "carver.namespaceVariable" $root | nindent 4 }}
+    {{- else }}
+    - name: NODE_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: spec.nodeName
+    {{- end }}
+    {{- with .extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- if $central }}
+{{ include "carver.resizer" . }}
+{{- end }}
+{{- with .Values.sidecars.snapshotMetadata }}
+{{- if .enabled }}
+- name: snapshot-metadata
+  image: {{ include "carver.image" .image }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  args:
+    - --csi-address={{ include "carver.socketDir" $root }}/csi.sock
+    - --port=50051
+    - --tls-cert=/run/snapshot-metadata/tls.crt
+    - --tls-key=/run/snapshot-metadata/tls.key
+    # Its health stands there, too; nothing in the pod asks.
+    - --http-endpoint=127.0.0.1:8080
+    - --timeout={{ .timeout }}
+    - --v={{ .logLevel }}
+    {{- with .extraArgs }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .extraEnv }}
+  env:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports:
+    - name: cbt
+      containerPort: 50051
+      protocol: TCP
+  {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+    - name: snapshot-metadata
+      mountPath: /run/snapshot-metadata
+      readOnly: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "carver.resizer" -}}
+{{- $root := . }}
+{{- with .Values.sidecars.resizer -}}
+- name: resizer
+  image: {{ include "carver.image" .image }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  args:
+    - --csi-address={{ include "carver.socketDir" $root }}/csi.sock
+    {{- include "carver.leader" $root | nindent 4 }}
+    - --handle-volume-inuse-error=false
+    {{- if not (include "carver.modify" $root) }}
+    - --feature-gates=VolumeAttributesClass=false
+    {{- end }}
+    - --timeout={{ .timeout }}
+    - --v={{ .logLevel }}
+    {{- with .extraArgs }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  env:
+    {{- include "carver.namespaceVariable" $root | nindent 4 }}
+    {{- with .extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "carver.leader" -}}
+- --leader-election
+- --leader-election-namespace=$(NAMESPACE)
+{{- end }}
+
+{{- define "carver.namespaceVariable" -}}
+- name: NAMESPACE
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.namespace
+{{- end }}
