@@ -191,7 +191,7 @@ SETTINGS: Mapping[str, Setting] = {
         "how long something must be an orphan before it counts as one; 60 or more",
     ),
     "controller_address": Setting(
-        values.parse_address,
+        values.parse_grpc_address,
         "",
         "serve the cluster's controller there over TLS, such as 0.0.0.0:9810; empty: nowhere",
     ),
@@ -220,7 +220,7 @@ SETTINGS: Mapping[str, Setting] = {
         "the directory with the pod's token for the controllers, and their ca.crt",
     ),
     "enrolment_address": Setting(
-        values.parse_address, ":9811", "where `carver controller` serves nodes that enrol"
+        values.parse_grpc_address, ":9811", "where `carver controller` serves nodes that enrol"
     ),
     "controller_authority": Setting(
         str,

@@ -142,6 +142,12 @@ def parse_address(value: object) -> Address | None:
     return Address(match[1].strip("[]"), int(match[2]))
 
 
+def parse_grpc_address(value: object) -> Address | None:
+    """Where gRPC is to listen, which refuses an empty host: `::` is all addresses, IPv4 too."""
+    found = parse_address(value)
+    return found if found is None or found.host else Address("::", found.port)
+
+
 def parse_node_id(value: object) -> str:
     """A node's name as Kubernetes allows it."""
     text = str(value)

@@ -483,6 +483,12 @@ def test_controller_and_nodes_reach_each_other_and_no_others_reach_them(
             assert len(chosen) == 1
 
 
+def test_deleted_nodes_are_forgotten_only_where_that_is_wanted(template: Template) -> None:
+    assert not manifest.controller(template(DEMO)).forget_deleted_nodes
+    wanted = DEMO | {"controller": {"forgetDeletedNodes": True}}
+    assert manifest.controller(template(wanted)).forget_deleted_nodes
+
+
 def test_nodes_on_their_hosts_network_find_the_controllers_service(template: Template) -> None:
     pod = manifest.node_pod(template(DEMO | {"node": {"hostNetwork": True}}))
     assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"

@@ -170,10 +170,16 @@ def _tolerations(nodes: Iterable[Object]) -> list[Object]:
 
 
 def _is_carver(daemonset: Object, driver: str) -> bool:
-    """Whether its pods have the folder of the driver's socket."""
+    """Whether its pods have the folder of the driver's socket, or a token for its controller."""
     volumes = path(daemonset, "spec", "template", "spec", "volumes", default=[]) or []
     places = [str(path(one, "hostPath", "path", default="")) for one in volumes]
-    return any(place.rstrip("/").endswith(f"/plugins/{driver}") for place in places)
+    audiences = {
+        path(source, "serviceAccountToken", "audience")
+        for one in volumes
+        for source in path(one, "projected", "sources", default=[]) or []
+    }
+    is_central = f"controller.{driver}" in audiences
+    return is_central or any(place.rstrip("/").endswith(f"/plugins/{driver}") for place in places)
 
 
 def _like(kubectl: Kubectl, driver: str, name: str) -> Object:
@@ -199,8 +205,14 @@ def _no_snapshots(kubectl: Kubectl, daemonsets: Sequence[Object]) -> str:
         if error.passing or error.reason not in {"", "NotFound"}:
             raise
         return "the cluster has no CRDs of snapshot.storage.k8s.io/v1"
+    namespaces = {one["metadata"]["namespace"] for one in daemonsets}
+    deployments = [
+        one for one in kubectl.all("deployments.apps") if one["metadata"]["namespace"] in namespaces
+    ]
     images = {
-        one["image"] for it in daemonsets for one in it["spec"]["template"]["spec"]["containers"]
+        one["image"]
+        for it in [*daemonsets, *deployments]
+        for one in it["spec"]["template"]["spec"]["containers"]
     }
     if daemonsets and not any("snapshotter" in image for image in images):
         return "Carver runs without external-snapshotter (sidecars.snapshotter.enabled)"

@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +102,15 @@ def test_an_address_to_listen_on_is_read_as_it_is_shown(
 ) -> None:
     assert load(tmp_path, f'metrics_address = "{text}"').metrics_address == address
     assert str(address) == shown
+
+
+@pytest.mark.parametrize("key", ["controller_address", "enrolment_address"])
+def test_grpc_can_listen_on_an_address_without_a_host(tmp_path: Path, key: str) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = getattr(load(tmp_path, f'{key} = ":0"'), key)
+    # It raises RuntimeError where it refuses the address.
+    assert server.add_insecure_port(str(address))
+    server.stop(None)
 
 
 @pytest.mark.parametrize(

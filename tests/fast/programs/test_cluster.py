@@ -15,6 +15,7 @@ from typing import Protocol
 
 import kubernetes_validate
 import pytest
+import yaml
 from cluster import checks, installation, objects, run, site
 from cluster.kubectl import Kubectl, Object, Refused
 from fakes import cluster as fake_cluster
@@ -214,6 +215,23 @@ def test_checks_name_what_the_cluster_lacks(
     assert {one for one, found in outcomes(printed).items() if found == outcome} == missing
     assert sentence in printed
     assert left(cluster) == []
+
+
+@pytest.mark.parametrize("without", ["", "snapshotter"])
+def test_a_cluster_with_a_controller_is_found_by_its_manifest(
+    cluster: FakeCluster, without: str
+) -> None:
+    manifest = PROGRAM.parents[2] / "deploy" / "kubernetes" / "container-lvm2.yaml"
+    for one in yaml.safe_load_all(manifest.read_text()):
+        about = one["metadata"]
+        if one["kind"] in {"DaemonSet", "Deployment"}:
+            pod = one["spec"]["template"]["spec"]
+            pod["containers"] = [it for it in pod["containers"] if it["name"] != without]
+            key = (f"{one['kind'].lower()}s", about["namespace"], about["name"])
+            cluster.objects[key] = one
+    found = installation.find(Kubectl(cluster.execute), DRIVER)
+    assert [one["metadata"]["name"] for one in found.daemonsets] == ["carver-node"]
+    assert ("snapshotter" in found.no_snapshots) is bool(without)
 
 
 def test_nodes_that_run_carver_by_systemd_need_an_image(cluster: FakeCluster, tried: Tried) -> None:

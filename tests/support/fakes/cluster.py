@@ -317,7 +317,7 @@ class FakeCluster:
         """Carver has a pod on each of its nodes, where it has a DaemonSet."""
         if ("daemonsets", "carver-system", "carver-node") not in self.objects:
             return
-        pods = {it["spec"]["nodeName"] for it in self._pods("carver-system")}
+        pods = {it["spec"].get("nodeName") for it in self._pods("carver-system")}
         spec = self.objects["daemonsets", "carver-system", "carver-node"]["spec"]
         for node in {"one", "two"} - pods:
             self._count += 1
