@@ -16,7 +16,7 @@ from real.any import AnyHost
 
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
-from agent.extras.controller import certificates, nodes
+from agent.extras.controller import certificates
 from agent.extras.controller.certificates import Certificates
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -237,7 +237,8 @@ def test_only_the_controller_may_call_a_node(two: Cluster) -> None:
         if who == "another authority":
             shown = replace(shown, authority=two.authority.certificate)
         name = certificates.node_name("a", two.config.driver_name)
-        with grpc.secure_channel(two.address("a"), shown.for_client(), nodes.options(name)) as to:
+        options = certificates.options(name)
+        with grpc.secure_channel(two.address("a"), shown.for_client(), options) as to:
             stub = csi_pb2_grpc.ControllerStub(to)
             request = csi.ListVolumesRequest()
             code, why = refused(lambda: stub.ListVolumes(request, timeout=10))  # noqa: B023
@@ -269,7 +270,8 @@ def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
 def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> None:
     shown = Certificates.read(two.directory / "controller")
     name = certificates.node_name("a", two.config.driver_name)
-    with grpc.secure_channel(two.address("a"), shown.for_client(), nodes.options(name)) as to:
+    options = certificates.options(name)
+    with grpc.secure_channel(two.address("a"), shown.for_client(), options) as to:
         for path in ("/csi.v1.Node/NodeGetInfo", "/carver.v2.Operator/VolumesHere"):
             call: Any = to.unary_unary(path)
             assert refused(lambda: call(b"", timeout=10))[0] is (  # noqa: B023

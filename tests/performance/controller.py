@@ -124,7 +124,7 @@ class Bench:
         name = certificates.node_name(name_of(0), DRIVER_NAME)
         direct, routed = [], []
         async with grpc.aio.secure_channel(
-            address, shown.for_client(), nodes.options(name)
+            address, shown.for_client(), certificates.options(name)
         ) as channel:
             await self.get(0, channel)
             for _ in range(rounds):

@@ -15,7 +15,7 @@ import grpc
 from authority import Authority
 
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
-from agent.extras.controller import certificates, nodes
+from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
 from proto import csi_pb2 as csi
 
@@ -54,9 +54,9 @@ class SimulatedNode:
             name=DRIVER_NAME,
             vendor_version="0.1.0",
             manifest={
-                nodes.NODE_ID: self.name,
-                nodes.SEGMENTS: json.dumps({TOPOLOGY_KEY: self.name}),
-                nodes.GROUPS: json.dumps(self.groups),
+                routes.NODE_ID: self.name,
+                routes.SEGMENTS: json.dumps({TOPOLOGY_KEY: self.name}),
+                routes.GROUPS: json.dumps(self.groups),
             },
         ).SerializeToString()
 

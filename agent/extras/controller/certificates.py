@@ -5,14 +5,13 @@ node's key opens no other node, and answers for no other node.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
-from cryptography import x509
 
 from agent.core import errors
 
@@ -20,6 +19,13 @@ _log = logging.getLogger(__name__)
 
 # A key of gRPC's ServicerContext.auth_context.
 _NAMES = "x509_subject_alternative_name"
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+    # A connection whose other end is gone is found within this.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
 
@@ -31,6 +37,11 @@ def controller_name(driver_name: str) -> str:
 def node_name(node_id: str, driver_name: str) -> str:
     """The DNS name in a node's certificate."""
     return f"{node_id}.node.{driver_name}".lower()
+
+
+def options(server_name: str) -> Sequence[tuple[str, str | int]]:
+    """A channel's options; the server must have that name in its certificate."""
+    return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name))
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,9 @@ class Certificates:
     @property
     def ends_seconds(self) -> float:
         """When the certificate ends, in seconds of the epoch."""
+        # Here, as the node's service does not need it: 12 MiB.
+        from cryptography import x509
+
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc.timestamp()
 
     def for_client(self) -> grpc.ChannelCredentials:

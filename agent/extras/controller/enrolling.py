@@ -19,7 +19,6 @@ from agent.core.values import Address
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import certificate_request, key_as_pem, new_key
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.nodes import options
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
@@ -114,7 +113,9 @@ class Enroller:
                 self._channels.pop(known).close()
             credentials = grpc.ssl_channel_credentials(authority)
             name = certificates.controller_name(self._config.driver_name)
-            self._channels[wanted] = grpc.secure_channel(controller, credentials, options(name))
+            self._channels[wanted] = grpc.secure_channel(
+                controller, credentials, certificates.options(name)
+            )
         return self._channels[wanted]
 
     def _token(self) -> str:

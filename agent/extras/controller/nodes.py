@@ -19,12 +19,10 @@ import grpc
 
 from agent.core import errors, values
 from agent.core.ids import VolumeId
+from agent.extras.controller import routes
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
-
-# Keys of GetPluginInfoResponse.manifest.
-NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
 # How often a node that answers is asked, and one that does not.
@@ -38,20 +36,8 @@ _MOST_NAMED = 5
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced.
 _GRACE_SECONDS = 60.0
-_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 5000),
-    # A connection whose other end is gone is found within this.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
 # Makes a channel to a node by its name and address.
 Connect = Callable[[str, str], grpc.aio.Channel]
-
-
-def options(server_name: str) -> Sequence[tuple[str, str | int]]:
-    """A channel's options; the server must have that name in its certificate."""
-    return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name))
 
 
 def read(path: Path) -> Mapping[str, str]:
@@ -310,13 +296,15 @@ class Nodes:
     def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
         """Take what a node says of itself. Raises ValueError where it cannot be so."""
         manifest = said.manifest
-        if (said.name, manifest.get(NODE_ID)) != (self._driver_name, node.name):
+        name = manifest.get(routes.NODE_ID)
+        if (said.name, name) != (self._driver_name, node.name):
             raise ValueError(
-                f"it is node {manifest.get(NODE_ID)!r} of driver {said.name!r}, not {node.name!r}"
+                f"it is node {name!r} of driver {said.name!r}, not {node.name!r}"
                 f" of {self._driver_name!r}"
             )
         node.version = said.vendor_version
-        node.segments, node.groups = _texts(manifest[SEGMENTS]), _texts(manifest[GROUPS])
+        node.segments = _texts(manifest[routes.SEGMENTS])
+        node.groups = _texts(manifest[routes.GROUPS])
         for uuid, owner in list(self._owners.items()):
             if owner == node.name and uuid not in node.groups:
                 self._give_up(uuid)

@@ -143,7 +143,7 @@ class ClusterController:
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
         server_name = certificates.node_name(name, self._config.driver_name)
         credentials = self._certificates.for_client()
-        return grpc.aio.secure_channel(address, credentials, nodes.options(server_name))
+        return grpc.aio.secure_channel(address, credentials, certificates.options(server_name))
 
     async def _shown(self, _request: bytes, _context: Any) -> bytes:
         """Answer `carver controller status`."""

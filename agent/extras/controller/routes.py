@@ -11,6 +11,9 @@ from google.protobuf.message import Message
 
 from proto import csi_pb2 as csi
 
+# Keys of GetPluginInfoResponse.manifest, in which a node says of itself what the controller needs.
+NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
+
 # By service and call: the field with the id of the volume, snapshot or group snapshot.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.Controller": {

@@ -5,23 +5,27 @@ Identity, Controller, GroupController and SnapshotMetadata only: never Node, nor
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import grpc
 
 from agent.core import errors, ids, locks
+from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.identity import Identity
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
-from agent.extras.controller import certificates, nodes
+from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.enrolling import Enroller
 from lvm.labels import PhysicalLabel
 from mount import errors as mount_errors
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
+
+if TYPE_CHECKING:
+    from agent.extras.controller.enrolling import Enroller
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class Listener(Extra):
             if not config.advertised_host:
                 raise errors.BadConfig("controllers", "advertised_host", "is required beside it")
             address = Address(config.advertised_host, self._address.port)
-            self._enroller = Enroller(config, str(address), self._serve)
+            self._enroller = _enroller(config, str(address), self._serve)
         elif config.tls_directory is None:
             raise errors.BadConfig(
                 "controller_address",
@@ -119,6 +123,13 @@ class Listener(Extra):
                 _log.warning("volume group %s is not served: %s", found.name, error)
 
 
+def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
+    # Imported where it is needed: its library takes memory.
+    from agent.extras.controller.enrolling import Enroller
+
+    return Enroller(config, address, begin)
+
+
 class _Routed(Identity):
     """Identity, which also says what the controller must know of a node."""
 
@@ -133,9 +144,9 @@ class _Routed(Identity):
     ) -> csi.GetPluginInfoResponse:
         """Name and version; in the manifest the node, its topology and its groups. No command."""
         answer = super().GetPluginInfo(request, context)
-        answer.manifest[nodes.NODE_ID] = self._config.node_id
-        answer.manifest[nodes.SEGMENTS] = json.dumps(self._config.here)
-        answer.manifest[nodes.GROUPS] = json.dumps(self._groups())
+        answer.manifest[routes.NODE_ID] = self._config.node_id
+        answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
+        answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 
     def _groups(self) -> Mapping[str, str]:
