@@ -427,6 +427,7 @@ def test_the_cluster_is_listed_only_where_orphans_are_looked_for(
     roles = manifest.of_kind(made, "ClusterRole")
     [role] = [one for one in roles if one["metadata"]["name"] == name]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
+    assert ("pods" in role["rules"][0]["resources"]) is not central
     bindings = manifest.of_kind(made, "ClusterRoleBinding")
     [subjects] = [one["subjects"] for one in bindings if one["roleRef"]["name"] == name]
     account = "carver-controller" if central else "carver-node"

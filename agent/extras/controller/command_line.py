@@ -1,4 +1,4 @@
-"""`carver controller` and `carver controller status`."""
+"""`carver controller`, `carver controller status` and `carver controller orphans`."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from agent.cli.words import CommandLine
-from agent.core import settings
+from agent.core import errors, settings, sockets
 from agent.daemon import log
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _SETTINGS = (
     "controller_authority",
     "node_account",
     "forget_deleted_nodes",
+    "orphan_interval_seconds",
+    "orphan_grace_seconds",
     "log_format",
     "log_level",
     "metrics_address",
@@ -38,17 +40,27 @@ def add(line: CommandLine) -> None:
         help="serve CSI for a whole cluster: pass each call on to its node",
         description="Serve CSI on a unix socket for the sidecars of a whole cluster: each call is"
         " passed on, over TLS, to the node that it is about. `status` shows the nodes of the"
-        " controller that serves the socket.",
+        " controller that serves the socket; `orphans` lists volumes that nothing in the cluster"
+        " refers to and objects of nodes that are gone, and deletes one by its name.",
     )
-    made.add_argument("verb", nargs="?", choices=("status",), help="show the nodes and end")
+    made.add_argument(
+        "verb", nargs="?", choices=("status", "orphans"), help="ask the one that serves, and end"
+    )
+    made.add_argument("--json", action="store_true", help="orphans: as JSON")
+    made.add_argument("--delete", metavar="NAME", help="orphans: delete the one of that name")
+    made.add_argument("--yes", action="store_true", help="orphans: confirm --delete")
     settings.add_arguments(made, _SETTINGS)
     made.set_defaults(run=_controller)
 
 
 def _controller(parsed: argparse.Namespace) -> int:
     config = settings.load(parsed, os.environ)
-    if parsed.verb == "status":
-        return _status(config)
+    if parsed.verb != "orphans" and (parsed.json or parsed.delete or parsed.yes):
+        raise errors.BadConfig("carver controller", "--json, --delete, --yes", "are of `orphans`")
+    if parsed.verb is not None:
+        if not sockets.is_served(config.endpoint):
+            raise errors.NotServed(str(config.endpoint))
+        return _orphans(config, parsed) if parsed.verb == "orphans" else _status(config)
     from agent.extras.controller import process
 
     log.configure(config.log_format, config.log_level)
@@ -68,6 +80,18 @@ def _status(config: settings.Config) -> int:
         answer = client.stub(ClusterStub).Nodes(Empty())
     sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
     return 1 if any(one.problem for one in answer.nodes) else 0
+
+
+def _orphans(config: settings.Config, parsed: argparse.Namespace) -> int:
+    from agent.extras.controller.orphans import ClusterFinder
+    from agent.extras.orphans import command
+
+    finder = ClusterFinder(config)
+    if parsed.delete:
+        command.delete(config, None, finder, parsed.delete, confirmed=parsed.yes)
+    else:
+        command.show(finder.look(), config.orphan_grace_seconds, as_json=parsed.json)
+    return 0
 
 
 def lines(answer: "carver.NodesResponse", now_seconds: float) -> list[str]:

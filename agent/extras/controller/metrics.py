@@ -1,13 +1,14 @@
 """The controller's counters and gauges for Prometheus."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from agent.daemon.extra import Gauge
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 
@@ -19,7 +20,7 @@ class Metrics:
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
         registry = self._registry = CollectorRegistry()
         self._calls = Counter(
             "carver_controller_calls",
@@ -41,7 +42,7 @@ class Metrics:
             buckets=_BUCKETS,
             registry=registry,
         )
-        registry.register(_OfNodes(nodes))
+        registry.register(_OfNodes(nodes, gauges))
         ProcessCollector(registry=registry)
 
     def count_call(self, call: Call) -> None:
@@ -56,8 +57,8 @@ class Metrics:
 
 
 class _OfNodes(Collector):
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]]) -> None:
+        self._nodes, self._gauges = nodes, gauges
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         answers = GaugeMetricFamily(
@@ -77,3 +78,8 @@ class _OfNodes(Collector):
                 age.add_metric([one.name], now - one.answered_seconds)
         yield answers
         yield age
+        for each in self._gauges():
+            found = GaugeMetricFamily(each.name, each.help, labels=[each.label] * bool(each.label))
+            for value, number in each.values.items():
+                found.add_metric([value] * bool(each.label), number)
+            yield found

@@ -16,6 +16,7 @@ import grpc
 from agent.core import errors, secret
 from agent.core.settings import Config
 from agent.daemon import monitor
+from agent.daemon.extra import Extra
 from agent.daemon.process import claimed
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 # How often the files are looked at, and the nodes that are due are asked.
 _LOOK_SECONDS = 1.0
 _DRAIN_SECONDS = 25.0
+# When orphans are first looked for: the nodes have enrolled by then.
+_ORPHANS_SECONDS = 60.0
 
 
 class Source(Protocol):
@@ -169,10 +172,13 @@ def run(config: Config) -> None:
         observers: list[Callable[[Call], None]] = []
         text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
         controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        orphans = orphan_watch(config)
+        orphans.start()
+        ending.callback(orphans.stop)
         if config.metrics_address is not None:
             from agent.extras.controller.metrics import Metrics
 
-            metrics = Metrics(controller.nodes)
+            metrics = Metrics(controller.nodes, orphans.gauges)
             observers.append(metrics.count_call)
             text["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
         for address in (config.metrics_address, config.health_address):
@@ -193,6 +199,18 @@ def _source(config: Config) -> Source:
 
     server = access.find(config.kubeconfig, os.environ)
     return Enrolment(config, Objects(server), Lists(server), access.namespace())
+
+
+def orphan_watch(config: Config) -> Extra:
+    """The periodic look for orphans, if the settings ask for it."""
+    if not config.orphan_interval_seconds:
+        return Extra()
+    from agent.extras.controller.orphans import ClusterFinder
+    from agent.extras.orphans.look import OrphanWatch
+    from agent.extras.orphans.service import Orphans
+
+    look, interval = ClusterFinder(config).look, config.orphan_interval_seconds
+    return Orphans(OrphanWatch(look, interval, first_seconds=_ORPHANS_SECONDS))
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:

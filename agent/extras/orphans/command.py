@@ -12,7 +12,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.extras.orphans import candidates
 from agent.extras.orphans.candidates import Candidate, Kind
-from agent.extras.orphans.look import Finder, Orphan
+from agent.extras.orphans.look import Looking, Orphan
 from mount.kernel import Kernel
 
 
@@ -39,8 +39,10 @@ def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
         )
 
 
-def delete(settings: Config, kernel: Kernel, finder: Finder, name: str, *, confirmed: bool) -> None:
-    """Delete one sure orphan, by the calls that a cluster would make.
+def delete(
+    settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
+) -> None:
+    """Delete one sure orphan, by the calls that a cluster would make; `kernel` is the node's.
 
     Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what a look raises, OSError.
     """
@@ -54,7 +56,7 @@ def delete(settings: Config, kernel: Kernel, finder: Finder, name: str, *, confi
             _call(caller, candidate)
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
-    if candidate.kind in (Kind.STAGING, Kind.TARGET):
+    if kernel is not None and candidate.kind in (Kind.STAGING, Kind.TARGET):
         _clear(kernel, candidate)
     print(f"{name} is deleted")
 
@@ -70,7 +72,7 @@ def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
         if not one.candidate.full_remedy.startswith("carver "):
             raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.full_remedy}")
         return one.candidate
-    raise errors.NoOrphan(name, "it is not an orphan; see `carver orphans`")
+    raise errors.NoOrphan(name, "it is not an orphan; list them for those that are")
 
 
 def _call(caller: Client, one: Candidate) -> None:

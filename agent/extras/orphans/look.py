@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agent.core import errors
 from agent.core.background import PeriodicTask
@@ -20,6 +20,7 @@ from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.orphans import candidates, references
 from agent.extras.orphans.candidates import Candidate, Kind
+from agent.extras.orphans.references import References
 from mount import table
 from mount.kernel import Kernel
 
@@ -118,6 +119,22 @@ class Orphan:
     sure: bool
 
 
+def judged(
+    found: Sequence[Candidate], history: History, wanted: References, grace_seconds: float
+) -> Sequence[Orphan]:
+    """Record the candidates of a complete look; return them, the sure ones first."""
+    seen = history.record((one.key for one in found), wanted.versions)
+    orphans = [Orphan(one, seen[one.key], seen[one.key] >= grace_seconds) for one in found]
+    return sorted(orphans, key=lambda one: (not one.sure, one.candidate.kind))
+
+
+class Looking(Protocol):
+    """What finds orphans: on a node, or in the whole cluster."""
+
+    def look(self) -> Sequence[Orphan]:
+        """Return all candidates, the sure ones first."""
+
+
 class Finder:
     """Finds orphans by the cluster that the configuration names."""
 
@@ -138,7 +155,11 @@ class Finder:
         found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
         known = self._inventory.state()
         wanted = references.read(
-            self._lists(), config.driver_name, config.node_id, config.topology_key
+            self._lists(),
+            config.driver_name,
+            config.topology_key,
+            [config.node_id],
+            pods_on=config.node_id,
         )
         mounts = table.read(self._kernel)
         found = [
@@ -146,10 +167,7 @@ class Finder:
             *candidates.candidates(found_places, mounts, known, config.groups, wanted),
             *candidates.of_objects(wanted),
         ]
-        seen = self._history.record((one.key for one in found), wanted.versions)
-        grace = config.orphan_grace_seconds
-        orphans = [Orphan(one, seen[one.key], seen[one.key] >= grace) for one in found]
-        return sorted(orphans, key=lambda one: (not one.sure, one.candidate.kind))
+        return judged(found, self._history, wanted, config.orphan_grace_seconds)
 
     def _lists(self) -> Lists:
         # For each look, as certificates and tokens change.
@@ -164,6 +182,7 @@ class OrphanWatch:
         look: Callable[[], "Sequence[Orphan]"],
         interval_seconds: float,
         clock: Callable[[], float] = time.time,
+        first_seconds: float = 0.0,
     ) -> None:
         self._look = look
         self._clock = clock
@@ -172,7 +191,11 @@ class OrphanWatch:
         # The time of the last complete look, since the epoch; 0 before the first.
         self.time_seconds = 0.0
         self.task = PeriodicTask(
-            "orphans", self._step, interval_seconds, "cannot look for orphans: %s"
+            "orphans",
+            self._step,
+            interval_seconds,
+            "cannot look for orphans: %s",
+            first_seconds=first_seconds,
         )
 
     def counts(self) -> Mapping[Kind, int]:

@@ -1,12 +1,12 @@
 """The cluster's objects that refer to volumes: PersistentVolumes, claims, pods, nodes."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agent.core import errors, ids
-from agent.extras.kubernetes.objects import Lists
+from agent.extras.kubernetes.objects import Listing, Lists
 
 # Kubernetes' own: the prefix of provisioned volumes, and a mirror pod's annotation with the UID of
 # its static pod.
@@ -72,23 +72,39 @@ class References:
         return not self.spoken_for.isdisjoint(names)
 
 
-def read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> References:
-    """Read five lists; raises ClusterSilent if one is incomplete or of another cluster."""
+def read(
+    lists: Lists,
+    driver_name: str,
+    topology_key: str,
+    node_ids: Collection[str],
+    *,
+    pods_on: str = "",
+) -> References:
+    """Read the lists, and with `pods_on` that of the pods on that node.
+
+    Raises ClusterSilent if one is incomplete, or of another cluster: one without these nodes.
+    """
     try:
-        return _read(lists, driver_name, node_id, topology_key)
+        return _read(lists, driver_name, topology_key, node_ids, pods_on)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # What a malformed object refers to is unknown.
         problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
         raise errors.ClusterSilent("its lists", problem) from error
 
 
-def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> References:
+def _read(
+    lists: Lists, driver_name: str, topology_key: str, node_ids: Collection[str], pods_on: str
+) -> References:
     nodes = lists.whole("/api/v1/nodes", "NodeList")
     known = frozenset(_names_of_nodes(nodes.items, topology_key))
-    if node_id not in known:
-        # The API server is of another cluster, or has lost its data.
-        raise errors.ClusterSilent("nodes", f"this node, {node_id}, is not among them")
-    pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={node_id}")
+    for one in sorted(node_ids):
+        if one not in known:
+            # The API server is of another cluster, or has lost its data.
+            which = "this node" if pods_on else "a node of the controller"
+            raise errors.ClusterSilent("nodes", f"{which}, {one}, is not among them")
+    pods = Listing((), "")
+    if pods_on:
+        pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={pods_on}")
     claims = lists.whole("/api/v1/persistentvolumeclaims", "PersistentVolumeClaimList")
     volumes = lists.whole("/api/v1/persistentvolumes", "PersistentVolumeList")
     capacities = lists.whole(
