@@ -43,12 +43,18 @@ class SimulatedNode:
         # Cleared: it hangs, as one whose disk does not answer.
         self.answers = asyncio.Event()
         self.answers.set()
+        # Cleared: it hangs where it has created a volume.
+        self.creates = asyncio.Event()
+        self.creates.set()
+        self.asked = False
+        self.created: set[str] = set()
         self.calls: list[str] = []
         self.cancelled: list[str] = []
         self._server: grpc.aio.Server | None = None
         self.port = 0
 
     async def _info(self, _data: bytes, _context: Any) -> bytes:
+        self.asked = True
         await self.answers.wait()
         return csi.GetPluginInfoResponse(
             name=DRIVER_NAME,
@@ -62,7 +68,33 @@ class SimulatedNode:
 
     async def _capacity(self, _data: bytes, _context: Any) -> bytes:
         await self.answers.wait()
-        return csi.GetCapacityResponse(available_capacity=self.number).SerializeToString()
+        answer = csi.GetCapacityResponse(available_capacity=self.number)
+        answer.maximum_volume_size.value = (1 << 40) + self.number
+        return answer.SerializeToString()
+
+    async def _create(self, data: bytes, context: Any) -> bytes:
+        request = csi.CreateVolumeRequest.FromString(data)
+        self.created.add(f"vol-{request.name}")
+        await self.creates.wait()
+        source, _ = routes.source_of(request)
+        if source and source.split("@")[1].split("/")[0] not in self.groups:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the source is not here")
+        return csi.CreateVolumeResponse(
+            volume=csi.Volume(
+                volume_id=f"data@{uuid_of(self.number)}/vol-{request.name}",
+                capacity_bytes=request.capacity_range.required_bytes,
+                content_source=request.volume_content_source if source else None,
+                accessible_topology=[csi.Topology(segments={TOPOLOGY_KEY: self.name})],
+            )
+        ).SerializeToString()
+
+    async def _snapshot(self, data: bytes, _context: Any) -> bytes:
+        request = csi.CreateSnapshotRequest.FromString(data)
+        return csi.CreateSnapshotResponse(
+            snapshot=csi.Snapshot(
+                snapshot_id=f"data@{uuid_of(self.number)}/snap-{request.name}", ready_to_use=True
+            )
+        ).SerializeToString()
 
     async def _list(self, _data: bytes, _context: Any) -> bytes:
         await self.answers.wait()
@@ -78,6 +110,10 @@ class SimulatedNode:
             raise
         if request.volume_id.split("@")[1].split("/")[0] not in self.groups:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the group is not here")
+        name = request.volume_id.rpartition("/")[2]
+        # All others are there from the start.
+        if name.startswith("vol-new") and name not in self.created:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
         volume = csi.Volume(volume_id=request.volume_id, volume_context={"node": self.name})
         return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString()
 
@@ -93,6 +129,8 @@ class SimulatedNode:
             "csi.v1.Identity": {"GetPluginInfo": self._info},
             "csi.v1.Controller": {
                 "GetCapacity": self._capacity,
+                "CreateVolume": self._create,
+                "CreateSnapshot": self._snapshot,
                 "ListVolumes": self._list,
                 "ControllerGetVolume": self._volume,
             },

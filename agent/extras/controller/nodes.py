@@ -231,8 +231,11 @@ class Nodes:
         node.require_answering()
         return node
 
-    async def moved_on(self, node: Node, identity: str) -> Node | None:
-        """The node that has the group of an id by now, if that is another; asks the first again."""
+    async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
+        """The node that has the group of an id by now, if that is another; asks the first again.
+
+        Raises NoOwner if the first one no longer has it, and no other does.
+        """
         parsed = VolumeId.parse(identity)
         if parsed is None:
             return None
@@ -241,7 +244,9 @@ class Nodes:
             return None
         await self._ask_all(fresh_seconds=0)
         name = self._owners.get(parsed.group_uuid)
-        return self._nodes[name] if name not in (None, node.name) else None
+        if name is None:
+            raise NoOwner(self._unknown(parsed, what))
+        return self._nodes[name] if name != node.name else None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""

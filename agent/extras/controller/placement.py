@@ -4,43 +4,93 @@ With a content source it is the source's node, whatever the scheduler chose: the
 becomes the PersistentVolume's, and the scheduler puts the pod there in its next cycle (binder.go of
 its plugin volumebinding, checkBindings). Without one it is the first preferred node, and no other:
 the pod might not be able to follow. Without a requirement (Immediate) it is the node with the most
-room of those that answer.
+room of those that answer, and that one again until it says how the call ended: if it no longer
+answers the volume may be there. Only a controller that was started meanwhile does not know that,
+and leaves an orphan if that node has the volume and does not answer.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
 from agent.core import ids
 from agent.core.ids import VolumeId
+from agent.extras.controller import routes
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 from lvm import names
 from proto import csi_pb2 as csi
+
+# After these a volume is on the node that was called, or on none.
+_KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+# Volumes whose outcome is not known; the provisioner repeats the calls of all, a hundred at once.
+_MOST_ATTEMPTS = 10_000
 
 # Sends a request to a node: the call's name, the node, the request; returns the answer.
 Ask = Callable[[str, Node, Any], Awaitable[Any]]
 
 
+class Attempts:
+    """Where volumes that may be anywhere are being created, until their outcome is known."""
+
+    def __init__(self) -> None:
+        # The name of the node by the volume's; the oldest first.
+        self._nodes: dict[str, str] = {}
+        self._under_way: set[str] = set()
+
+    @asynccontextmanager
+    async def only(self, name: str) -> AsyncIterator[None]:
+        """Run the only call about a volume. Raises Refused for a second one at the same time."""
+        if name in self._under_way:
+            raise Refused(grpc.StatusCode.ABORTED, f"{name!r} is being created by another call")
+        self._under_way.add(name)
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _KNOWN:
+                self._nodes.pop(name, None)
+            raise
+        else:
+            self._nodes.pop(name, None)
+        finally:
+            self._under_way.discard(name)
+
+    def node(self, name: str) -> str:
+        """The node that an earlier call was sent to; empty if there was none."""
+        return self._nodes.get(name, "")
+
+    def begin(self, name: str, node: str) -> None:
+        """Keep the node that a call is sent to."""
+        self._nodes[name] = node
+        if len(self._nodes) > _MOST_ATTEMPTS:
+            del self._nodes[next(iter(self._nodes))]
+
+
 class Placement:
     """Chooses nodes for CreateVolume, and answers GetCapacity."""
 
-    def __init__(self, nodes: Nodes, ask: Ask) -> None:
-        self._nodes, self._ask = nodes, ask
+    def __init__(self, nodes: Nodes, attempts: Attempts, ask: Ask) -> None:
+        self._nodes, self._attempts, self._ask = nodes, attempts, ask
+
+    @staticmethod
+    def is_free(request: csi.CreateVolumeRequest) -> bool:
+        """Whether neither a source nor the scheduler says where a volume is to be."""
+        _, source_field = routes.source_of(request)
+        return not source_field and not request.accessibility_requirements.preferred
 
     async def of(self, request: csi.CreateVolumeRequest) -> Node:
         """The node for a new volume. Raises Refused."""
-        source = request.volume_content_source
-        for kind in ("snapshot", "volume"):
-            if source.WhichOneof("type") == kind:
-                field = f"{kind}_id"
-                where = f"volume_content_source.{kind}.{field}"
-                return await self._nodes.owner(getattr(getattr(source, kind), field), where)
+        source, field = routes.source_of(request)
+        if field:
+            return await self._nodes.owner(source, field)
         wanted = request.accessibility_requirements
         if wanted.preferred:
             return self._nodes.of_segments(wanted.preferred[0].segments)
-        return await self._roomiest(request)
+        node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
+        self._attempts.begin(request.name, node.name)
+        return node
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
         """The node that has the volume from an earlier call, or else the one with the most room."""

@@ -23,15 +23,19 @@ from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import lists, routes
 from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary, unavailable
-from agent.extras.controller.placement import Placement
+from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger("carver.calls")
 
 _Code = grpc.StatusCode
 _CONTROLLER = "csi.v1.Controller"
-# After these a group may be on another node than it was (OtherGroup, GroupMissing).
-_MAY_HAVE_MOVED = (_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE)
+# After these a group may be on another node than it was (OtherGroup, GroupMissing; NotHere of a
+# copy's source).
+_MAY_HAVE_MOVED = (
+    *(_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE),
+    _Code.RESOURCE_EXHAUSTED,
+)
 _DELETIONS = ("DeleteVolume", "DeleteSnapshot")
 _MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
 _LISTS = {
@@ -73,7 +77,7 @@ class Router:
         deleted_nodes: DeletedNodes | None = None,
     ) -> None:
         self._nodes, self._observe = nodes, observe
-        self._deleted_nodes = deleted_nodes
+        self._deleted_nodes, self._attempts = deleted_nodes, Attempts()
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
         # What the controller itself answers: the sidecars ask at their start, before any node is
@@ -133,7 +137,7 @@ class Router:
                 if method in _DELETIONS and await self._is_forgotten(identities[0], error):
                     return b""
                 raise
-            return await self._send(call, node, path, data, identities[0] if identities else "")
+            return await self._send(call, node, path, data, (*identities, "")[0], field)
 
         return answer
 
@@ -170,15 +174,19 @@ class Router:
     async def _create_volume(self, call: Call, data: bytes) -> bytes:
         request = csi.CreateVolumeRequest.FromString(data)
         _name(call, request)
-        node = await self._placement(call).of(request)
-        return await self._send(call, node, f"/{_CONTROLLER}/CreateVolume", data)
+        placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
+        if not placement.is_free(request):
+            identity, field = routes.source_of(request)
+            return await self._send(call, await placement.of(request), path, data, identity, field)
+        async with self._attempts.only(request.name):
+            return await self._once(call, await placement.of(request), path, data)
 
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
         request = csi.GetCapacityRequest.FromString(data)
         return (await self._placement(call).capacity(request)).SerializeToString()
 
     def _placement(self, call: Call) -> Placement:
-        return Placement(self._nodes, self._asking(call))
+        return Placement(self._nodes, self._attempts, self._asking(call))
 
     def _list(self, method: str) -> _Answer:
         request_class, path = routes.request_class(_CONTROLLER, method), f"/{_CONTROLLER}/{method}"
@@ -189,7 +197,7 @@ class Router:
                 if identity := getattr(request, field, ""):
                     call.subject = identity
                     node = await self._nodes.owner(identity, field)
-                    return await self._send(call, node, path, data, identity)
+                    return await self._send(call, node, path, data, identity, field)
             ask = self._asking(call)
             page: Message = await lists.page(
                 self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
@@ -209,14 +217,17 @@ class Router:
         return ask
 
     async def _send(
-        self, call: Call, node: Node, path: str, data: bytes, identity: str = ""
+        self, call: Call, node: Node, path: str, data: bytes, identity: str, field: str
     ) -> bytes:
-        """Send a call to a node; if the group of the id has moved on meanwhile, to that node."""
+        """Send a call to a node; if the group of the id has moved on meanwhile, to that node.
+
+        `identity` was read from `field`, and may be empty.
+        """
         try:
             return await self._once(call, node, path, data)
         except grpc.aio.AioRpcError as error:
             if identity and error.code() in _MAY_HAVE_MOVED:
-                other = await self._nodes.moved_on(node, identity)
+                other = await self._nodes.moved_on(node, identity, field)
                 if other is not None:
                     return await self._once(call, other, path, data)
             raise
@@ -263,11 +274,8 @@ class Router:
             call, begun = Call(method, context), time.monotonic()
             try:
                 return await answer(call, data)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
                 _fail(call, error)
-            except asyncio.CancelledError:
-                call.code = _Code.CANCELLED
-                raise
             finally:
                 self._record(call, begun)
             await context.abort(call.code, call.problem)
@@ -281,11 +289,11 @@ class Router:
             try:
                 async for message in answers(call, data):
                     yield message
-            except Exception as error:
-                _fail(call, error)
-            except (asyncio.CancelledError, GeneratorExit):
+            except GeneratorExit:
                 call.code = _Code.CANCELLED
                 raise
+            except (Exception, asyncio.CancelledError) as error:
+                _fail(call, error)
             finally:
                 self._record(call, begun)
             if call.code is not _Code.OK:
@@ -310,9 +318,20 @@ class Router:
         self._observe(call)
 
 
-def _fail(call: Call, error: Exception) -> None:
-    """Give a call the code and the sentence of an error."""
-    if isinstance(error, Refused):
+def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
+    """Give a call the code and the sentence of an error; raise what cancels the call itself."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            call.code = _Code.CANCELLED
+            raise error
+        # Its connection was closed meanwhile. gRPC would leave the caller without an answer.
+        call.code = _Code.UNAVAILABLE
+        call.problem = (
+            f"node {call.node or 'that was asked'} left the cluster, or its address changed, while"
+            " it was called; the call may have been carried out: repeat it"
+        )
+    elif isinstance(error, Refused):
         call.code, call.problem = error.code, str(error)
     elif isinstance(error, grpc.aio.AioRpcError):
         call.code = error.code()

@@ -56,6 +56,16 @@ def _method(service: str, call: str) -> Any:
     return csi.DESCRIPTOR.services_by_name[service.rpartition(".")[2]].methods_by_name[call]
 
 
+def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:
+    """The id of what a volume is to be made of, and its field; both empty for a new one."""
+    source = request.volume_content_source
+    kind = source.WhichOneof("type")
+    if kind is None:
+        return "", ""
+    field = f"{kind}_id"
+    return getattr(getattr(source, kind), field), f"volume_content_source.{kind}.{field}"
+
+
 def ids_in(request: Any, field: str) -> Sequence[str]:
     """The ids in a field of a request; none where it is empty, which the node then says."""
     value = getattr(request, field)

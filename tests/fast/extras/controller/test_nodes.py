@@ -13,7 +13,8 @@ import pytest
 from authority import Authority
 from simulated import SimulatedNode, name_of, uuid_of
 
-from agent.core.settings import DRIVER_NAME, Config
+from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.process import ClusterController, Files
 from proto import csi_pb2 as csi
@@ -61,10 +62,21 @@ class Cluster:
             await self.get(number, seconds)
         return raised.value.code(), str(raised.value.details())
 
+    async def create(self, name: str, source: str = "", seconds: float = 20) -> str:
+        """Create a volume that may be anywhere, or a copy; the node that it is on."""
+        call: Any = self.channel.unary_unary("/csi.v1.Controller/CreateVolume")
+        request = csi.CreateVolumeRequest(
+            name=name, volume_content_source=of_snapshot(source) if source else None
+        )
+        answer = await call(request.SerializeToString(), timeout=seconds)
+        volume = csi.CreateVolumeResponse.FromString(answer).volume
+        return str(volume.accessible_topology[0].segments[TOPOLOGY_KEY])
+
     async def stop(self) -> None:
         await self.channel.close()
         for one in self.nodes:
             one.answers.set()
+            one.creates.set()
         await self.controller.stop()
         for one in self.nodes:
             await one.stop()
@@ -191,6 +203,59 @@ def test_a_group_that_moved_to_another_node_is_found_there(in_cluster: Run) -> N
     in_cluster(test)
 
 
+def test_a_copy_is_made_where_its_source_moved_to(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        second.groups |= first.groups
+        first.groups = {}
+        source = f"data@{uuid_of(0)}/snap-1"
+        assert await cluster.create("new-1", source) == second.name
+
+    in_cluster(test)
+
+
+def test_a_group_that_its_node_no_longer_has_is_never_said_to_be_gone(in_cluster: Run) -> None:
+    """As of a node that was installed anew under its old name."""
+
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[0].groups = {"n9999999": "data"}
+        code, why = await cluster.refused(0)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"no node that answers has volume group data ({uuid_of(0)})" in why
+
+    in_cluster(test)
+
+
+def test_a_volume_that_may_be_anywhere_waits_for_the_node_that_may_have_it(
+    in_cluster: Run,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        hung = cluster.nodes[3]
+        assert await cluster.create("new-1") == hung.name
+        hung.creates.clear()
+        create = asyncio.create_task(cluster.create("new-2"))
+        while "vol-new-2" not in hung.created:
+            await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.create("new-2")
+        assert raised.value.code() is grpc.StatusCode.ABORTED
+        create.cancel()
+        hung.answers.clear()
+        await cluster.ask()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.create("new-2")
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert f"node {hung.name} " in str(raised.value.details())
+        # It was not sent there, and goes elsewhere.
+        assert await cluster.create("new-3") == name_of(2)
+        hung.answers.set()
+        hung.creates.set()
+        await cluster.ask()
+        assert await cluster.create("new-2") == hung.name
+
+    in_cluster(test)
+
+
 def test_another_node_s_claim_to_a_group_changes_nothing(
     in_cluster: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +309,31 @@ def test_nodes_may_join_and_a_broken_file_changes_nothing(in_cluster: Run) -> No
         cluster.write(*cluster.addresses)
         await cluster.controller.look()
         assert await cluster.get(3) == name_of(3)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("group", [1, 7])
+def test_a_call_that_waits_for_a_node_which_leaves_is_answered(in_cluster: Run, group: int) -> None:
+    """It waits for the node's answer, or for what all nodes have."""
+
+    async def test(cluster: Cluster) -> None:
+        leaving = cluster.nodes[1]
+        leaving.answers.clear()
+        leaving.asked = False
+        # So that what it said at its start is not taken for what it has now.
+        for one in cluster.controller.nodes:
+            one.asked_seconds -= 60
+        waiting = asyncio.create_task(cluster.refused(group, 10))
+        while not (leaving.calls if group == 1 else leaving.asked):
+            await asyncio.sleep(0.01)
+        cluster.write(*(one.name for one in cluster.nodes if one is not leaving))
+        begun = time.monotonic()
+        await cluster.controller.look()
+        code, why = await waiting
+        assert time.monotonic() - begun < 5
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "left the cluster" in why or "no node that answers" in why
 
     in_cluster(test)
 
