@@ -9,7 +9,7 @@ from callers.directories import Directories
 from callers.kubelet import Kubelet
 from callers.objects import Claim, PersistentVolume, Pod, Snapshot, StorageClass
 from callers.plugin import Answer, Plugin
-from callers.sidecars import Provisioner, Snapshotter
+from callers.sidecars import Provisioner, Sidecar, Snapshotter
 
 from agent.csi.client import Mode, mounted
 
@@ -82,49 +82,84 @@ class Scheduler:
 
     def _schedule(self, pod: Pod) -> None:
         claim = pod.claim
+        if pod.assumed_node:
+            self._check_bindings(pod)
+            return
         if claim.volume is not None:
-            if not pod.nodes or claim.volume.node in pod.nodes:
-                pod.node = claim.volume.node
-        elif not claim.selected_node and (nodes := self._nodes_for(pod)):
-            claim.selected_node = self._chance.choice(nodes)
+            nodes: Sequence[str] = [claim.volume.node]
+        elif self._cluster.classes[claim.storage_class].is_immediate:
+            return  # "pod has unbound immediate PersistentVolumeClaims"
+        elif claim.selected_node:
+            nodes = [claim.selected_node]
+        else:
+            nodes = self._nodes_for(pod)
+        if nodes := [one for one in nodes if not pod.nodes or one in pod.nodes]:
+            pod.cycles += 1
+            pod.assumed_node = self._chance.choice(nodes)
+            if claim.volume is None:
+                claim.selected_node = pod.assumed_node
+            self._check_bindings(pod)
+
+    @staticmethod
+    def _check_bindings(pod: Pod) -> None:
+        """Wait in PreBind for the claim's volume; have another cycle if that is elsewhere."""
+        claim = pod.claim
+        if claim.volume is not None and claim.volume.node == pod.assumed_node:
+            pod.node = pod.assumed_node
+        elif claim.volume is not None or claim.selected_node != pod.assumed_node:
+            # "pv node affinity doesn't match node", "provisioning failed for PVC"
+            pod.assumed_node = ""
 
     def _nodes_for(self, pod: Pod) -> Sequence[str]:
-        """Those that the pod may be on and whose CSIStorageCapacity is large enough."""
+        """Those whose CSIStorageCapacity is large enough for the claim of a pod."""
         claim, capacities = pod.claim, self._cluster.capacities
         return [
             node
             for node in self._cluster.nodes
-            if (not pod.nodes or node in pod.nodes)
-            and claim.size_bytes <= capacities.get((node, claim.storage_class), -1)
+            if claim.size_bytes <= capacities.get((node, claim.storage_class), -1)
         ]
 
 
 class Node:
-    """One node: kubelet and the sidecars of one driver."""
+    """One node: kubelet and, where they are not the cluster's, the sidecars of one driver."""
 
     def __init__(
         self, cluster: "Cluster", name: str, plugin: Plugin, directories: Directories
     ) -> None:
         self.kubelet = Kubelet(cluster, name, plugin, directories)
-        self.provisioner = Provisioner(cluster, name, plugin)
-        self.snapshotter = Snapshotter(cluster, name, plugin)
+        self.is_off = False
+        self._sidecars: Sequence[Sidecar] = ()
+        if not cluster.is_central:
+            self._sidecars = (
+                Provisioner(cluster, name, plugin),
+                Snapshotter(cluster, name, plugin),
+            )
 
     def step(self) -> None:
+        if self.is_off:
+            return
         self.kubelet.step()
-        self.provisioner.step()
-        self.snapshotter.step()
+        for one in self._sidecars:
+            one.step()
 
     def driver_restarted(self) -> None:
         """Carver was started anew: the sidecars lost their connection to it."""
-        self.provisioner.lose()
-        self.snapshotter.lose()
+        for one in self._sidecars:
+            one.lose()
 
 
 class Cluster:
     """The API's objects, and one step after another."""
 
-    def __init__(self, classes: Mapping[str, StorageClass], seed: int = 0) -> None:
+    def __init__(
+        self, classes: Mapping[str, StorageClass], seed: int = 0, *, is_central: bool = False
+    ) -> None:
         self.classes = classes
+        # VolumeAttributesClasses, by name; and none.
+        self.attributes_classes: dict[str, Mapping[str, str]] = {"": {}}
+        # Whether the sidecars are those of the whole cluster: then they are in `sidecars`.
+        self.is_central = is_central
+        self.sidecars: Sequence[Sidecar] = ()
         self.backoff = Backoff()
         self.nodes: dict[str, Node] = {}
         self.claims: list[Claim] = []
@@ -178,9 +213,12 @@ class Cluster:
         """A second goes by."""
         self.backoff.now += 1
         self._scheduler.step()
-        self._resizer.step()
+        if not self.is_central:
+            self._resizer.step()
         for node in self.nodes.values():
             node.step()
+        for sidecar in self.sidecars:
+            sidecar.step()
         self._collect()
         for supervise in self.supervisors:
             supervise()
@@ -228,8 +266,9 @@ class Cluster:
         """What is not as people want it, though nothing is missing that they would have to do."""
         pods = [one for one in self.pods if not one.is_deleted and not one.claim.is_deleted]
         bound = [one for one in self.claims if one.volume and not one.is_deleted]
-        # With a copy-on-write snapshot it grows when it is next staged.
-        growing = {pod.claim for pod in pods} - {one.claim for one in self.snapshots}
+        # With a copy-on-write snapshot it grows when it is next staged, and is not modified.
+        snapshotted = {one.claim for one in self.snapshots}
+        growing = {pod.claim for pod in pods} - snapshotted
         # A copy-on-write snapshot is nothing without its origin.
         kept = [one.claim.volume for one in self.snapshots]
         return [
@@ -246,12 +285,28 @@ class Cluster:
                 for one in bound
                 if one in growing and one.volume and one.capacity_bytes < one.volume.size_bytes
             ),
+            *(
+                f"claim {one.name} is not changed"
+                for one in bound
+                if (one not in snapshotted and one.attributes_class != one.current_attributes_class)
+                or (self.is_central and one in growing and not one.has_size)
+            ),
+            *(
+                f"claim {one.name} is not bound"
+                for one in self.claims
+                if self.classes[one.storage_class].is_immediate
+                and not (one.volume or one.is_deleted)
+            ),
         ]
 
     def report(self) -> list[str]:
         """What is waiting, and the last answers that were not OK."""
         refused = [str(one) for one in self.answers if one.code != "OK"]
         return [*self.waiting(), *refused[-3:]]
+
+    def volumes(self) -> list[PersistentVolume]:
+        """All PersistentVolumes, those that are being deleted as well."""
+        return [*self.released, *(one.volume for one in self.claims if one.volume)]
 
     def delete_everything(self) -> None:
         made: list[Pod | Claim | Snapshot] = [*self.pods, *self.claims, *self.snapshots]

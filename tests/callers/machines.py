@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import configured
 from callers.cluster import Cluster, Node
@@ -21,6 +22,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.extras.controller.service import Listener
 from lvm import report
 from mount import loop, table
 
@@ -35,16 +37,26 @@ class Machine:
 
     def __init__(self, host: AnyHost, config: Config, cluster: Cluster) -> None:
         self.host = host
+        self.name = config.node_id
         self._config = config
+        # Seconds until it is switched on again; as long as it is off.
+        self._off_seconds = 0
         self._serial = itertools.count()
         self._serve(Switch())
         self.plugin = Plugin(self._client, cluster.answers.append)
         self.directories = Directories(host.directory, host.kernel)
         self.node: Node = cluster.add_node(config.node_id, self.plugin, self.directories)
 
-        cluster.supervisors.append(self._ensure_alive)
+        cluster.supervisors.append(self.ensure_alive)
+
+    @property
+    def port(self) -> int:
+        """Where it serves the cluster's controller; 0 while it is off."""
+        return 0 if self.node.is_off else self._listener.port
 
     def stop(self) -> None:
+        if self.node.is_off:
+            return
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
             self._service.inline_volumes.tasks.stop()
@@ -55,19 +67,47 @@ class Machine:
         self.stop()
         self._start(Switch())
 
-    def kill(self, after_steps: int) -> None:
+    def kill(self, after_steps: int, *, before: bool = True) -> None:
         """Have the driver die at a step of one of the calls that come: it is started anew then."""
         self.stop()
-        self._start(Switch(after_steps))
+        self._start(Switch(after_steps, before=before))
 
-    def _ensure_alive(self) -> None:
-        """What systemd does, or kubelet: start what died."""
-        if self._switch.dead.is_set():
+    @property
+    def steps(self) -> int:
+        """The number of steps that the driver's process took."""
+        return len(self._switch.taken)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the driver's process has died, and not been started anew."""
+        return self._switch.dead.is_set()
+
+    def ensure_alive(self) -> None:
+        """What systemd does, or kubelet: start what died; and people, with what is off."""
+        if self.node.is_off:
+            self._off_seconds -= 1
+            if self._off_seconds <= 0:
+                self.switch_on()
+        elif self._switch.dead.is_set():
             self.restart()
+
+    def switch_off(self, seconds: int) -> None:
+        """Have it off for some seconds."""
+        self.stop()
+        self.node.is_off, self._off_seconds = True, seconds
+
+    def switch_on(self) -> None:
+        """Start it, if it is off: what it had mounted and activated is not."""
+        if self.node.is_off:
+            self.node.is_off = False
+            self._begin_anew()
 
     def reboot(self) -> None:
         """Switch the node off and on: no mount, loop device or active volume stays."""
         self.stop()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.directories.forget()
         kernel = self.host.kernel
         for mount in reversed(table.read(kernel).under(str(self.host.directory))):
@@ -90,6 +130,10 @@ class Machine:
     def find_again(self) -> None:
         if isinstance(self.host, FakeHost):
             self._fake_disks.lost.clear()
+
+    @property
+    def _listener(self) -> Listener:
+        return cast(Listener, self._service.extras["controller"])
 
     @property
     def _fake_disks(self) -> FakeDisks:
@@ -120,14 +164,21 @@ class Machine:
         # A deletion has ended when it is answered, however slow the disk: what is left is found. In
         # memory none is slow, and for so long the threads of a service that was killed keep Python
         # from ending: pytest-xdist waits ten seconds for that, then kills, coverage and all.
-        self._service.eraser.grace_seconds = 5 if isinstance(host, FakeHost) else 60
+        if isinstance(host, FakeHost):
+            self._service.eraser.grace_seconds = self._service.copier.grace_seconds = 5
+        else:
+            self._service.eraser.grace_seconds = 60
         server.resume(self._service)
         # A socket of its own: the one of a process that died may go at any moment.
         endpoint = self._config.endpoint.with_name(f"{next(self._serial)}.sock")
         self._service.start(endpoint)
         self._client = Client(endpoint)
-        dying = self._service._server
-        switch.on_death = lambda: dying.stop(0)
+        dying = [self._service._server]
+        if self._config.controller_address is not None:
+            self._listener.start()
+            assert self._listener._server is not None
+            dying.append(self._listener._server)
+        switch.on_death = lambda: [one.stop(0) for one in dying]
         switch.counting = True
 
 
@@ -135,17 +186,21 @@ def pair(
     directory: Path, classes: Mapping[str, StorageClass] = CLASSES
 ) -> tuple[Cluster, dict[str, Machine]]:
     """Two nodes, `a` and `b`, each with a group for the device class `fast` and one for `slow`."""
-    cluster, made = Cluster(classes), {}
-    for number, name in enumerate("ab"):
-        kubelet = directory / name / "kubelet"
-        kubelet.mkdir(parents=True)
-        host = FakeHost(kubelet, number)
-        groups = {one: host.new_group(400) for one in ("fast", "slow")}
-        config = configured.carver(
-            directory / name,
-            node_id=name,
-            controller_expand=False,
-            classes=tuple(DeviceClass(name=one, group=groups[one]) for one in groups),
-        )
-        made[name] = Machine(host, config, cluster)
+    cluster = Cluster(classes)
+    made = {
+        name: machine(cluster, directory, name, number, controller_expand=False)
+        for number, name in enumerate("ab")
+    }
     return cluster, made
+
+
+def machine(cluster: Cluster, directory: Path, name: str, number: int, **changes: Any) -> Machine:
+    """A node with a group for each device class; its groups have UUIDs by its number."""
+    own = directory / f"{name}{number}"
+    kubelet = own / "kubelet"
+    kubelet.mkdir(parents=True)
+    host = FakeHost(kubelet, number)
+    groups = {one: host.new_group(400) for one in ("fast", "slow")}
+    classes = tuple(DeviceClass(name=one, group=groups[one]) for one in groups)
+    config = configured.carver(own, node_id=name, classes=classes, **changes)
+    return Machine(host, config, cluster)

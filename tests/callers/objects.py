@@ -1,5 +1,6 @@
 """What the API server keeps of claims, volumes, pods and snapshots, where callers ask for it."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,10 +12,14 @@ FS_TYPE = f"{SIDECAR_PREFIX}fstype"
 
 @dataclass(frozen=True)
 class StorageClass:
-    """With the parameters as people wrote them. Its volumes wait for their first consumer."""
+    """With the parameters as people wrote them.
+
+    Its volumes wait for their first consumer unless it binds immediately.
+    """
 
     name: str
     parameters: Mapping[str, str] = field(default_factory=dict)
+    is_immediate: bool = False
 
     @property
     def fs_type(self) -> str:
@@ -35,6 +40,18 @@ class PersistentVolume:
     context: Mapping[str, str]
 
 
+class Resize(enum.Enum):
+    """A claim's allocatedResourceStatuses."""
+
+    NONE = ""
+    IN_PROGRESS = "ControllerResizeInProgress"
+    INFEASIBLE = "ControllerResizeInfeasible"
+    ON_NODE = "NodeResizePending"
+
+    def __bool__(self) -> bool:
+        return self is not Resize.NONE
+
+
 @dataclass(eq=False)
 class Claim:
     """A PersistentVolumeClaim. `source` is what it is made of: a Claim, a Snapshot or nothing."""
@@ -49,9 +66,21 @@ class Claim:
     # What the pod can write: less than the volume's size until the node has grown it.
     capacity_bytes: int = 0
     is_infeasible: bool = False
+    # By the cluster's resizer: how far it is, and the size it asked for last.
+    resize: Resize = Resize.NONE
+    allocated_bytes: int = 0
+    # The VolumeAttributesClass that is wanted, and the one that its volume has.
+    attributes_class: str = ""
+    current_attributes_class: str = ""
     is_deleted: bool = False
     # CreateVolume may still be at work: it is called until the answer is final.
     is_under_way: bool = False
+
+    @property
+    def has_size(self) -> bool:
+        """Whether it has the size that is asked for, or says that it cannot be had."""
+        is_refused = self.resize is Resize.INFEASIBLE and self.allocated_bytes == self.size_bytes
+        return is_refused or self.size_bytes <= self.capacity_bytes
 
 
 @dataclass(eq=False)
@@ -62,6 +91,9 @@ class Pod:
     claim: Claim
     nodes: frozenset[str] = frozenset()
     read_only: bool = False
+    # The node of the cycle that waits for the claim, and how many cycles found a node.
+    assumed_node: str = ""
+    cycles: int = 0
     node: str = ""
     is_running: bool = False
     is_deleted: bool = False

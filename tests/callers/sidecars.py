@@ -1,9 +1,14 @@
-"""external-provisioner and external-snapshotter beside one driver: `--node-deployment`."""
+"""external-provisioner, -snapshotter and -resizer, of a node (`--node-deployment`) or the cluster.
 
+Those of the cluster have an empty name in place of a node's.
+"""
+
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from callers import rules
-from callers.objects import SIDECAR_PREFIX, Claim, PersistentVolume, Snapshot
+from callers.objects import SIDECAR_PREFIX, Claim, PersistentVolume, Pod, Resize, Snapshot
 from callers.plugin import Plugin
 from callers.rules import Reaction
 
@@ -28,6 +33,10 @@ class Sidecar:
         self._node = node
         self._plugin = plugin
         self.is_up = False
+
+    def _is_mine(self, node: str) -> bool:
+        """Whether what is on a node is this sidecar's to do."""
+        return self._node in ("", node)
 
     def lose(self) -> None:
         """The connection to the driver is lost: the process ends (csi-lib-utils `connection`)."""
@@ -67,10 +76,13 @@ class Provisioner(Sidecar):
 
     def _work(self) -> None:
         for claim in self._cluster.claims:
-            mine = claim.selected_node == self._node and claim.volume is None
+            is_placed = (
+                bool(claim.selected_node) or self._cluster.classes[claim.storage_class].is_immediate
+            )
+            mine = is_placed and self._is_mine(claim.selected_node) and claim.volume is None
             if mine and (claim.is_under_way or not claim.is_deleted):
                 self._provision(claim)
-        for volume in [one for one in self._cluster.released if one.node == self._node]:
+        for volume in [one for one in self._cluster.released if self._is_mine(one.node)]:
             self._delete(volume)
         if self._backoff.now - self._polled >= _POLL_SECONDS:
             self._polled = self._backoff.now
@@ -84,7 +96,6 @@ class Provisioner(Sidecar):
             return  # it is not there yet
         storage_class = self._cluster.classes[claim.storage_class]
         own = {k: v for k, v in storage_class.parameters.items() if SIDECAR_PREFIX not in k}
-        here = csi.Topology(segments={TOPOLOGY_KEY: self._node})
         request = csi.CreateVolumeRequest(
             name=f"pvc-{claim.name}",
             capacity_range=csi.CapacityRange(required_bytes=claim.size_bytes),
@@ -96,11 +107,13 @@ class Provisioner(Sidecar):
                 f"{SIDECAR_PREFIX}pv/name": f"pvc-{claim.name}",
             },
             volume_content_source=source,
-            accessibility_requirements=csi.TopologyRequirement(requisite=[here], preferred=[here]),
+            accessibility_requirements=self._requirement(claim.selected_node),
+            mutable_parameters=self._cluster.attributes_classes[claim.attributes_class],
         )
         answer = self._plugin.ask("CreateVolume", request)
         claim.is_under_way = answer.reaction is Reaction.REPEATS
         if answer.reaction is Reaction.RESCHEDULES:
+            # Where no node was selected it has ended, and is repeated (checkError, mayReschedule).
             claim.selected_node = ""
         if answer.reaction is not Reaction.GOES_ON:
             self._backoff.failed(self, claim)
@@ -120,7 +133,22 @@ class Provisioner(Sidecar):
             context=dict(made.volume_context),
         )
         claim.capacity_bytes = made.capacity_bytes
+        claim.current_attributes_class = claim.attributes_class
         self._sync_capacities()
+
+    def _requirement(self, selected: str) -> csi.TopologyRequirement | None:
+        """GenerateAccessibilityRequirements of `topology.go`.
+
+        With `--node-deployment` the node alone. Else, without `--strict-topology`, each node's
+        segments in order, and once more from the selected one on; none for what binds immediately
+        (`--immediate-topology=false`).
+        """
+        if not selected:
+            return None
+        every = [self._node] if self._node else sorted(self._cluster.nodes)
+        at = every.index(selected)
+        terms = [csi.Topology(segments={TOPOLOGY_KEY: one}) for one in every]
+        return csi.TopologyRequirement(requisite=terms, preferred=terms[at:] + terms[:at])
 
     def _delete(self, volume: PersistentVolume) -> None:
         if not self._backoff.is_due(self, volume.name):
@@ -135,10 +163,11 @@ class Provisioner(Sidecar):
 
     def _sync_capacities(self) -> None:
         """Ask for every StorageClass, with all of its parameters; an error leaves what there is."""
-        for one in self._cluster.classes.values():
+        nodes = [self._node] if self._node else list(self._cluster.nodes)
+        for node, one in itertools.product(nodes, self._cluster.classes.values()):
             request = csi.GetCapacityRequest(
                 parameters=one.parameters,
-                accessible_topology=csi.Topology(segments={TOPOLOGY_KEY: self._node}),
+                accessible_topology=csi.Topology(segments={TOPOLOGY_KEY: node}),
             )
             answer = self._plugin.ask("GetCapacity", request)
             if answer.reaction is Reaction.GOES_ON:
@@ -147,7 +176,7 @@ class Provisioner(Sidecar):
                 largest = found.maximum_volume_size.value
                 if not found.HasField("maximum_volume_size"):
                     largest = found.available_capacity
-                self._cluster.capacities[self._node, one.name] = largest
+                self._cluster.capacities[node, one.name] = largest
 
 
 class Snapshotter(Sidecar):
@@ -156,7 +185,7 @@ class Snapshotter(Sidecar):
     def _work(self) -> None:
         for snapshot in list(self._cluster.snapshots):
             volume = snapshot.claim.volume
-            if (snapshot.node or (volume.node if volume else "")) != self._node:
+            if not self._is_mine(snapshot.node or (volume.node if volume else "")):
                 continue
             if not self._backoff.is_due(self, snapshot):
                 continue
@@ -174,7 +203,7 @@ class Snapshotter(Sidecar):
             self._backoff.failed(self, snapshot)
             return
         self._backoff.succeeded(self, snapshot)
-        snapshot.id, snapshot.node = answer.response.snapshot.snapshot_id, self._node
+        snapshot.id, snapshot.node = answer.response.snapshot.snapshot_id, volume.node
         snapshot.is_ready = answer.response.snapshot.ready_to_use
 
     def _delete(self, snapshot: Snapshot) -> None:
@@ -184,6 +213,85 @@ class Snapshotter(Sidecar):
             self._cluster.snapshots.remove(snapshot)
         else:
             self._backoff.failed(self, snapshot)
+
+
+class ClusterResizer(Sidecar):
+    """external-resizer where the driver has ControllerExpandVolume and ControllerModifyVolume."""
+
+    def _begin(self) -> None:
+        # Both are in its memory: claims whose error was final, and whose volume was in use.
+        self._failed: set[Claim] = set()
+        self._in_use: set[Claim] = set()
+
+    def _work(self) -> None:
+        for claim in self._cluster.claims:
+            if claim.volume is not None and not claim.is_deleted:
+                self._resize(claim, claim.volume)
+                self._modify(claim, claim.volume)
+
+    def _resize(self, claim: Claim, volume: PersistentVolume) -> None:
+        """Expand the volume, and then its PersistentVolume (`expand_and_recover.go`)."""
+        if claim.resize is Resize.ON_NODE and claim.capacity_bytes >= volume.size_bytes:
+            claim.resize = Resize.NONE
+        size_bytes = self._wanted_bytes(claim, volume)
+        if claim.size_bytes <= claim.capacity_bytes or not size_bytes:
+            return
+        has_changed = size_bytes != claim.allocated_bytes
+        if not has_changed and not self._backoff.is_due(self, claim, "resize"):
+            return
+        if claim in self._in_use and any(one.claim is claim and one.node for one in self._pods()):
+            return
+        claim.allocated_bytes, claim.resize = size_bytes, Resize.IN_PROGRESS
+        claim.is_infeasible = False
+        request = csi.ControllerExpandVolumeRequest(
+            volume_id=volume.id,
+            capacity_range=csi.CapacityRange(required_bytes=size_bytes),
+            volume_capability=volume.capability,
+        )
+        answer = self._plugin.ask("ControllerExpandVolume", request)
+        is_final = answer.reaction not in (Reaction.GOES_ON, Reaction.INSISTS)
+        (self._failed.add if is_final else self._failed.discard)(claim)
+        (self._in_use.add if answer.reaction is Reaction.WAITS else self._in_use.discard)(claim)
+        if answer.reaction is not Reaction.GOES_ON:
+            if answer.reaction is Reaction.INFEASIBLE:
+                claim.resize = Resize.INFEASIBLE
+            self._backoff.failed(self, claim, "resize")
+            return
+        self._backoff.succeeded(self, claim, "resize")
+        volume.size_bytes = answer.response.capacity_bytes
+        claim.resize = Resize.ON_NODE
+        if not answer.response.node_expansion_required:
+            claim.capacity_bytes, claim.resize = volume.size_bytes, Resize.NONE
+
+    def _wanted_bytes(self, claim: Claim, volume: PersistentVolume) -> int:
+        """The size to ask for; 0 while kubelet has to do its part first."""
+        if claim.is_infeasible:  # by kubelet: NodeResizeInfeasible
+            return claim.allocated_bytes
+        if claim.resize is Resize.ON_NODE:
+            return 0 if volume.size_bytes >= claim.allocated_bytes else claim.allocated_bytes
+        is_under_way = claim.resize is Resize.IN_PROGRESS and claim not in self._failed
+        if is_under_way or (claim.resize and volume.size_bytes >= claim.size_bytes):
+            return claim.allocated_bytes
+        return claim.size_bytes
+
+    def _modify(self, claim: Claim, volume: PersistentVolume) -> None:
+        """Give a volume the parameters of its VolumeAttributesClass (`modify_volume.go`)."""
+        wanted = claim.attributes_class
+        if wanted == claim.current_attributes_class:
+            return
+        if not self._backoff.is_due(self, claim, "modify", wanted):
+            return
+        request = csi.ControllerModifyVolumeRequest(
+            volume_id=volume.id, mutable_parameters=self._cluster.attributes_classes[wanted]
+        )
+        if self._plugin.ask("ControllerModifyVolume", request).reaction is Reaction.GOES_ON:
+            self._backoff.succeeded(self, claim, "modify", wanted)
+            claim.current_attributes_class = wanted
+        else:
+            self._backoff.failed(self, claim, "modify", wanted)
+
+    def _pods(self) -> Sequence[Pod]:
+        return self._cluster.pods
 
 
 def _content_source(claim: Claim) -> csi.VolumeContentSource | None:

@@ -1,0 +1,110 @@
+"""Whatever happens on three nodes and to two controllers, no claim is stuck and nothing is left.
+
+The same seed gives the same histories; it is printed. `CARVER_CENTRAL=seed=7,examples=1000` chooses
+others. What hypothesis prints of a failure is the shortest history that fails.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import chosen
+import pytest
+from callers.controllers import Central, central
+from callers.test_histories import History
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+_which = st.integers(0, 9)
+_nodes = st.sampled_from("abc")
+_kinds = st.tuples(st.just("claim"), st.sampled_from(("fast", "slow", "now")), st.booleans())
+_ATTRIBUTES = {"much": {"carver/readAhead": "1MiB"}, "little": {"carver/readAhead": "128KiB"}}
+_actions = st.one_of(
+    *(_kinds, _kinds),
+    st.tuples(st.sampled_from(("restore", "clone", "second_pod", "expand")), _which),
+    st.tuples(st.sampled_from(("take", "take", "restore", "clone")), _which),
+    st.tuples(st.sampled_from(("end_pod", "drop_claim", "drop_snapshot")), _which),
+    st.tuples(st.just("modify"), _which, st.sampled_from(list(_ATTRIBUTES))),
+    st.tuples(st.sampled_from(("restart", "reboot", "restart_kubelet")), _nodes),
+    st.tuples(st.just("kill"), _nodes, st.integers(0, 12)),
+    st.tuples(st.just("switch_off"), _nodes, st.integers(1, 100)),
+    st.tuples(st.just("kill_controller"), st.integers(0, 12)),
+    st.tuples(st.just("change_leader")),
+    st.tuples(st.just("lose"), _nodes, st.sampled_from(("group0", "group1"))),
+    st.tuples(st.just("find_again"), _nodes),
+    st.tuples(st.just("wait"), st.integers(1, 40)),
+)
+
+
+class CentralHistory(History):
+    """What people do, and what happens to nodes and controllers."""
+
+    def __init__(self, three: Central) -> None:
+        super().__init__(three.cluster, three.machines)
+        self._three = three
+
+    def modify(self, which: int, attributes: str) -> None:
+        if (one := self._claim(which)) is not None:
+            one.attributes_class = attributes
+
+    def switch_off(self, node: str, seconds: int) -> None:
+        self._nodes[node].switch_off(seconds)
+
+    def kill_controller(self, after_steps: int) -> None:
+        """A step is a call to a node, or its answer."""
+        leader = self._three.leader
+        leader.dies_after = leader.steps + after_steps
+
+    def change_leader(self) -> None:
+        self._three.change_leader()
+
+    def restart(self, node: str) -> None:
+        if not self._nodes[node].node.is_off:
+            super().restart(node)
+
+    def kill(self, node: str, after_steps: int) -> None:
+        if not self._nodes[node].node.is_off:
+            super().kill(node, after_steps)
+
+    def reboot(self, node: str) -> None:
+        if not self._nodes[node].node.is_off:
+            super().reboot(node)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long)])
+def test_no_claim_is_stuck_whatever_happened(examples: int, tmp_path: Path) -> None:
+    numbers = chosen.numbers("CARVER_CENTRAL", seed=1, examples=examples, steps=14, shrink=1)
+    serial = itertools.count()
+
+    @seed(numbers["seed"])
+    @settings(
+        max_examples=numbers["examples"],
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, *([Phase.shrink] if numbers["shrink"] else [])],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(_actions, min_size=4, max_size=numbers["steps"]))
+    def lived(actions: list[tuple[Any, ...]]) -> None:
+        with central(tmp_path / str(next(serial))) as three:
+            cluster, history = three.cluster, CentralHistory(three)
+            cluster.attributes_classes |= _ATTRIBUTES
+            for name, *how in actions:
+                getattr(history, name)(*how)
+                history.wait(1)
+            three.let_live()
+            assert cluster.run_until(lambda: not cluster.waiting()), cluster.report()
+            client = three.leader.client
+            found = [one.volume_id for one in client.volumes()]
+            assert sorted(found) == sorted(one.id for one in cluster.volumes())
+            names = [one.partition("/")[2] for one in found]
+            assert len(set(names)) == len(names)
+            taken = sorted(one.snapshot_id for one in client.snapshots())
+            assert taken == sorted(one.id for one in cluster.snapshots if one.id)
+            cluster.delete_everything()
+            assert cluster.run_until(cluster.is_empty), cluster.report()
+            assert [one.left() for one in three.machines.values()] == [[], [], []]
+
+    lived()
