@@ -20,13 +20,19 @@ def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
 def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
     """Check that the snapshot-controller runs distributed, with the rights for that.
 
-    It then keeps a cache of nodes; without the right to list them the cache never fills, and it
-    serves no driver of the cluster (external-snapshotter, cmd/snapshot-controller/main.go).
+    With a controller of Carver's for the whole cluster it need not. If it does, it keeps a cache of
+    nodes; without the right to list them the cache never fills, and it serves no driver of the
+    cluster (external-snapshotter, cmd/snapshot-controller/main.go).
     """
-    found = [
+    containers = [
         (one, container)
         for one in lists.whole(DEPLOYMENTS, "DeploymentList").items
         for container in one["spec"]["template"]["spec"]["containers"]
+    ]
+    is_central = any(_is_carver_controller(container) for _, container in containers)
+    found = [
+        (one, container)
+        for one, container in containers
         if _CONTROLLER in container.get("image", "").rpartition("/")[2]
     ]
     if not found:
@@ -34,6 +40,9 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
     for deployment, container in found:
         about = deployment["metadata"]
         name = f"{about['namespace']}/{about['name']}"
+        if not _is_distributed(container) and is_central:
+            yield PASS, f"{name} runs; Carver's controller takes up all snapshots", ""
+            continue
         if not _is_distributed(container):
             yield (
                 WARN,
@@ -52,6 +61,12 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
             )
         else:
             yield PASS, f"{name} is distributed, and may get, list and watch nodes", ""
+
+
+def _is_carver_controller(container: Object) -> bool:
+    """Whether it runs `carver controller`, as the chart has it."""
+    names = {one.get("name") for one in container.get("env", ())}
+    return "CARVER_CONTROLLER_AUTHORITY" in names
 
 
 def _is_distributed(container: Object) -> bool:

@@ -26,6 +26,9 @@ from agent.daemon import registration
 from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
+from agent.extras.controller import metrics as controller_metrics
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Call
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanWatch
 from agent.extras.orphans.service import Orphans
@@ -333,10 +336,27 @@ def exported(measured: Measured) -> dict[str, set[str]]:
     measured.host.lvm2.groups["data"].disks[1].missing = True
     measured.client.capacity()
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(measured.metrics.text().decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+    for text in (measured.metrics.text(), of_the_controller()):
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def of_the_controller() -> bytes:
+    """A scrape of a cluster's controller that has one node and had one call."""
+
+    def connect(name: str, address: str) -> Any:
+        raise AssertionError((name, address))
+
+    nodes = Nodes("lvm.csi.carver", connect)
+    nodes.set({"node-1": ""})
+    [node] = nodes
+    node.answered_seconds = 1.0
+    metrics = controller_metrics.Metrics(nodes)
+    context: Any = None
+    metrics.count_call(Call("CreateVolume", context, node=node.name))
+    return metrics.text()
 
 
 # How a scrape names the parts of a histogram.

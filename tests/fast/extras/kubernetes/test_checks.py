@@ -6,11 +6,13 @@ from pathlib import Path
 
 import api_server
 import pytest
+import yaml
 from api_server import ApiServer, Object, kubeconfig
 
 from agent.cli import main as cli
 from agent.extras.kubernetes.checks import DEPLOYMENTS, REVIEWS
 
+ROOT = Path(__file__).parents[4]
 ACCOUNT = "system:serviceaccount:kube-system:snapshot-controller"
 
 
@@ -91,6 +93,30 @@ def test_the_snapshot_controller_is_checked(
     assert one["verdict"] == verdict
     assert message in one["message"]
     assert remedy in one["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "verdict"),
+    [([], 0, "pass"), ([DISTRIBUTED], 1, "fail")],
+    ids=["as shipped", "distributed without rights"],
+)
+def test_with_carver_s_controller_the_snapshot_controller_needs_no_flag(
+    cluster: Cluster,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    verdict: str,
+) -> None:
+    manifest = ROOT / "deploy" / "kubernetes" / "container-lvm2.yaml"
+    [own] = [one for one in yaml.safe_load_all(manifest.read_text()) if one["kind"] == "Deployment"]
+    cluster.add(DEPLOYMENTS, "carver-controller", metadata=own["metadata"], spec=own["spec"])
+    cluster.run_controller(*arguments)
+    file = kubeconfig(tmp_path / "kubeconfig", cluster.url)
+    words = ["doctor", "--cluster", "--json", "--kubeconfig", str(file)]
+    assert cli.main(words) == code
+    [one] = json.loads(capsys.readouterr().out)["checks"]
+    assert one["verdict"] == verdict
 
 
 def test_a_silent_cluster_is_reported(
