@@ -18,6 +18,7 @@ from clustered import Loop
 from cryptography import x509
 from csi_client import Client
 from fakes.host import FakeHost
+from granted import Rights
 
 from agent.core.ids import VolumeId
 from agent.core.settings import Config
@@ -55,10 +56,11 @@ class Token:
 
 
 class Cluster(ApiServer):
-    """An API server with single objects, tokens and CSINodes."""
+    """An API server with single objects, tokens and CSINodes, and the chart's rights."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.rights = Rights()
         self.single: dict[str, Object] = {}
         self.tokens: dict[str, Token] = {}
         self.reviews = 0
@@ -76,6 +78,8 @@ class Cluster(ApiServer):
             self.add(CSI_NODES, one, spec={"drivers": [{"name": "lvm.csi.carver"}]})
 
     def answer(self, path: str, query: Any) -> tuple[int, Object]:
+        if not self.rights.allow("GET", path):
+            return 403, {"kind": "Status", "message": f"the chart does not allow GET {path}"}
         if "/pods/" in path:
             name = path.rpartition("/")[2]
             for one in self.tokens.values():
@@ -96,6 +100,8 @@ class Cluster(ApiServer):
         return super().answer(path, query)
 
     def write(self, method: str, path: str, body: Object) -> tuple[int, Object]:
+        if not self.rights.allow(method, path):
+            return 403, {"kind": "Status", "message": f"the chart does not allow {method} {path}"}
         if path.endswith("/tokenreviews"):
             return 201, self._review(body["spec"])
         if method == "POST":
@@ -270,6 +276,24 @@ def test_registered_nodes_that_have_not_enrolled_are_known_by_name(
     made._listed, made._seen["here"] = 0.0, -1000.0
     loop.run(made.look())
     assert made.addresses == {"there": ""}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", f"/api/v1/namespaces/{SPACE}/secrets"),
+        ("GET", f"/api/v1/namespaces/{SPACE}/secrets/another"),
+        ("PATCH", f"/api/v1/namespaces/{SPACE}/configmaps/another"),
+        ("DELETE", SECRET),
+        ("GET", "/api/v1/secrets"),
+        ("GET", "/api/v1/pods"),
+        ("POST", "/api/v1/nodes"),
+        ("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews"),
+    ],
+)
+def test_the_chart_s_rights_end_at_what_the_controller_asks(method: str, path: str) -> None:
+    assert Rights().allow("GET", SECRET)
+    assert not Rights().allow(method, path)
 
 
 def test_two_controllers_have_one_authority(api: Cluster, server: access.Server) -> None:
