@@ -71,6 +71,10 @@ class CentralHistory(History):
             super().reboot(node)
 
 
+def name_in(volume_id: str) -> str:
+    return f"/{volume_id.rpartition('/')[2]}"
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long)])
 def test_no_claim_is_stuck_whatever_happened(examples: int, tmp_path: Path) -> None:
@@ -97,10 +101,15 @@ def test_no_claim_is_stuck_whatever_happened(examples: int, tmp_path: Path) -> N
             three.let_live()
             assert cluster.run_until(lambda: not cluster.waiting()), cluster.report()
             client = three.leader.client
-            found = [one.volume_id for one in client.volumes()]
-            assert sorted(found) == sorted(one.id for one in cluster.volumes())
-            names = [one.partition("/")[2] for one in found]
-            assert len(set(names)) == len(names)
+            found = {one.volume_id for one in client.volumes()}
+            known = {one.id: one for one in cluster.volumes()}
+            assert found >= known.keys()
+            for orphan in found - known.keys():
+                # docs/cluster.md: only another controller may have an Immediate volume made twice.
+                twins = [one for one in known.values() if one.id.endswith(name_in(orphan))]
+                assert [one.storage_class for one in twins] == ["now"]
+                assert {name for name, *_ in actions} & {"kill_controller", "change_leader"}
+                client.delete(orphan)
             taken = sorted(one.snapshot_id for one in client.snapshots())
             assert taken == sorted(one.id for one in cluster.snapshots if one.id)
             cluster.delete_everything()
