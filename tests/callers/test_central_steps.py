@@ -49,13 +49,15 @@ class Trial:
         return self.repeat("CreateVolume", self._create(name, **how))
 
     @staticmethod
-    def _create(name: str, *, at: str = "", source: Any = None) -> csi.CreateVolumeRequest:
+    def _create(
+        name: str, *, at: str = "", source: Any = None, size_bytes: int = SIZE
+    ) -> csi.CreateVolumeRequest:
         every = [csi.Topology(segments={TOPOLOGY_KEY: one}) for one in "abc"]
         index = "abc".index(at or "a")
         wanted = csi.TopologyRequirement(requisite=every, preferred=every[index:] + every[:index])
         return csi.CreateVolumeRequest(
             name=f"pvc-{name}",
-            capacity_range=csi.CapacityRange(required_bytes=SIZE),
+            capacity_range=csi.CapacityRange(required_bytes=size_bytes),
             volume_capabilities=[block()],
             parameters={"carver/class": "fast"},
             volume_content_source=source,
@@ -68,8 +70,7 @@ class Trial:
     def create_anywhere(self) -> tuple[str, Any]:
         """As for a class that binds immediately: the most room is on the node that dies."""
         for node in "bc":
-            self.make(f"large-{node}", at=node)
-            self.make(f"larger-{node}", at=node)
+            self.make(f"large-{node}", at=node, size_bytes=10 * SIZE)
         return "CreateVolume", self._create("new")
 
     def restore(self) -> tuple[str, Any]:

@@ -5,8 +5,8 @@ becomes the PersistentVolume's, and the scheduler puts the pod there in its next
 its plugin volumebinding, checkBindings). Without one it is the first preferred node, and no other:
 the pod might not be able to follow. Without a requirement (Immediate) it is the node with the most
 room of those that answer, and that one again until it says how the call ended: if it no longer
-answers the volume may be there. Only a controller that was started meanwhile does not know that,
-and leaves an orphan if that node has the volume and does not answer.
+answers the volume may be there. Another controller does not know that: asked at the same time, or
+later while that node does not answer, it may choose another node, and one volume is an orphan.
 """
 
 import asyncio
