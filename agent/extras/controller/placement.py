@@ -25,6 +25,8 @@ from proto import csi_pb2 as csi
 
 # After these a volume is on the node that was called, or on none.
 _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+# How long a node is waited for that is asked what it has.
+_PATIENCE_SECONDS = 5.0
 # Volumes whose outcome is not known; the provisioner repeats the calls of all, a hundred at once.
 _MOST_ATTEMPTS = 10_000
 
@@ -121,7 +123,13 @@ class Placement:
         for uuid, group in node.groups.items():
             wanted = csi.ControllerGetVolumeRequest(volume_id=str(VolumeId(group, uuid, name)))
             try:
-                await self._ask("ControllerGetVolume", node, wanted)
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    await self._ask("ControllerGetVolume", node, wanted)
+            except TimeoutError:
+                # It is asked whether it answers at all; if not it is passed over next time.
+                raise unavailable(
+                    f"node {node.name} does not say in time whether it has {name!r}; ask again"
+                ) from None
             except (Refused, grpc.aio.AioRpcError):
                 continue
             return True
@@ -130,8 +138,10 @@ class Placement:
     async def _room(self, node: Node, wanted: csi.GetCapacityRequest) -> int:
         """The largest volume that a node has room for, in bytes; -1 if it does not say."""
         try:
-            return int((await self._ask("GetCapacity", node, wanted)).maximum_volume_size.value)
-        except (Refused, grpc.aio.AioRpcError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                answer = await self._ask("GetCapacity", node, wanted)
+            return int(answer.maximum_volume_size.value)
+        except (TimeoutError, Refused, grpc.aio.AioRpcError):
             return -1
 
     async def capacity(self, request: csi.GetCapacityRequest) -> csi.GetCapacityResponse:

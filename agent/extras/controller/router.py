@@ -241,6 +241,10 @@ class Router:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)
             raise
+        except asyncio.CancelledError:
+            # The caller's deadline may end the call before the node's own does.
+            self._nodes.ask(node)
+            raise
         finally:
             call.node_seconds += time.monotonic() - begun
 

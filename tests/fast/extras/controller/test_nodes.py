@@ -15,7 +15,7 @@ from simulated import SimulatedNode, name_of, uuid_of
 
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
-from agent.extras.controller import certificates, nodes
+from agent.extras.controller import certificates, nodes, placement
 from agent.extras.controller.process import ClusterController, Files
 from proto import csi_pb2 as csi
 
@@ -72,6 +72,15 @@ class Cluster:
         volume = csi.CreateVolumeResponse.FromString(answer).volume
         return str(volume.accessible_topology[0].segments[TOPOLOGY_KEY])
 
+    async def until_silent(self, node: SimulatedNode) -> None:
+        """Wait until the controller knows by itself that a node does not answer."""
+        known = self.controller.nodes.get(node.name)
+        assert known is not None
+        until = time.monotonic() + 5
+        while not known.problem:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+
     async def stop(self) -> None:
         await self.channel.close()
         for one in self.nodes:
@@ -85,6 +94,7 @@ class Cluster:
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -144,9 +154,7 @@ def test_a_hung_node_costs_its_own_calls_and_only_for_a_moment(in_cluster: Run) 
         for code, _ in await asyncio.gather(*waiting):
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         # The failure had it asked, and that it did not answer either is known from then on.
-        known = cluster.controller.nodes.get(hung.name)
-        assert known is not None
-        await cluster.controller.nodes.ask(known)
+        await cluster.until_silent(hung)
         begun = time.monotonic()
         code, why = await cluster.refused(1)
         assert time.monotonic() - begun < 1
@@ -252,6 +260,20 @@ def test_a_volume_that_may_be_anywhere_waits_for_the_node_that_may_have_it(
         hung.creates.set()
         await cluster.ask()
         assert await cluster.create("new-2") == hung.name
+
+    in_cluster(test)
+
+
+def test_a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        hung = cluster.nodes[3]
+        hung.answers.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.create("new-1", seconds=5)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert f"node {hung.name} does not say in time" in str(raised.value.details())
+        await cluster.until_silent(hung)
+        assert await cluster.create("new-1", seconds=5) == name_of(2)
 
     in_cluster(test)
 
