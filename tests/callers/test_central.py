@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configured
+import grpc
 import pytest
 from authority import Authority
 from callers.cluster import Cluster, Node
@@ -198,23 +199,29 @@ def test_a_node_installed_anew_under_its_name_has_nothing_of_the_old_one(
         cluster.pod(copy)
     cluster.expand(old, 64 * MIB)
     cluster.snapshot(old)
-    cluster.claims.remove(old)
+    begun = len(cluster.answers)
+    cluster.run_until(lambda: False, 20)
+    assert [one.volume for one in copies] == [None, None]
+    cluster.claims[:] = [fresh]
     cluster.released.append(old.volume)
     snapshot.is_deleted = True
-    begun = len(cluster.answers)
     cluster.run_until(lambda: False, 200)
     about = [
         one
         for one in cluster.answers[begun:]
         if old.volume.id in str(one.request) or snapshot.id in str(one.request)
     ]
-    assert {one.rule.method for one in about} >= {
-        *("CreateVolume", "CreateSnapshot", "DeleteVolume"),
+    assert {one.rule.method for one in about} == {
+        *("CreateVolume", "CreateSnapshot", "ControllerExpandVolume"),
+        *("DeleteVolume", "DeleteSnapshot"),
     }
     assert {one.code for one in about} == {"UNAVAILABLE"}
-    assert all("no node that answers has volume group" in one.message for one in about[-3:])
-    assert [one.volume for one in copies] == [None, None]
+    assert all("no node that answers has volume group" in one.message for one in about)
+    # As the snapshotter asks for one that was provisioned before.
+    with pytest.raises(grpc.RpcError, match="no node that answers has volume group"):
+        three.leader.client.snapshots(snapshot_id=snapshot.id)
     assert f"vol-pvc-{fresh.name}" in three.machines["a"].left()
+    assert fresh.volume.id in {one.volume_id for one in three.leader.client.volumes()}
 
 
 class Unused(Node):
