@@ -134,9 +134,12 @@ class Node:
 
 
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
-    """Call a node, with the bytes of a request and of its answer; raises AioRpcError."""
+    """Call a node, with the bytes of a request and of its answer; raises AioRpcError, Refused."""
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.connected.unary_unary(path)
-    return await call(request, timeout=timeout)
+    try:
+        return await call(request, timeout=timeout)
+    except grpc.aio.UsageError:  # the channel is closed
+        raise unavailable(f"node {node.name} left the cluster") from None
 
 
 class Nodes:
@@ -286,9 +289,13 @@ class Nodes:
                 node.asked_seconds = time.monotonic()
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
                 said = csi.GetPluginInfoResponse.FromString(answer)
+            if self._nodes.get(node.name) is not node:
+                raise unavailable(f"node {node.name} left the cluster")
             self._believe(node, said)
         except grpc.aio.AioRpcError as error:
             problem = f"{error.code().name}: {error.details()}"
+        except Refused as error:
+            problem = str(error)
         except ValueError as error:
             problem = f"it answers what Carver does not: {error}"
         else:

@@ -351,11 +351,32 @@ def test_a_call_that_waits_for_a_node_which_leaves_is_answered(in_cluster: Run, 
             await asyncio.sleep(0.01)
         cluster.write(*(one.name for one in cluster.nodes if one is not leaving))
         begun = time.monotonic()
+        known = cluster.controller.nodes.get(leaving.name)
+        assert known is not None
         await cluster.controller.look()
         code, why = await waiting
         assert time.monotonic() - begun < 5
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "left the cluster" in why or "no node that answers" in why
+        await cluster.controller.nodes.ask(known)
+        assert "left the cluster" in known.problem
+
+    in_cluster(test)
+
+
+def test_the_answer_of_a_node_that_has_left_counts_for_nothing(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        known = cluster.controller.nodes.get(name_of(1))
+        assert known is not None
+        cluster.write(name_of(0), name_of(2), name_of(3))
+        await cluster.controller.look()
+        await asyncio.gather(*cluster.controller.nodes._tasks)  # it is closed
+        # As if it had been asked before.
+        known.channel = cluster.controller._connect(known.name, known.address)
+        await cluster.controller.nodes.ask(known)
+        code, why = await cluster.refused(1)
+        assert (code, "no node that answers" in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        await known.channel.close()
 
     in_cluster(test)
 
