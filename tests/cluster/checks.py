@@ -4,13 +4,14 @@ Each is stand-alone: it makes what it needs, and what it made is removed when it
 Failed with what is wrong, NotHere or Off with what it lacks, and returns a note for the table.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 
 from cluster import objects, removal
-from cluster.kubectl import SNAPSHOTS, Object, path
-from cluster.site import Failed, NotHere, Off, Site
+from cluster.kubectl import ATTRIBUTES, SNAPSHOTS, Object, path
+from cluster.site import MIB, Failed, NotHere, Off, Site, quantity
 
 Check = Callable[[Site], str]
 
@@ -76,23 +77,140 @@ def restore(site: Site) -> str:
     before = site.room_mib(pod)
     monday = site.snapshot("monday", data)
     site.write(pod)
-    source = {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": monday}
-    restored = site.claim("restored", times=2, source=source)
+    restored = site.claim("restored", times=2, source=_of_snapshot(monday))
     other = site.start("other", restored, terms=site.topology(data))
     site.expect(other, words)
     return f"{before} MiB become {site.grown(other, before)}"
 
 
+def _of_snapshot(name: str) -> Mapping[str, str]:
+    return {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": name}
+
+
+def _of_claim(name: str) -> Mapping[str, str]:
+    return {"kind": "PersistentVolumeClaim", "name": name}
+
+
+def restore_anywhere(site: Site) -> str:
+    """Claims of a snapshot and of a claim are made on its node, though their pods name none."""
+    _needs_controller(site)
+    _needs_snapshots(site)
+    data, pod, words = site.used("pod")
+    monday = _of_snapshot(site.snapshot("monday", data))
+    sources = {"first": monday, "second": monday, "twin": _of_claim(data)}
+    # All at once, as the scheduler sends them to different nodes.
+    others = [
+        site.pod(f"pod-{name}", site.claim(name, source=source)) for name, source in sources.items()
+    ]
+    for other in others:
+        site.ready(other)
+        site.expect(other, words)
+    return f"{len(others)} pods on {site.node_of(pod)}"
+
+
 def clone(site: Site) -> str:
     """A claim made of a claim in use begins with what is in it, and lives by itself then."""
     data, pod, words = site.used("pod")
-    twin = site.claim("twin", source={"kind": "PersistentVolumeClaim", "name": data})
+    twin = site.claim("twin", source=_of_claim(data))
     other = site.start("other", twin, terms=site.topology(data))
     site.expect(other, words)
     changed = site.write(other)
     site.expect(pod, words)
     site.expect(other, changed)
     return ""
+
+
+def pre_provisioned(site: Site) -> str:
+    """A snapshot that is there already gets objects, by its handle, and is restored."""
+    _needs_controller(site)
+    _needs_snapshots(site)
+    data, pod, words = site.used("pod")
+    first = site.content_of(site.snapshot("monday", data))
+    site.write(pod)
+    # The other content goes on to own the snapshot, so that it goes in any case.
+    content = objects.snapshot_content(
+        *(site.run, site.check, "content", site.place.driver),
+        handle=str(path(first, "status", "snapshotHandle")),
+        snapshot_name=site.called("found"),
+    )
+    site.apply(content)
+    found = site.snapshot("found", content=content["metadata"]["name"])
+    site.expect(site.start("other", site.claim("restored", source=_of_snapshot(found))), words)
+    return ""
+
+
+def group_snapshot(site: Site) -> str:
+    """Two claims are taken in one group snapshot, and each of its snapshots is restored."""
+    _needs_controller(site)
+    if site.place.no_groups:
+        raise NotHere(site.place.no_groups)
+    data, pod, words = site.used("pod")
+    second = site.start("second", site.claim("log"), terms=site.topology(data))
+    wanted = sorted([words, site.write(second)])
+    members = site.group_snapshot("monday", count=2)
+    for one in (pod, second):
+        site.write(one)
+    found = []
+    for number, member in enumerate(members):
+        restored = site.claim(f"restored-{number}", source=_of_snapshot(member))
+        found.append(site.read(site.start(f"other-{number}", restored)))
+    if sorted(found) != wanted:
+        raise Failed(f"{found} were restored, {wanted} were in the volumes")
+    return ""
+
+
+# What the kernel reads ahead of a pod's volume, in KiB: nothing where it does not tell.
+READ_AHEAD = f"""\
+while read -r id parent device root place rest; do
+    file=/sys/dev/block/$device/queue/read_ahead_kb
+    if [ "$place" = {objects.PLACE} ] && [ -e "$file" ]; then cat "$file"; fi
+done < /proc/self/mountinfo
+"""
+
+
+def attributes(site: Site) -> str:
+    """A claim gets another VolumeAttributesClass, and so does its volume, under its pod."""
+    _needs_controller(site)
+    if ATTRIBUTES not in site.place.kinds:
+        raise NotHere("the API server has no VolumeAttributesClass of storage.k8s.io/v1")
+    classes = [
+        objects.attributes_class(site.run, site.check, name, site.place.driver, {_KEY: value})
+        for name, value in (("scans", "4MiB"), ("lookups", "0"))
+    ]
+    site.apply(*classes)
+    first, second = (str(one["metadata"]["name"]) for one in classes)
+    data = site.claim("data", attributes=first)
+    pod = site.start("pod", data)
+    words = site.write(pod)
+    _has_class(site, data, first)
+    seen = [_read_ahead(site, pod)]
+    site.change(data, {"volumeAttributesClassName": second})
+    _has_class(site, data, second)
+    seen.append(_read_ahead(site, pod))
+    site.expect(pod, words)
+    if not all(seen):
+        return "the kernel does not show its read-ahead to pods"
+    # What is above an encrypted volume has its own.
+    is_plain = path(site.place.like, "parameters", "carver/encryption") is None
+    if is_plain and seen != ["4096", "0"]:
+        raise Failed(f"the kernel reads {seen[0]} KiB ahead and then {seen[1]}, not 4096 and 0")
+    return f"{seen[0]} KiB are read ahead, then {seen[1]}"
+
+
+_KEY = "carver/readAhead"
+
+
+def _read_ahead(site: Site, pod: str) -> str:
+    return site.until(f"pod {pod} tells of its device", lambda: site.sh(pod, READ_AHEAD)).strip()
+
+
+def _has_class(site: Site, claim: str, name: str) -> None:
+    def is_changed() -> bool | None:
+        status = path(site.found(claim), "status", default={})
+        done = "modifyVolumeStatus" not in status
+        return True if status.get("currentVolumeAttributesClassName") == name and done else None
+
+    site.until(f"claim {claim} has the VolumeAttributesClass {name}", is_changed)
 
 
 def expand_online(site: Site) -> str:
@@ -118,6 +236,42 @@ def expand_offline(site: Site) -> str:
     after = site.grown(second, before)
     site.expect(second, words)
     return f"{before} MiB become {after}"
+
+
+# Of the usual size: a PiB and more.
+_TOO_MANY_TIMES = 1 << 22
+
+
+def expand_impossible(site: Site) -> str:
+    """A claim that cannot grow says why; its next pod starts, and it can ask for less."""
+    _needs_controller(site)
+    data, first, words = site.used("first")
+    before = site.room_mib(first)
+    site.expand(data, _TOO_MANY_TIMES)
+    why = site.until(f"claim {data} says why it cannot grow", lambda: _why_not_grown(site, data))
+    size = quantity(str(path(site.volume(data), "spec", "capacity", "storage")))
+    if size >= _TOO_MANY_TIMES * site.size_mib * MIB:
+        raise Failed(f"the PersistentVolume says that it has {size} bytes: {why}")
+    site.expect(first, words)
+    site.stop(first)
+    second = site.start("second", data)
+    site.expect(second, words)
+    site.expand(data, 2)
+    site.has_size(data, 2)
+    after = site.grown(second, before)
+    return f"{before} MiB became {after} in the end; before: {why}"
+
+
+def _why_not_grown(site: Site, name: str) -> str | None:
+    status = path(site.found(name), "status", default={})
+    marked = str(path(status, "allocatedResourceStatuses", "storage", default=""))
+    said = [
+        str(one.get("message") or "")
+        for one in status.get("conditions", [])
+        if one["type"].endswith("ResizeError") and one["status"] == "True"
+    ]
+    said = [one for one in (*said, *site.events(name, "VolumeResizeFailed")) if one]
+    return said[0] if marked.endswith("Infeasible") and said else None
 
 
 def _waits_for_node(site: Site, name: str) -> bool | None:
@@ -212,9 +366,7 @@ def restart(site: Site) -> str:
     def replaced() -> Object | None:
         now = site.place.pod_on(site.kubectl, node)
         is_new = now is not None and now["metadata"]["uid"] != old["metadata"]["uid"]
-        conditions = path(now or {}, "status", "conditions", default=[])
-        is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-        return now if is_new and is_ready else None
+        return now if is_new and _is_ready(now) else None
 
     site.until(f"another pod of Carver's is ready on {node}", replaced)
     before = len(site.until("the writer's lines are there", lambda: _lines(site, writer)))
@@ -234,6 +386,67 @@ def restart(site: Site) -> str:
     other = site.claim("other")
     site.write(site.start("other", other, terms=site.topology(data)))
     return f"longest pause of a writer with 1 line a second: {pause:.1f} s"
+
+
+def _is_ready(pod: Object | None) -> bool:
+    conditions = path(pod, "status", "conditions", default=[])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def stopped(site: Site) -> str:
+    """A claim that is made while Carver is away on its node says so, and is served afterwards."""
+    _needs_controller(site)
+    data, pod, words = site.used("pod")
+    node = site.node_of(pod)
+    if site.place.pod_on(site.kubectl, node) is None:
+        raise NotHere(f"Carver has no pod on {node} that could be deleted")
+
+    def is_away() -> bool | None:
+        """Delete Carver's pod there again, as the DaemonSet makes another; True if none serves."""
+        if (now := site.place.pod_on(site.kubectl, node)) is None:
+            return True
+        about = now["metadata"]
+        site.kubectl.delete("pods", about["name"], namespace=about["namespace"])
+        return None if _is_ready(now) else True
+
+    site.until(f"Carver on {node} ends", is_away)
+    other = site.claim("other")
+    waiting = site.pod("waiting", other, terms=site.topology(data))
+
+    def said() -> str | None:
+        if path(site.found(other), "spec", "volumeName"):
+            return "the claim was bound before it was refused"
+        is_away()
+        return next((one for one in site.events(other, "ProvisioningFailed") if node in one), None)
+
+    why = site.until(f"claim {other} says that {node} does not answer", said)
+    site.ready(waiting)
+    site.expect(waiting, site.write(waiting))
+    site.expect(pod, words)
+    return why
+
+
+def rights(site: Site) -> str:
+    """What the nodes' account may do in the cluster is what every account may do."""
+    _needs_controller(site)
+    accounts = {
+        (
+            str(one["metadata"]["namespace"]),
+            str(path(one, "spec", "template", "spec", "serviceAccountName", default="default")),
+        )
+        for one in site.place.daemonsets
+    }
+    if not accounts:
+        raise NotHere("the nodes run Carver by systemd, without an account of the cluster's")
+    for where, account in sorted(accounts):
+        for namespace in (where, site.namespace, "kube-system"):
+            may = site.kubectl.rules(where, account, namespace)
+            if more := may - site.kubectl.rules(where, objects.NOBODY, namespace):
+                rule = json.loads(min(more))
+                what = rule.get("resources") or rule.get("nonResourceURLs")
+                words = f"{', '.join(rule['verbs'])} {', '.join(what)}"
+                raise Failed(f"{where}/{account}, which nodes have, may in {namespace}: {words}")
+    return ", ".join(f"{where}/{account}" for where, account in sorted(accounts))
 
 
 def _lines(site: Site, pod: str) -> list[str]:
@@ -286,6 +499,11 @@ def _cordoned(site: Site, node: str) -> Iterator[None]:
         site.persist(f"{node} is uncordoned", lambda: removal.uncordon(kubectl, site.run))
 
 
+def _needs_controller(site: Site) -> None:
+    if not site.place.controllers:
+        raise Off("no controller serves the cluster (controller.enabled)")
+
+
 def _needs_snapshots(site: Site) -> None:
     if site.place.no_snapshots:
         raise NotHere(site.place.no_snapshots)
@@ -295,7 +513,8 @@ def _needs_snapshots(site: Site) -> None:
 ALL: Mapping[str, Check] = {
     check.__name__.replace("_", "-"): check
     for check in (
-        *(claim, block, snapshot, restore, clone, expand_online, expand_offline),
-        *(two_pods, once_pod, read_only_block, inline, restart, drain),
+        *(claim, block, snapshot, restore, restore_anywhere, clone, pre_provisioned),
+        *(group_snapshot, attributes, expand_online, expand_offline, expand_impossible),
+        *(two_pods, once_pod, read_only_block, inline, restart, stopped, drain, rights),
     )
 }

@@ -69,7 +69,7 @@ def _time(event: Object) -> str:
 def _logs(site: Site, known: set[str], seconds: float) -> Iterator[str]:
     """What Carver and its sidecars logged of the check's pods, claims, volumes and snapshots."""
     try:
-        pods = site.place.pods(site.kubectl)
+        pods = site.place.pods(site.kubectl, controllers=True)
     except Refused as error:
         yield f"the cluster does not tell of Carver's pods: {error}"
         return

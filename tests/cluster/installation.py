@@ -3,12 +3,22 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.kubectl import Kubectl, Object, Refused, path
+from cluster.kubectl import (
+    ATTRIBUTES,
+    GROUP_CLASSES,
+    GROUP_SNAPSHOTS,
+    SNAPSHOTS,
+    Kubectl,
+    Object,
+    Refused,
+    path,
+)
 
+_GROUPS = "--feature-gates=CSIVolumeGroupSnapshot=true"
 _DISTRIBUTED = "--enable-distributed-snapshotting"
 
 
@@ -26,7 +36,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Installation:
-    """What was found. `daemonsets` are Carver's; there are none where nodes run it by systemd."""
+    """What was found. `daemonsets` are Carver's; there are none where nodes run it by systemd.
+
+    `controllers` are the Deployments that run `carver controller`: one, or none. `kinds` are those
+    of VolumeAttributesClasses, snapshots and group snapshots that the API server knows.
+    """
 
     driver: str
     server: str
@@ -34,15 +48,19 @@ class Installation:
     nodes: tuple[str, ...]
     tolerations: tuple[Object, ...]
     daemonsets: tuple[Object, ...]
+    controllers: tuple[Object, ...]
+    kinds: frozenset[str]
     like: Object
     image: str
     inline: bool
     # Why snapshots cannot be made here; empty where they can.
     no_snapshots: str
+    no_groups: str
 
-    def pods(self, kubectl: Kubectl) -> list[Object]:
+    def pods(self, kubectl: Kubectl, *, controllers: bool = False) -> list[Object]:
+        """Carver's pods on the nodes, or with those of the controller."""
         found = []
-        for one in self.daemonsets:
+        for one in (*self.daemonsets, *(self.controllers if controllers else ())):
             labels = one["spec"]["selector"]["matchLabels"].items()
             selector = ",".join(f"{key}={value}" for key, value in sorted(labels))
             found += kubectl.all("pods", one["metadata"]["namespace"], selector)
@@ -115,6 +133,13 @@ def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") 
     modes = path(announced, "spec", "volumeLifecycleModes", default=["Persistent"])
     nodes = _nodes(kubectl, driver)
     daemonsets = tuple(one for one in kubectl.all("daemonsets.apps") if _is_carver(one, driver))
+    controllers = tuple(one for one in kubectl.all("deployments.apps") if _controls(one, driver))
+    kinds = frozenset(
+        kind
+        for group in ("storage", "snapshot.storage", "groupsnapshot.storage")
+        for kind in _kinds(kubectl, f"{group}.k8s.io")
+    )
+    no_snapshots = _no_snapshots(kubectl, kinds, daemonsets, controllers)
     if not image:
         if not daemonsets:
             raise Unusable(f"no DaemonSet serves {driver}, whose image pods could have: --image")
@@ -126,10 +151,13 @@ def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") 
         nodes=tuple(one["metadata"]["name"] for one in nodes),
         tolerations=tuple(_tolerations(nodes)),
         daemonsets=daemonsets,
+        controllers=controllers,
+        kinds=kinds & {ATTRIBUTES, SNAPSHOTS, GROUP_SNAPSHOTS, GROUP_CLASSES},
         like={} if like is None else _like(kubectl, driver, like),
         image=image,
         inline="Ephemeral" in modes,
-        no_snapshots=_no_snapshots(kubectl, daemonsets),
+        no_snapshots=no_snapshots,
+        no_groups=no_snapshots or _no_groups(kinds, controllers),
     )
 
 
@@ -182,6 +210,26 @@ def _is_carver(daemonset: Object, driver: str) -> bool:
     return is_central or any(place.rstrip("/").endswith(f"/plugins/{driver}") for place in places)
 
 
+def _controls(deployment: Object, driver: str) -> bool:
+    """Whether its pods run the driver's `carver controller`."""
+    return any(
+        "controller" in [*one.get("command", ()), *one.get("args", ())]
+        and {"name": "CARVER_DRIVER_NAME", "value": driver} in one.get("env", ())
+        for one in deployment["spec"]["template"]["spec"]["containers"]
+    )
+
+
+def _kinds(kubectl: Kubectl, group: str) -> list[str]:
+    """The kinds of a group of the API's, of version v1."""
+    try:
+        found = json.loads(kubectl("get", f"--raw=/apis/{group}/v1"))
+    except Refused as error:
+        if error.passing or error.reason not in {"", "NotFound"}:
+            raise
+        return []
+    return [f"{one['name']}.{group}" for one in found.get("resources", [])]
+
+
 def _like(kubectl: Kubectl, driver: str, name: str) -> Object:
     """The StorageClass whose parameters the checks use; nothing at all where there is none."""
     found = {
@@ -197,26 +245,33 @@ def _like(kubectl: Kubectl, driver: str, name: str) -> Object:
     return found[name] if name else next(iter(found.values()), {})
 
 
-def _no_snapshots(kubectl: Kubectl, daemonsets: Sequence[Object]) -> str:
+def _no_snapshots(
+    kubectl: Kubectl,
+    kinds: Container[str],
+    daemonsets: Sequence[Object],
+    controllers: Sequence[Object],
+) -> str:
     """Why no snapshot can be made, as far as it can be seen beforehand."""
-    try:
-        kubectl("get", "--raw=/apis/snapshot.storage.k8s.io/v1")
-    except Refused as error:
-        if error.passing or error.reason not in {"", "NotFound"}:
-            raise
+    if SNAPSHOTS not in kinds:
         return "the cluster has no CRDs of snapshot.storage.k8s.io/v1"
-    namespaces = {one["metadata"]["namespace"] for one in daemonsets}
-    deployments = [
-        one for one in kubectl.all("deployments.apps") if one["metadata"]["namespace"] in namespaces
-    ]
     images = {
         one["image"]
-        for it in [*daemonsets, *deployments]
+        for it in (*daemonsets, *controllers)
         for one in it["spec"]["template"]["spec"]["containers"]
     }
     if daemonsets and not any("snapshotter" in image for image in images):
         return "Carver runs without external-snapshotter (sidecars.snapshotter.enabled)"
     return _no_nodes_for_controller(kubectl)
+
+
+def _no_groups(kinds: Container[str], controllers: Sequence[Object]) -> str:
+    """Why no group snapshot can be made, as far as it can be seen beforehand."""
+    if GROUP_SNAPSHOTS not in kinds:
+        return "the cluster has no CRDs of groupsnapshot.storage.k8s.io/v1"
+    containers = [one for it in controllers for one in it["spec"]["template"]["spec"]["containers"]]
+    if not any(_GROUPS in one.get("args", ()) for one in containers):
+        return "Carver's snapshotter makes no group snapshots (sidecars.snapshotter.groups)"
+    return ""
 
 
 def _no_nodes_for_controller(kubectl: Kubectl) -> str:

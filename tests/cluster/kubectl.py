@@ -12,6 +12,9 @@ Object = dict[str, Any]
 SNAPSHOTS = "volumesnapshots.snapshot.storage.k8s.io"
 CONTENTS = "volumesnapshotcontents.snapshot.storage.k8s.io"
 SNAPSHOT_CLASSES = "volumesnapshotclasses.snapshot.storage.k8s.io"
+GROUP_SNAPSHOTS = "volumegroupsnapshots.groupsnapshot.storage.k8s.io"
+GROUP_CLASSES = "volumegroupsnapshotclasses.groupsnapshot.storage.k8s.io"
+ATTRIBUTES = "volumeattributesclasses.storage.k8s.io"
 
 # How long one kubectl may take where the caller does not say otherwise, in seconds.
 USUAL_SECONDS = 60
@@ -119,6 +122,19 @@ class Kubectl:
         }
         review = self("create", "--filename=-", "--output=json", stdin=json.dumps(asked))
         return path(json.loads(review), "status", "allowed") is True
+
+    def rules(self, namespace: str, account: str, where: str) -> set[str]:
+        """What a service account may do in a namespace and in the cluster: each rule as JSON."""
+        asked = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectRulesReview",
+            "spec": {"namespace": where},
+        }
+        words = ("--output=json", f"--as=system:serviceaccount:{namespace}:{account}")
+        review = self("create", "--filename=-", *words, stdin=json.dumps(asked))
+        status = json.loads(review)["status"]
+        kinds = ("resourceRules", "nonResourceRules")
+        return {json.dumps(one, sort_keys=True) for it in kinds for one in status.get(it) or []}
 
     def patch(self, kind: str, name: str, change: Object, namespace: str = "") -> None:
         words = ("--type=merge", f"--patch={json.dumps(change)}")

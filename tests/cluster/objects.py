@@ -12,13 +12,21 @@ PREFIX = "carver-checks-"
 PLACE, DEVICE = "/data", "/dev/carver"
 # A user that owns nothing: what it can write was given to it by fsGroup.
 _USER = 1000
+# A service account that is given nothing.
+NOBODY = f"{PREFIX}nobody"
 IDLE = "while :; do sleep 3600; done"
 
 
 _VERSIONS = {
     **dict.fromkeys(("Namespace", "PersistentVolumeClaim", "Pod"), "v1"),
-    **dict.fromkeys(("VolumeSnapshot", "VolumeSnapshotClass"), "snapshot.storage.k8s.io/v1"),
-    "StorageClass": "storage.k8s.io/v1",
+    **dict.fromkeys(
+        ("VolumeSnapshot", "VolumeSnapshotClass", "VolumeSnapshotContent"),
+        "snapshot.storage.k8s.io/v1",
+    ),
+    **dict.fromkeys(
+        ("VolumeGroupSnapshot", "VolumeGroupSnapshotClass"), "groupsnapshot.storage.k8s.io/v1"
+    ),
+    **dict.fromkeys(("StorageClass", "VolumeAttributesClass"), "storage.k8s.io/v1"),
     "Deployment": "apps/v1",
 }
 
@@ -57,6 +65,47 @@ def snapshot_class(run: str, driver: str) -> Object:
     return _object("VolumeSnapshotClass", about, driver=driver, deletionPolicy="Delete")
 
 
+def _of_cluster(run: str, check: str, name: str) -> Object:
+    """What is in no namespace has its run's name, too."""
+    return {"name": f"{named(run)}-{name}", "labels": {RUN: run, CHECK: check}}
+
+
+def attributes_class(
+    run: str, check: str, name: str, driver: str, parameters: Mapping[str, str]
+) -> Object:
+    about = _of_cluster(run, check, name)
+    fields = {"driverName": driver, "parameters": dict(parameters)}
+    return _object("VolumeAttributesClass", about, **fields)
+
+
+def group_snapshot_class(run: str, check: str, driver: str) -> Object:
+    about = _of_cluster(run, check, "group")
+    return _object("VolumeGroupSnapshotClass", about, driver=driver, deletionPolicy="Delete")
+
+
+def group_snapshot(run: str, check: str, name: str) -> Object:
+    """A group snapshot of all claims of the check."""
+    spec = {
+        "volumeGroupSnapshotClassName": _of_cluster(run, check, "group")["name"],
+        "source": {"selector": {"matchLabels": {RUN: run, CHECK: check}}},
+    }
+    return _object("VolumeGroupSnapshot", _metadata(run, check, name), spec=spec)
+
+
+def snapshot_content(
+    run: str, check: str, name: str, driver: str, handle: str, snapshot_name: str
+) -> Object:
+    """The content of a snapshot that is there already, which is kept when its object goes."""
+    spec = {
+        "driver": driver,
+        "deletionPolicy": "Retain",
+        "source": {"snapshotHandle": handle},
+        "sourceVolumeMode": "Filesystem",
+        "volumeSnapshotRef": {"namespace": named(run), "name": snapshot_name},
+    }
+    return _object("VolumeSnapshotContent", _of_cluster(run, check, name), spec=spec)
+
+
 def _metadata(run: str, check: str, name: str) -> Object:
     return {"name": name, "namespace": named(run), "labels": {RUN: run, CHECK: check}}
 
@@ -70,14 +119,19 @@ def claim(
     block: bool = False,
     mode: str = "ReadWriteOnce",
     source: Mapping[str, str] | None = None,
+    attributes: str = "",
 ) -> Object:
-    """A claim; `source` is a claim or a snapshot that it begins with, as dataSource has it."""
+    """A claim; `source` is a claim or a snapshot that it begins with, as dataSource has it.
+
+    `attributes` is a VolumeAttributesClass.
+    """
     spec = {
         "storageClassName": named(run),
         "volumeMode": "Block" if block else "Filesystem",
         "accessModes": [mode],
         "resources": {"requests": {"storage": size}},
         **({"dataSource": dict(source)} if source else {}),
+        **({"volumeAttributesClassName": attributes} if attributes else {}),
     }
     return _object("PersistentVolumeClaim", _metadata(run, check, name), spec=spec)
 
@@ -163,7 +217,10 @@ def deployment(run: str, check: str, name: str, spec: Object) -> Object:
     return _object("Deployment", _metadata(run, check, name), spec=of_pods)
 
 
-def snapshot(run: str, check: str, name: str, claim_name: str) -> Object:
+def snapshot(run: str, check: str, name: str, claim_name: str = "", content: str = "") -> Object:
+    """A snapshot of a claim, or one of a content that is there."""
     source = {"persistentVolumeClaimName": claim_name}
+    if content:
+        source = {"volumeSnapshotContentName": content}
     spec = {"volumeSnapshotClassName": named(run), "source": source}
     return _object("VolumeSnapshot", _metadata(run, check, name), spec=spec)

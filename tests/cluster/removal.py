@@ -3,7 +3,17 @@
 from collections.abc import Callable, Container
 
 from cluster import objects
-from cluster.kubectl import CONTENTS, SNAPSHOT_CLASSES, SNAPSHOTS, Kubectl, Object, path
+from cluster.kubectl import (
+    ATTRIBUTES,
+    CONTENTS,
+    GROUP_CLASSES,
+    GROUP_SNAPSHOTS,
+    SNAPSHOT_CLASSES,
+    SNAPSHOTS,
+    Kubectl,
+    Object,
+    path,
+)
 from cluster.site import Failed, Site
 
 _OF_PODS = ("deployments.apps", "pods")
@@ -20,14 +30,22 @@ def clear(site: Site) -> None:
     nodes = _nodes(site, selector) if site.check else site.place.nodes
     for kind in _OF_PODS:
         _end(site, kind, selector)
-    handles = _handles(site, selector)
-    if not site.place.no_snapshots:
+    members = site.until("the snapshots are listed", lambda: _contents_of_groups(site))
+    handles = _handles(site, selector, members)
+    if GROUP_SNAPSHOTS in site.place.kinds:
+        _end(site, GROUP_SNAPSHOTS, selector)
+    if SNAPSHOTS in site.place.kinds:
         _end(site, SNAPSHOTS, selector)
-        _wait(site, "contents of snapshots", lambda: contents_left(site))
+        # Those of snapshots that were there; they do not go with their snapshots.
+        _end(site, CONTENTS, selector)
+        _wait(site, "contents of snapshots", lambda: contents_left(site, members))
     _end(site, _CLAIMS, selector)
     _wait(site, "PersistentVolumes", lambda: volumes_left(site))
     for node in nodes:
         _wait(site, f"volumes on node {node}", lambda: _still_there(site, node, handles))  # noqa: B023
+    for kind in (GROUP_CLASSES, ATTRIBUTES):
+        if kind in site.place.kinds:
+            _end(site, kind, selector)
 
 
 def end(site: Site) -> None:
@@ -36,7 +54,7 @@ def end(site: Site) -> None:
     clear(site)
     name = objects.named(site.run)
     classes = ["storageclasses.storage.k8s.io"]
-    classes += [] if site.place.no_snapshots else [SNAPSHOT_CLASSES]
+    classes += [SNAPSHOT_CLASSES] if SNAPSHOTS in site.place.kinds else []
     for kind in ("namespaces", *classes):
         site.persist(f"{kind} are deleted", lambda: site.kubectl.delete(kind, name))  # noqa: B023
         _wait(site, kind, lambda: [name] if site.kubectl.find(kind, name) else [])  # noqa: B023
@@ -66,22 +84,33 @@ def volumes_left(site: Site) -> list[str]:
     return _of_namespace(site, "persistentvolumes", "claimRef")
 
 
-def contents_left(site: Site) -> list[str]:
-    """VolumeSnapshotContents that were made for snapshots of the run."""
-    return _of_namespace(site, CONTENTS, "volumeSnapshotRef")
+def contents_left(site: Site, members: Container[str] = ()) -> list[str]:
+    """VolumeSnapshotContents that were made for snapshots of the run, and of its groups."""
+    return _of_namespace(site, CONTENTS, "volumeSnapshotRef", members)
 
 
-def _of_namespace(site: Site, kind: str, reference: str) -> list[str]:
+def _contents_of_groups(site: Site) -> list[str]:
+    """The names of the contents of group snapshots' snapshots."""
+    if GROUP_SNAPSHOTS not in site.place.kinds:
+        return []
+    names = [path(one, "status", "boundVolumeSnapshotContentName") for one in site.members()]
+    return [str(one) for one in names if one]
+
+
+def _of_namespace(site: Site, kind: str, reference: str, others: Container[str] = ()) -> list[str]:
     start = f"{site.check}-" if site.check else ""
     return [
         one["metadata"]["name"]
         for one in site.kubectl.all(kind)
         if path(one, "spec", reference, "namespace") == site.namespace
-        and str(path(one, "spec", reference, "name")).startswith(start)
+        and (
+            str(path(one, "spec", reference, "name")).startswith(start)
+            or one["metadata"]["name"] in others
+        )
     ]
 
 
-def _handles(site: Site, selector: str) -> set[str]:
+def _handles(site: Site, selector: str, members: Container[str]) -> set[str]:
     """What Carver calls the volumes and snapshots that are about to go."""
     found: set[str] = set()
 
@@ -93,8 +122,8 @@ def _handles(site: Site, selector: str) -> set[str]:
         for one in site.kubectl.all("persistentvolumes") if names - {None} else []:
             if one["metadata"]["name"] in names:
                 found.add(str(path(one, "spec", "csi", "volumeHandle")))
-        if not site.place.no_snapshots:
-            contents = set(contents_left(site))
+        if SNAPSHOTS in site.place.kinds:
+            contents = set(contents_left(site, members))
             for one in site.kubectl.all(CONTENTS) if contents else []:
                 if one["metadata"]["name"] in contents:
                     found.add(str(path(one, "status", "snapshotHandle")))

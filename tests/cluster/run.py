@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--size-mib",
         type=_size,
         default=512,
-        help="of a volume; a check needs up to five times so much on one node (%(default)s)",
+        help="of a volume; a check needs up to six times so much on one node (%(default)s)",
     )
     made.add_argument(
         "--limit",
@@ -231,7 +231,7 @@ def clean(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -> 
 
 
 def _line(row: Row) -> str:
-    return f"{row.check:16} {row.outcome:9} {row.seconds:7.1f} s  {row.note}".rstrip()
+    return f"{row.check:17} {row.outcome:9} {row.seconds:7.1f} s  {row.note}".rstrip()
 
 
 def _code(rows: Sequence[Row]) -> int:

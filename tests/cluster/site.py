@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from cluster import objects
 from cluster.installation import Installation
-from cluster.kubectl import CONTENTS, SNAPSHOTS, Kubectl, Object, Refused, path
+from cluster.kubectl import CONTENTS, GROUP_SNAPSHOTS, SNAPSHOTS, Kubectl, Object, Refused, path
 
 MIB = 1 << 20
 # How long it is waited between two looks: at first, and when it has taken a while; in seconds.
@@ -101,9 +101,9 @@ class Site:
 
     def claim(self, name: str, *, times: int = 1, **how: Any) -> str:
         """Make a claim, `times` as large as usual; `how` is as for objects.claim."""
-        words = (self.run, self.check, self._called(name), f"{self.size_mib * times}Mi")
+        words = (self.run, self.check, self.called(name), f"{self.size_mib * times}Mi")
         self.apply(objects.claim(*words, **how))
-        return self._called(name)
+        return self.called(name)
 
     def spec(self, volume: Object, **how: Any) -> Object:
         """What a pod of this cluster is; `how` is as for objects.pod_spec."""
@@ -111,8 +111,8 @@ class Site:
 
     def pod(self, name: str, claim: str, *, read_only: bool = False, **how: Any) -> str:
         spec = self.spec(objects.of_claim(claim, read_only=read_only), **how)
-        self.apply(objects.pod(self.run, self.check, self._called(name), spec))
-        return self._called(name)
+        self.apply(objects.pod(self.run, self.check, self.called(name), spec))
+        return self.called(name)
 
     def start(self, name: str, claim: str, **how: Any) -> str:
         made = self.pod(name, claim, **how)
@@ -125,37 +125,92 @@ class Site:
         pod = self.start(name, data, block=block)
         return data, pod, self.write(pod, block=block)
 
-    def snapshot(self, name: str, claim: str) -> str:
-        called = self._called(name)
-        self.apply(objects.snapshot(self.run, self.check, called, claim))
+    def snapshot(self, name: str, claim: str = "", content: str = "") -> str:
+        """Make a snapshot of a claim, or an object for one that is there already."""
+        called = self.called(name)
+        self.apply(objects.snapshot(self.run, self.check, called, claim, content))
+        self._taken(SNAPSHOTS, called)
+        return called
+
+    def _taken(self, kind: str, name: str) -> None:
+        """Wait until a snapshot, or a group snapshot, is ready to use."""
 
         def is_ready() -> bool | None:
-            one = self.kubectl.find(SNAPSHOTS, called, self.namespace)
+            one = self.kubectl.find(kind, name, self.namespace)
             return True if path(one, "status", "readyToUse") else None
 
         try:
-            self.until(f"snapshot {called} is ready to use", is_ready)
+            self.until(f"snapshot {name} is ready to use", is_ready)
         except Failed as error:
-            raise Failed(f"{error}{self._why_no_snapshot(called)}") from error
-        return called
+            raise Failed(f"{error}{self._why_no_snapshot(kind, name)}") from error
 
-    def _why_no_snapshot(self, name: str) -> str:
+    def content_of(self, snapshot: str) -> Object:
+        """The VolumeSnapshotContent of a snapshot; raises Failed where there is none."""
+        one = self.kubectl.find(SNAPSHOTS, snapshot, self.namespace)
+        name = str(path(one, "status", "boundVolumeSnapshotContentName"))
+        if (content := self.kubectl.find(CONTENTS, name)) is None:
+            raise Failed(f"snapshot {snapshot} has no content")
+        return content
+
+    def group_snapshot(self, name: str, count: int) -> list[str]:
+        """Make a group snapshot of the check's claims, so many; the names of its snapshots."""
+        called = self.called(name)
+        self.apply(
+            objects.group_snapshot_class(self.run, self.check, self.place.driver),
+            objects.group_snapshot(self.run, self.check, called),
+        )
+        self._taken(GROUP_SNAPSHOTS, called)
+
+        def members() -> list[str] | None:
+            ready = [one for one in self.members() if path(one, "status", "readyToUse")]
+            names = [str(one["metadata"]["name"]) for one in ready]
+            return names if len(names) == count else None
+
+        return self.until(f"group snapshot {called} has {count} snapshots", members)
+
+    def members(self) -> list[Object]:
+        """The snapshots of the check's group snapshots, which bear no label of the check's."""
+        start = self.called("") if self.check else ""
+        return [
+            one
+            for one in self.kubectl.all(SNAPSHOTS, self.namespace)
+            if (group := path(one, "status", "volumeGroupSnapshotName"))
+            and str(group).startswith(start)
+        ]
+
+    def _why_no_snapshot(self, kind: str, name: str) -> str:
         """What a snapshot tells of those who should have made it."""
-        one = self.kubectl.find(SNAPSHOTS, name, self.namespace) or {}
+        one = self.kubectl.find(kind, name, self.namespace) or {}
         if (message := path(one, "status", "error", "message")) is not None:
             return f"; {message}"
+        if kind == GROUP_SNAPSHOTS:
+            return "; does the snapshot-controller have CSIVolumeGroupSnapshot=true?"
         if (content := path(one, "status", "boundVolumeSnapshotContentName")) is None:
             return "; nobody took it up: does the snapshot-controller run?"
+        if self.place.controllers:
+            return ""
         labels = path(self.kubectl.find(CONTENTS, content) or {}, "metadata", "labels", default={})
         if "snapshot.storage.kubernetes.io/managed-by" not in labels:
             return "; its content names no node: --enable-distributed-snapshotting is missing"
         return ""
 
-    def _called(self, name: str) -> str:
+    def called(self, name: str) -> str:
         """Two checks have no object of one name."""
         return f"{self.check}-{name}"
 
     # Looking
+
+    def events(self, name: str, reason: str) -> list[str]:
+        """What events of a reason say of one of the check's objects."""
+        return [
+            " ".join(str(one.get("message", "")).split())
+            for one in self.kubectl.all("events", self.namespace)
+            if path(one, "involvedObject", "name") == name and one.get("reason") == reason
+        ]
+
+    def found(self, claim: str) -> Object:
+        """A claim as it is now."""
+        return self.kubectl.find("persistentvolumeclaims", claim, self.namespace) or {}
 
     def running(self, name: str) -> Object | None:
         """The pod, if it is ready; raises Failed where it never will be."""
@@ -231,9 +286,16 @@ class Site:
         script = f"cat {objects.PLACE}/words"
         if block:
             script = f"dd if={objects.DEVICE} bs={len(words)} count=1 2>/dev/null"
-        found = self.until(f"pod {pod} reads", lambda: self.sh(pod, script))
+        found = self._read(pod, script)
         if found != words:
             raise Failed(f"pod {pod} reads {found[:80]!r}, {words} was written")
+
+    def read(self, pod: str) -> str:
+        """The words that a pod finds."""
+        return self._read(pod, f"cat {objects.PLACE}/words")
+
+    def _read(self, pod: str, script: str) -> str:
+        return self.until(f"pod {pod} reads", lambda: self.sh(pod, script))
 
     def room_mib(self, pod: str, *, block: bool = False) -> int:
         """How large the file system is, or the device, to the MiB below."""
@@ -283,8 +345,12 @@ class Site:
 
     def expand(self, claim: str, times: int) -> None:
         """Ask for a volume `times` as large as usual."""
-        change = {"spec": {"resources": {"requests": {"storage": f"{self.size_mib * times}Mi"}}}}
-        kind = "persistentvolumeclaims"
+        size = f"{self.size_mib * times}Mi"
+        self.change(claim, {"resources": {"requests": {"storage": size}}})
+
+    def change(self, claim: str, spec: Object) -> None:
+        """Change a claim's spec."""
+        change, kind = {"spec": spec}, "persistentvolumeclaims"
         self.persist(
             "the claim is changed", lambda: self.kubectl.patch(kind, claim, change, self.namespace)
         )

@@ -111,7 +111,23 @@ def test_each_check_can_be_run_alone(cluster: FakeCluster, check: str, tried: Tr
         ("data lost", "drain", "reads ''"),
         ("empty copy", "clone", "words: No such file or directory"),
         ("empty copy", "restore", "words: No such file or directory"),
-        ("snapshots", "snapshot", "--enable-distributed-snapshotting is missing"),
+        ("empty copy", "restore-anywhere", "words: No such file or directory"),
+        ("by luck", "restore-anywhere", "pod restore-anywhere-pod-first is ready"),
+        ("snapshots", "snapshot", "snapshot snapshot-monday is ready to use"),
+        ("not found", "pre-provisioned", "snapshot pre-provisioned-found is ready to use"),
+        ("empty copy", "pre-provisioned", "words: No such file or directory"),
+        ("no group", "group-snapshot", "does the snapshot-controller have CSIVolumeGroupSnapshot"),
+        ("half a group", "group-snapshot", "group snapshot group-snapshot-monday has 2 snapshots"),
+        ("empty copy", "group-snapshot", "words: No such file or directory"),
+        ("never modified", "attributes", "has the VolumeAttributesClass carver-checks-"),
+        ("in name only", "attributes", "reads 4096 KiB ahead and then 4096, not 4096 and 0"),
+        ("no reason", "expand-impossible", "claim expand-impossible-data says why it cannot grow"),
+        ("enlarged", "expand-impossible", "bytes: data has no room for it"),
+        ("stuck", "expand-impossible", "pod expand-impossible-second is ready"),
+        ("never grows", "expand-impossible", "claim expand-impossible-data has 1024 MiB"),
+        ("claim lost", "stopped", "pod stopped-waiting is ready"),
+        ("says nothing", "stopped", "claim stopped-other says that two does not answer"),
+        ("rights", "rights", "carver-system/carver-node, which nodes have, may in"),
         ("never grows", "expand-online", "claim expand-online-data has 1024 MiB"),
         ("small inside", "expand-online", "is larger than 486 MiB"),
         ("small inside", "expand-offline", "is larger than 486 MiB"),
@@ -135,6 +151,10 @@ def test_each_check_finds_what_it_is_for(
     assert left(cluster) == []
 
 
+def test_a_claim_is_refused_while_its_node_is_away(cluster: FakeCluster, tried: Tried) -> None:
+    assert "node two does not answer" in tried(run.WELL, "--only", "stopped")
+
+
 def test_a_failure_shows_pods_events_and_logs(cluster: FakeCluster, tried: Tried) -> None:
     cluster.wrong = {"never ready"}
     printed = tried(run.WRONG, "--only", "claim", "--only", "inline")
@@ -152,6 +172,13 @@ def test_a_failure_shows_snapshots_too(cluster: FakeCluster, tried: Tried) -> No
     printed = tried(run.WRONG, "--only", "snapshot")
     assert "VolumeSnapshot snapshot-monday: ready to use: False" in printed
     assert re.search(r'/snapshotter: snapshotter says "CreateVolume" of snapcontent-uid-', printed)
+
+
+def test_a_snapshot_that_no_node_takes_up_is_explained(cluster: FakeCluster, tried: Tried) -> None:
+    cluster.distribute()
+    cluster.wrong = {"snapshots"}
+    printed = tried(run.WRONG, "--only", "snapshot")
+    assert "--enable-distributed-snapshotting is missing" in printed
 
 
 @pytest.mark.parametrize("wrong", ["volume kept", "no object"])
@@ -174,16 +201,43 @@ def no_rights_on_nodes(cluster: FakeCluster) -> None:
     cluster.wrong = {"nodes"}
 
 
+def of_controller(cluster: FakeCluster) -> Object:
+    """The pod of the controller's Deployment."""
+    one = cluster.objects["deployments", "carver-system", "carver-controller"]
+    pod: Object = one["spec"]["template"]["spec"]
+    return pod
+
+
 def no_snapshotter(cluster: FakeCluster) -> None:
-    spec = cluster.objects["daemonsets", "carver-system", "carver-node"]["spec"]["template"]["spec"]
+    spec = of_controller(cluster)
     spec["containers"] = spec["containers"][:2]
+
+
+def no_group_kinds(cluster: FakeCluster) -> None:
+    cluster.missing = {"groupsnapshot.storage"}
+
+
+def no_groups(cluster: FakeCluster) -> None:
+    del of_controller(cluster)["containers"][2]["args"]
+
+
+def no_attributes(cluster: FakeCluster) -> None:
+    cluster.missing = {"storage"}
+
+
+def no_controller(cluster: FakeCluster) -> None:
+    cluster.distribute()
 
 
 def no_inline_volumes(cluster: FakeCluster) -> None:
     cluster.objects["csidrivers", "", DRIVER]["spec"]["volumeLifecycleModes"] = ["Persistent"]
 
 
-SNAPSHOTS = {"snapshot", "restore"}
+SNAPSHOTS = {"snapshot", "restore", "restore-anywhere", "pre-provisioned", "group-snapshot"}
+CENTRAL = {
+    *("restore-anywhere", "pre-provisioned", "group-snapshot", "attributes", "expand-impossible"),
+    *("stopped", "rights"),
+}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +252,10 @@ SNAPSHOTS = {"snapshot", "restore"}
             "kube-system/snapshot-controller may not watch nodes",
         ),
         (no_snapshotter, run.PARTLY, "not here", SNAPSHOTS, "sidecars.snapshotter.enabled"),
+        (no_group_kinds, run.PARTLY, "not here", {"group-snapshot"}, "no CRDs of groupsnapshot"),
+        (no_groups, run.PARTLY, "not here", {"group-snapshot"}, "sidecars.snapshotter.groups"),
+        (no_attributes, run.PARTLY, "not here", {"attributes"}, "no VolumeAttributesClass"),
+        (no_controller, run.WELL, "off", CENTRAL, "controller.enabled"),
         (no_inline_volumes, run.WELL, "off", {"inline"}, "does not allow Ephemeral"),
     ],
 )
@@ -235,12 +293,16 @@ def test_a_cluster_with_a_controller_is_found_by_its_manifest(
 
 
 def test_nodes_that_run_carver_by_systemd_need_an_image(cluster: FakeCluster, tried: Tried) -> None:
-    for key in [key for key in cluster.objects if key[1] == "carver-system"]:
+    for key in [key for key in cluster.objects if key[2].startswith("carver-") and key[1]]:
+        if key[2].startswith("carver-controller"):
+            continue
         del cluster.objects[key]
     with pytest.raises(installation.Unusable, match="--image"):
         code_of(cluster)
     found = outcomes(tried(run.PARTLY, "--image", "shell:1"))
-    assert {one for one, outcome in found.items() if outcome != "passed"} == {"restart"}
+    assert {one for one, outcome in found.items() if outcome != "passed"} == {
+        *("restart", "stopped", "rights"),
+    }
     assert {
         one["spec"]["containers"][0]["image"] for one in cluster.applied if one["kind"] == "Pod"
     } == {"shell:1"}
@@ -338,7 +400,12 @@ def calls(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stride"), [([], 97), (["--only", "drain"], 3), (["--only", "restore"], 5)]
+    ("arguments", "stride"),
+    [
+        *(([], 197), (["--only", "drain"], 3), (["--only", "restore"], 5)),
+        *((["--only", "group-snapshot"], 9), (["--only", "pre-provisioned"], 9)),
+        *((["--only", "attributes"], 9), (["--only", "stopped"], 9)),
+    ],
 )
 def test_after_an_interrupt_at_any_call_nothing_is_left(
     tmp_path: Path, arguments: list[str], stride: int
@@ -359,7 +426,7 @@ def test_after_an_interrupt_the_exit_code_says_so(
 ) -> None:
     cluster.interrupts = [words]
     printed = tried(run.INTERRUPTED, "--only", "drain")
-    assert "removed          passed" in printed
+    assert "removed           passed" in printed
     assert left(cluster) == []
 
 
@@ -439,16 +506,25 @@ def test_all_objects_fit_the_schema_of_kubernetes(cluster: FakeCluster, tried: T
     kinds = {one["kind"] for one in cluster.applied}
     assert kinds == {
         *("Namespace", "StorageClass", "VolumeSnapshotClass", "PersistentVolumeClaim", "Pod"),
-        *("Deployment", "VolumeSnapshot"),
+        *("Deployment", "VolumeSnapshot", "VolumeSnapshotContent", "VolumeAttributesClass"),
+        *("VolumeGroupSnapshot", "VolumeGroupSnapshotClass"),
     }
     for one in cluster.applied:
         assert objects.RUN in one["metadata"]["labels"]
         # kubernetes-csi/external-snapshotter, client/config/crd, v8.7.0, has the others
-        if one["kind"] == "VolumeSnapshotClass":
+        if one["kind"] in {"VolumeSnapshotClass", "VolumeGroupSnapshotClass"}:
             assert one.keys() - {"apiVersion", "kind", "metadata"} == {"driver", "deletionPolicy"}
         elif one["kind"] == "VolumeSnapshot":
             assert one["spec"].keys() == {"volumeSnapshotClassName", "source"}
-            assert one["spec"]["source"].keys() == {"persistentVolumeClaimName"}
+            [source] = one["spec"]["source"]
+            assert source in {"persistentVolumeClaimName", "volumeSnapshotContentName"}
+        elif one["kind"] == "VolumeGroupSnapshot":
+            assert one["spec"].keys() == {"volumeGroupSnapshotClassName", "source"}
+            assert one["spec"]["source"].keys() == {"selector"}
+        elif one["kind"] == "VolumeSnapshotContent":
+            assert one["spec"].keys() == {
+                *("deletionPolicy", "driver", "source", "sourceVolumeMode", "volumeSnapshotRef"),
+            }
         else:
             kubernetes_validate.validate(one, "1.37", strict=True)
 
@@ -502,8 +578,7 @@ def test_every_option_that_is_documented_there_is() -> None:
     known = run.parser().format_help()
     text = section("The checks") + section("How to read it") + section("When a check fails")
     named = set(re.findall(r"`(?:[^`]*run.py )?(--[a-z-]+)`", text))
-    # An option of the snapshot-controller's.
-    assert {one for one in named if one not in known} == {"--enable-distributed-snapshotting"}
+    assert {one for one in named if one not in known} == set()
 
 
 def test_every_exit_code_and_outcome_is_documented() -> None:

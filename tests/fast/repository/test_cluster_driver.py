@@ -74,7 +74,7 @@ def creation(*asked: csi.VolumeCapability, size_bytes: int = 32 * MIB) -> csi.Cr
 
 def test_the_suite_knows_every_key(driver: dict[str, Any]) -> None:
     assert driver.keys() <= KEYS
-    for key in ("StorageClass", "SnapshotClass"):
+    for key in ("StorageClass", "SnapshotClass", "VolumeAttributesClass"):
         assert driver[key].keys() <= FROM
     info = driver["DriverInfo"]
     assert info.keys() <= INFO
@@ -92,6 +92,9 @@ def test_the_class_is_one_that_is_installed(driver: dict[str, Any]) -> None:
     for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
         installed = manifest.names(path, "StorageClass")
         assert driver["StorageClass"]["FromExistingClassName"] in installed
+    examples = ROOT / "deploy" / "kubernetes" / "examples" / "attributes.yaml"
+    known = manifest.names(examples, "VolumeAttributesClass")
+    assert driver["VolumeAttributesClass"]["FromExistingClassName"] in known
 
 
 def test_name_and_topology_are_the_service_s(driver: dict[str, Any], client: Client) -> None:

@@ -41,8 +41,22 @@ _CONTROLLER = {
     }
 }
 _SNAPSHOT_KINDS = ("volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses")
+_KINDS = {
+    "storage": ("storageclasses", "volumeattributesclasses"),
+    "snapshot.storage": _SNAPSHOT_KINDS,
+    "groupsnapshot.storage": ("volumegroupsnapshots", "volumegroupsnapshotclasses"),
+}
 
-_WIDE = frozenset({"namespaces", "nodes", "storageclasses", "volumesnapshotclasses"})
+_WIDE = frozenset(
+    {"namespaces", "nodes", "storageclasses", "volumesnapshotclasses", "volumesnapshotcontents"}
+    | {"volumeattributesclasses", "volumegroupsnapshotclasses"}
+)
+# What every service account may do.
+_EVERYONE = {"verbs": ["create"], "apiGroups": ["authorization.k8s.io"], "resources": ["x"]}
+# After so many looks a pod of Carver's is ready.
+_START_STEPS = 6
+# No node has room for so much.
+_MOST_MIB = 1 << 20
 
 Key = tuple[str, str, str]
 
@@ -53,6 +67,8 @@ class FakeCluster:
     def __init__(self, root: Path) -> None:
         self.root, self.steps, self.calls = root, 0, 0
         self.snapshots = True
+        # Groups of the API that are not there.
+        self.missing: set[str] = set()
         # What is wrong with it; each word is looked for where it matters.
         self.wrong: set[str] = set()
         # Words of a command, how often it fails, and what it says then.
@@ -84,12 +100,9 @@ class FakeCluster:
             self._add("CSINode", node, spec={"drivers": [{"name": DRIVER}]})
         self._add("Node", "control", spec={})
         self._add("CSINode", "control", spec={"drivers": None})
-        names = ("provisioner", "carver", "snapshotter")
-        images = ("csi-provisioner:v6", IMAGE, "csi-snapshotter:v8")
         pod: Object = {
-            "containers": [
-                {"name": name, "image": image} for name, image in zip(names, images, strict=True)
-            ],
+            "serviceAccountName": "carver-node",
+            "containers": [{"name": "carver", "image": IMAGE}],
             "volumes": [
                 {"name": "config", "configMap": {"name": "carver-config"}},
                 {"name": "s", "hostPath": {"path": f"/var/lib/kubelet/plugins/{DRIVER}"}},
@@ -99,7 +112,41 @@ class FakeCluster:
         own: Object = {"selector": selector, "template": template}
         self._add("DaemonSet", "carver-node", "carver-system", spec=own)
         self._add("Deployment", "snapshot-controller", "kube-system", spec=_CONTROLLER)
+        containers: list[Object] = [
+            {
+                "name": "controller",
+                "image": IMAGE,
+                "args": ["controller"],
+                "env": [{"name": "CARVER_DRIVER_NAME", "value": DRIVER}],
+            },
+            {"name": "provisioner", "image": "csi-provisioner:v6"},
+            {
+                "name": "snapshotter",
+                "image": "csi-snapshotter:v8",
+                "args": ["--feature-gates=CSIVolumeGroupSnapshot=true"],
+            },
+        ]
+        labels = {"app": "controller"}
+        central: Object = {
+            "selector": {"matchLabels": labels},
+            "template": {"spec": {"containers": containers}},
+        }
+        self._add("Deployment", "carver-controller", "carver-system", spec=central)
+        running: Object = {"containers": containers, "nodeName": "control"}
+        self._add("Pod", "carver-controller-1", "carver-system", labels=labels, spec=running)
         self._serve()
+
+    def distribute(self) -> None:
+        """Have no controller: each node has its own sidecars."""
+        for kind, name in (("deployments", "carver-controller"), ("pods", "carver-controller-1")):
+            del self.objects[kind, "carver-system", name]
+        daemonset = self.objects["daemonsets", "carver-system", "carver-node"]
+        spec = daemonset["spec"]["template"]["spec"]
+        spec["containers"].append({"name": "snapshotter", "image": "csi-snapshotter:v8"})
+
+    @property
+    def is_central(self) -> bool:
+        return ("deployments", "carver-system", "carver-controller") in self.objects
 
     # kubectl
 
@@ -137,8 +184,11 @@ class FakeCluster:
 
     def _do_get(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
         if "raw" in options:
-            missing = "Error from server (NotFound): the server could not find the resource"
-            return (0, "{}", "") if self.snapshots else (1, "", missing)
+            group = options["raw"].split("/")[2].removesuffix(".k8s.io")
+            if group in self.missing or (not self.snapshots and group != "storage"):
+                missing = "Error from server (NotFound): the server could not find the resource"
+                return 1, "", missing
+            return 0, json.dumps({"resources": [{"name": one} for one in _KINDS[group]]}), ""
         kind, namespace = self._kind(words[0]), options.get("namespace", "")
         # As kubectl does, which takes a namespace for what has none.
         namespace = "" if kind in _WIDE else namespace
@@ -162,9 +212,21 @@ class FakeCluster:
                 self.objects[key] = one
         return 0, "applied", ""
 
-    def _do_create(self, words: list[str], _: dict[str, str], stdin: str) -> tuple[int, str, str]:
+    def _do_create(
+        self, words: list[str], options: dict[str, str], stdin: str
+    ) -> tuple[int, str, str]:
         assert not words
         asked = json.loads(stdin)
+        if asked["kind"] == "SelfSubjectRulesReview":
+            assert asked["spec"]["namespace"]
+            rules: list[Object] = [_EVERYONE]
+            if "rights" in self.wrong and options["as"].endswith(":carver-node"):
+                rules.append(
+                    {"verbs": ["get", "list"], "apiGroups": [""], "resources": ["secrets"]}
+                )
+            # As the node authorizer has it.
+            status: Object = {"resourceRules": rules, "nonResourceRules": None, "incomplete": True}
+            return 0, json.dumps(asked | {"status": status}), ""
         assert asked["kind"] == "SubjectAccessReview"
         attributes = asked["spec"]["resourceAttributes"]
         assert "system:serviceaccounts:kube-system" in asked["spec"]["groups"]
@@ -173,8 +235,7 @@ class FakeCluster:
 
     def _do_patch(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
         one = self.objects[self._kind(words[0]), options["namespace"], words[1]]
-        change = json.loads(options["patch"])["spec"]["resources"]["requests"]
-        one["spec"]["resources"]["requests"] = change
+        one["spec"] |= json.loads(options["patch"])["spec"]
         return 0, "patched", ""
 
     def _do_delete(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
@@ -226,6 +287,8 @@ class FakeCluster:
         volume = self._volume_of(pod)
         script = inside[2].replace("/data", str(volume / "files"))
         script = script.replace("/dev/carver", str(volume / "device"))
+        if "/proc/self/mountinfo" in script:
+            script = self._show_read_ahead(script, pod, volume)
         if "n=$((n + 1))" in pod["spec"]["containers"][0]["command"][2]:
             self._write_on(pod, volume / "files" / "log")
         environment = {"PATH": f"{self.root / 'bin'}:{os.defpath}"}
@@ -240,6 +303,22 @@ class FakeCluster:
             assert (volume / "device").stat().st_size % _MIB == 0
         said = f"command terminated with exit code {ended.returncode}\n"
         return ended.returncode, ended.stdout, ended.stderr + (said if ended.returncode else "")
+
+    def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
+        """What the kernel tells a pod of its device."""
+        [name] = self._claims(pod)
+        claim = self.objects["persistentvolumeclaims", pod["metadata"]["namespace"], name]
+        by_class = claim["status"]["currentVolumeAttributesClassName"]
+        if "in name only" in self.wrong:
+            by_class = by_class.replace("lookups", "scans")
+        chosen = self.objects["volumeattributesclasses", "", by_class]["parameters"]
+        queue = self.root / "sys" / "253:0" / "queue"
+        queue.mkdir(parents=True, exist_ok=True)
+        kib = {"4MiB": 4096, "0": 0}[chosen["carver/readAhead"]]
+        (queue / "read_ahead_kb").write_text(f"{kib}\n")
+        (self.root / "mountinfo").write_text(f"1 2 253:0 / {volume / 'files'} rw - ext4 x rw\n")
+        script = script.replace("/sys/dev/block", str(self.root / "sys"))
+        return script.replace("/proc/self/mountinfo", str(self.root / "mountinfo"))
 
     def _status(self, carver: Object) -> tuple[int, str, str]:
         node = carver["spec"]["nodeName"]
@@ -302,6 +381,12 @@ class FakeCluster:
                 if it[1] == name:
                     other["metadata"]["deletionTimestamp"] = "now"
             return
+        if kind == "volumegroupsnapshots":
+            members = [it for it in self._snapshots(namespace) if _group_of(it) == name]
+            for member in members:
+                member["metadata"]["deletionTimestamp"] = "now"
+            if members:
+                return
         if kind == "volumesnapshots":
             content = f"snapcontent-{one['metadata']['uid']}"
             self.objects.pop(("volumesnapshotcontents", "", content), None)
@@ -325,10 +410,22 @@ class FakeCluster:
             labels = {"app": "carver"}
             self._add("Pod", f"carver-{self._count}", "carver-system", labels=labels, spec=own)
 
+    def _is_away(self, node: str) -> bool:
+        """Whether the Carver of a node does not answer; by systemd it always does."""
+        if ("daemonsets", "carver-system", "carver-node") not in self.objects:
+            return False
+        return not any(
+            path(it, "status", "conditions")
+            for it in self._pods("carver-system")
+            if it["spec"].get("nodeName") == node and "deletionTimestamp" not in it["metadata"]
+        )
+
     def _go_on_pods(self, key: Key, pod: Object) -> None:
         status = pod.setdefault("status", {"phase": "Pending"})
         if key[1] == "carver-system":
-            status["conditions"] = [{"type": "Ready", "status": "True"}]
+            # Kubelet, the container's start and the probe take their time.
+            if self._ages[key] > _START_STEPS:
+                status["conditions"] = [{"type": "Ready", "status": "True"}]
             return
         if "nodeName" not in pod["spec"]:
             if "never scheduled" in self.wrong:
@@ -338,11 +435,29 @@ class FakeCluster:
                 false = {"type": "PodScheduled", "status": "False", "message": why}
                 status["conditions"] = [false]
                 return
+            unbound = [
+                name
+                for name in self._claims(pod)
+                if "volumeName" not in self.objects["persistentvolumeclaims", key[1], name]["spec"]
+            ]
+            if unbound and (self._is_away(node) or "claim lost" in self.wrong):
+                why = f"node {node} does not answer"
+                place = ("persistentvolumeclaims", key[1], unbound[0])
+                if self._is_away(node) and "says nothing" not in self.wrong:
+                    self._event(place, "Warning", "ProvisioningFailed", why)
+                if self._is_away(node) or key[2] == "stopped-waiting":
+                    return
             pod["spec"]["nodeName"] = node
             self._provision(pod, node)
             return
         state: Object = {"ready": True, "restartCount": 0, "state": {"running": {}}}
-        if "never ready" in self.wrong:
+        claims = [
+            self.objects["persistentvolumeclaims", key[1], name] for name in self._claims(pod)
+        ]
+        stuck = any("allocatedResourceStatuses" in it.get("status", {}) for it in claims)
+        if "never ready" in self.wrong or (
+            "stuck" in self.wrong and stuck and not path(status, "containerStatuses", 0, "ready")
+        ):
             state = {"ready": False, "state": {"waiting": {"reason": "ContainerCreating"}}}
             self._event(key, "Warning", "FailedMount", "mkfs failed:\n no room")
         if "no image" in self.wrong:
@@ -355,7 +470,7 @@ class FakeCluster:
         status["containerStatuses"] = [state]
 
     def _go_on_deployments(self, key: Key, one: Object) -> None:
-        if key[1] == "kube-system":
+        if key[1] in ("kube-system", "carver-system"):
             return
         if all("deletionTimestamp" in it["metadata"] for it in self._pods(key[1], "drain-set")):
             self._count += 1
@@ -374,7 +489,18 @@ class FakeCluster:
             key[2] in self._claims(it) and path(it, "status", "phase") == "Running"
             for it in self._pods(key[1])
         )
-        if has and wanted > has and not used:
+        if "volumeAttributesClassName" in claim["spec"] and "never modified" not in self.wrong:
+            chosen = claim["spec"]["volumeAttributesClassName"]
+            status["currentVolumeAttributesClassName"] = chosen
+        status.pop("allocatedResourceStatuses", None)
+        if wanted > _MOST_MIB:
+            status["allocatedResourceStatuses"] = {"storage": "ControllerResizeInfeasible"}
+            if "no reason" not in self.wrong:
+                self._event(key, "Warning", "VolumeResizeFailed", "data has no room for it")
+            if "enlarged" in self.wrong:
+                spec = self.objects["persistentvolumes", "", volume]["spec"]
+                spec["capacity"]["storage"] = f"{wanted}Mi"
+        elif has and wanted > has and not used:
             status["conditions"] = [{"type": "FileSystemResizePending", "status": "True"}]
         elif wanted > has and "never grows" not in self.wrong:
             status["conditions"] = []
@@ -382,7 +508,32 @@ class FakeCluster:
             if not has or "small inside" not in self.wrong:
                 self.held[volume] = (self.held[volume][0], wanted)
 
+    def _go_on_volumegroupsnapshots(self, key: Key, one: Object) -> None:
+        if "status" in one or "no group" in self.wrong:
+            return
+        labels = one["spec"]["source"]["selector"]["matchLabels"].items()
+        claims = [
+            name
+            for (kind, where, name), it in self.objects.items()
+            if (kind, where) == ("persistentvolumeclaims", key[1])
+            and labels <= it["metadata"]["labels"].items()
+        ]
+        for claim in claims[: 1 if "half a group" in self.wrong else None]:
+            self._count += 1
+            name, source = f"snapshot-{self._count}", {"persistentVolumeClaimName": claim}
+            self._add("VolumeSnapshot", name, key[1], spec={"source": source})
+            made = self.objects["volumesnapshots", key[1], name]
+            made["status"] = {"volumeGroupSnapshotName": key[2]}
+        one["status"] = {"readyToUse": True}
+
     def _go_on_volumesnapshots(self, key: Key, one: Object) -> None:
+        if name := one["spec"]["source"].get("volumeSnapshotContentName"):
+            content = self.objects["volumesnapshotcontents", "", name]
+            handle = content["spec"]["source"]["snapshotHandle"]
+            content["status"] = {"snapshotHandle": handle}
+            ready = handle.partition("/")[2] in self.held and "not found" not in self.wrong
+            one["status"] = {"readyToUse": ready, "boundVolumeSnapshotContentName": name}
+            return
         name = f"snapcontent-{one['metadata']['uid']}"
         source = one["spec"]["source"]["persistentVolumeClaimName"]
         volume = self.objects["persistentvolumeclaims", key[1], source]["spec"]["volumeName"]
@@ -394,7 +545,8 @@ class FakeCluster:
             content = self.objects["volumesnapshotcontents", "", name]
             content["status"] = {"snapshotHandle": f"data@x/{name}"}
         ready = "snapshots" not in self.wrong
-        one["status"] = {"readyToUse": ready, "boundVolumeSnapshotContentName": name}
+        said = {"readyToUse": ready, "boundVolumeSnapshotContentName": name}
+        one["status"] = one.get("status", {}) | said
 
     # Scheduling and volumes
 
@@ -419,7 +571,11 @@ class FakeCluster:
             if once and any(name in self._claims(it) for it in others):
                 return "", "node has pod using the same claim and ReadWriteOncePod access mode"
             source = claim["spec"].get("dataSource")
-            if source and not volume:
+            if source and not volume and "by luck" not in self.wrong and self.is_central:
+                # After a further cycle, whatever the scheduler chose first.
+                found = [it for it in found if it == self.held[self._source(key[1], source)][0]]
+            elif source and not volume:
+                found = found[:1]
                 found = [it for it in found if it == self.held[self._source(key[1], source)][0]]
                 if found != ["one"] and found != ["two"]:
                     return "", "the source is on another node"
@@ -428,7 +584,9 @@ class FakeCluster:
     def _source(self, namespace: str, source: Object) -> str:
         if source["kind"] == "VolumeSnapshot":
             one = self.objects["volumesnapshots", namespace, source["name"]]
-            return f"snapcontent-{one['metadata']['uid']}"
+            bound = one["status"]["boundVolumeSnapshotContentName"]
+            content = self.objects["volumesnapshotcontents", "", bound]
+            return str(content["status"]["snapshotHandle"]).partition("/")[2]
         one = self.objects["persistentvolumeclaims", namespace, source["name"]]
         return str(one["spec"]["volumeName"])
 
@@ -458,6 +616,7 @@ class FakeCluster:
             spec: Object = {
                 "csi": {"driver": DRIVER, "volumeHandle": f"data@x/{volume}"},
                 "claimRef": {"namespace": namespace, "name": name},
+                "capacity": {"storage": f"{size}Mi"},
                 "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [key]}]}},
             }
             self._add("PersistentVolume", volume, spec=spec)
@@ -494,13 +653,21 @@ class FakeCluster:
             if kind == "pods" and namespace in ("", where) and name.startswith(start)
         ]
 
+    def _snapshots(self, namespace: str) -> list[Object]:
+        return [
+            one
+            for (kind, where, _), one in self.objects.items()
+            if (kind, where) == ("volumesnapshots", namespace)
+        ]
+
     def _claims(self, pod: Object) -> list[str]:
         volumes = pod["spec"].get("volumes", [])
         names = [path(one, "persistentVolumeClaim", "claimName") for one in volumes]
         return [name for name in names if name]
 
     def _event(self, key: Key, sort: str, reason: str, message: str) -> None:
-        of = {"kind": "Pod", "name": key[2]}
+        kinds = {"pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim"}
+        of = {"kind": kinds[key[0]], "name": key[2]}
         event: Object = {"type": sort, "reason": reason, "message": message, "involvedObject": of}
         self._add("Event", f"{key[2]}.{reason}", key[1], count=3, lastTimestamp="1", **event)
 
@@ -519,6 +686,10 @@ class FakeCluster:
     def _uid(self) -> str:
         self._count += 1
         return f"uid-{self._count}-"
+
+
+def _group_of(snapshot: Object) -> str:
+    return str(path(snapshot, "status", "volumeGroupSnapshotName", default=""))
 
 
 def _matches(term: Object, node: str) -> bool:
