@@ -46,6 +46,8 @@ class SimulatedNode:
         # Cleared: it hangs where it has created a volume.
         self.creates = asyncio.Event()
         self.creates.set()
+        # Whether it cannot list.
+        self.refuses = False
         self.asked = False
         self.created: set[str] = set()
         self.calls: list[str] = []
@@ -96,8 +98,10 @@ class SimulatedNode:
             )
         ).SerializeToString()
 
-    async def _list(self, _data: bytes, _context: Any) -> bytes:
+    async def _list(self, _data: bytes, context: Any) -> bytes:
         await self.answers.wait()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "a disk does not answer")
         return self.volumes
 
     async def _volume(self, data: bytes, context: Any) -> bytes:

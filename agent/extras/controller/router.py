@@ -240,7 +240,8 @@ class Router:
         except grpc.aio.AioRpcError as error:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)
-            raise
+            call.node = node.name
+            raise _of_node(node, error) from None
         except asyncio.CancelledError:
             # The caller's deadline may end the call before the node's own does.
             self._nodes.ask(node)
@@ -265,6 +266,8 @@ class Router:
             try:
                 async for message in answers:
                     yield message
+            except grpc.aio.AioRpcError as error:
+                raise _of_node(node, error) from None
             finally:
                 answers.cancel()
                 call.node_seconds = time.monotonic() - begun
@@ -338,13 +341,18 @@ def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
     elif isinstance(error, Refused):
         call.code, call.problem = error.code, str(error)
     elif isinstance(error, grpc.aio.AioRpcError):
-        call.code = error.code()
-        call.problem = f"node {call.node}: {error.details()}"
+        call.code, call.problem = error.code(), error.details() or ""
     elif isinstance(error, DecodeError):
         call.code, call.problem = _Code.INVALID_ARGUMENT, "the request cannot be read"
     else:
         call.code, call.problem = _Code.INTERNAL, f"{type(error).__name__}: {error}"
         _log.error("%s raised", call.method, exc_info=error)
+
+
+def _of_node(node: Node, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    """A node's error with its name: several nodes may be asked for one call."""
+    metadata = error.initial_metadata(), error.trailing_metadata()
+    return grpc.aio.AioRpcError(error.code(), *metadata, f"node {node.name}: {error.details()}")
 
 
 def _name(call: Call, request: Any) -> None:

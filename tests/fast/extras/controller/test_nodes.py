@@ -364,6 +364,18 @@ def test_a_call_that_waits_for_a_node_which_leaves_is_answered(in_cluster: Run, 
     in_cluster(test)
 
 
+def test_a_list_that_a_node_refuses_names_that_node(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[1].refuses = True
+        call: Any = cluster.channel.unary_unary("/csi.v1.Controller/ListVolumes")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(csi.ListVolumesRequest().SerializeToString(), timeout=20)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert raised.value.details() == f"node {name_of(1)}: a disk does not answer"
+
+    in_cluster(test)
+
+
 def test_the_answer_of_a_node_that_has_left_counts_for_nothing(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         known = cluster.controller.nodes.get(name_of(1))
