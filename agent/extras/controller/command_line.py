@@ -71,13 +71,17 @@ def _controller(parsed: argparse.Namespace) -> int:
 
 
 def _status(config: settings.Config) -> int:
+    import grpc
     from google.protobuf.empty_pb2 import Empty
 
     from agent.csi.client import Client
     from proto.carver_pb2_grpc import ClusterStub
 
     with Client(config.endpoint) as client:
-        answer = client.stub(ClusterStub).Nodes(Empty())
+        try:
+            answer = client.stub(ClusterStub).Nodes(Empty())
+        except grpc.RpcError as error:
+            raise errors.CallRefused(error.code().name, error.details() or "") from None
     sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
     return 1 if any(one.problem for one in answer.nodes) else 0
 

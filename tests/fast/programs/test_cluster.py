@@ -289,6 +289,8 @@ def test_a_cluster_with_a_controller_is_found_by_its_manifest(
             cluster.objects[key] = one
     found = installation.find(Kubectl(cluster.execute), DRIVER)
     assert [one["metadata"]["name"] for one in found.daemonsets] == ["carver-node"]
+    assert [one["metadata"]["name"] for one in found.controllers] == ["carver-controller"]
+    assert bool(found.no_groups)
     assert ("snapshotter" in found.no_snapshots) is bool(without)
 
 

@@ -209,13 +209,17 @@ def test_a_controller_that_knows_no_node_finds_nothing(site: Site) -> None:
     refused(site, "the controller knows no node", lost)
 
 
-def test_the_socket_of_a_node_is_no_controller_s(site: Site) -> None:
+def test_the_socket_of_a_node_is_no_controller_s(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     site.volume("pvc-1")
     site.config = replace(
         site.config, endpoint=next(site.cluster.nodes["a"].directory.glob("*.sock"))
     )
     with pytest.raises(errors.ClusterSilent, match="UNIMPLEMENTED"):
         site.finder().look()
+    assert cli.main(["controller", "status", "--endpoint", str(site.config.endpoint)]) == 1
+    assert "UNIMPLEMENTED" in capsys.readouterr().err
 
 
 # Deletion
