@@ -51,7 +51,7 @@ def machine(run: Run) -> str:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Every promise with its target, what it was once, and what the runs say of it."""
+    """Every promise with its target, and what the runs say of it."""
     lines: list[str] = []
     for run in runs:
         lines += [f"- *{run.name}*: {machine(run)}"]
@@ -73,7 +73,8 @@ def recorded(page: str, runs: Sequence[Run]) -> str:
 
 
 def _section(promises: Sequence[Promise], runs: Sequence[Run]) -> Iterator[str]:
-    titles = ["figure", "beside", "before", "target", *(run.name for run in runs)]
+    has_beside = any(one.beside for one in promises)
+    titles = ["figure", *["beside"] * has_beside, "target", *(run.name for run in runs)]
     for with_counts in runs[:1]:
         if any(row.commands for row in with_counts.rows):
             titles.append("programs + session commands")
@@ -81,18 +82,12 @@ def _section(promises: Sequence[Promise], runs: Sequence[Run]) -> Iterator[str]:
     yield "|" + "---|" * len(titles)
     rows = [{row.name: row for row in run.rows} for run in runs]
     for promise in promises:
-        cells = [promise.name, promise.beside or NOTHING, _before(promise), _target(promise)]
+        beside = [promise.beside or NOTHING] * has_beside
+        cells = [promise.name, *beside, _target(promise)]
         cells += [_measured(found.get(promise.name)) for found in rows]
         if len(titles) > len(cells):
             cells.append(_counts(rows[0], promise.name))
         yield f"| {' | '.join(cells)} |"
-
-
-def _before(promise: Promise) -> str:
-    if promise.before is None:
-        return NOTHING
-    least, most = (number(one, promise.unit) for one in promise.before)
-    return least if least == most else f"{least.split()[0]} to {most}"
 
 
 def _target(promise: Promise) -> str:
