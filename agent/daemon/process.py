@@ -49,31 +49,39 @@ _LAST_LOG_SECONDS = 1.0
 
 def run(config: Config, host: Host) -> None:
     """Serve until SIGTERM or SIGINT, and end the process soon after, whatever hangs in it."""
-    ender = _ProcessEnder()
+    with ending_in_time(_STOP_SECONDS) as ender:
+        serve(config, host, ender.is_stopping)
+
+
+@contextmanager
+def ending_in_time(seconds: float) -> Iterator["ProcessEnder"]:
+    """End the process so long after `is_stopping` is set, whatever hangs in it."""
+    ender = ProcessEnder(seconds)
     ender.start()
     try:
-        serve(config, host, ender.is_stopping)
+        yield ender
         ender.exit_code = 0
     finally:
         ender.is_stopped.set()
         ender.is_stopping.set()
 
 
-class _ProcessEnder(threading.Thread):
+class ProcessEnder(threading.Thread):
     """Ends the process: no signal ends a thread that waits for a disk, and Python joins it.
 
     Started early, as no thread may be available when it is needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(name="leaving", daemon=True)
+        self._seconds = seconds
         self.is_stopping, self.is_stopped = threading.Event(), threading.Event()
         self.exit_code = 1
 
     def run(self) -> None:
         """Wait for the service to stop and the process to exit; then end it."""
         self.is_stopping.wait()
-        if self.is_stopped.wait(_STOP_SECONDS):
+        if self.is_stopped.wait(self._seconds):
             # The caller logs the error and exits, which ends this thread, too.
             time.sleep(_EXIT_SECONDS)
         last = threading.Thread(target=_log_hanging_threads, daemon=True)

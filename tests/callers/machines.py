@@ -175,7 +175,8 @@ class Machine:
         self._client = Client(endpoint)
         dying = [self._service._server]
         if self._config.controller_address is not None:
-            self._listener.start()
+            self._listener.find_other_groups()
+            self._listener.serve()
             assert self._listener._server is not None
             dying.append(self._listener._server)
         switch.on_death = lambda: [one.stop(0) for one in dying]

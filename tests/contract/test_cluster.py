@@ -1,21 +1,31 @@
 """The cluster's controller before two services, each with a group of its own, over TLS."""
 
+import json
+import logging
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import clustered
 import grpc
+import nodes
 import pytest
 from authority import Authority
 from clustered import Cluster, cluster
 from real.any import AnyHost
 
+from agent.core import ids
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
+from agent.csi.interceptor import STRIPPED
 from agent.extras.controller import certificates
 from agent.extras.controller.certificates import Certificates
 from proto import csi_pb2 as csi
@@ -225,6 +235,21 @@ def test_an_id_that_none_can_have_is_answered_as_by_a_node(two: Cluster) -> None
     assert (code, "volume_id: is required" in why) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+def test_without_a_certificate_no_call_reaches_a_node(two: Cluster) -> None:
+    """As from a tenant's pod."""
+    name = certificates.node_name("a", two.config.driver_name)
+    credentials = grpc.ssl_channel_credentials(two.authority.certificate)
+    options = certificates.options(name)
+    with grpc.secure_channel(two.address("a"), credentials, options) as to:
+        stub = csi_pb2_grpc.IdentityStub(to)
+        code, _ = refused(lambda: stub.GetPluginInfo(csi.GetPluginInfoRequest(), timeout=10))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    with grpc.insecure_channel(two.address("a")) as to:
+        stub = csi_pb2_grpc.IdentityStub(to)
+        code, _ = refused(lambda: stub.GetPluginInfo(csi.GetPluginInfoRequest(), timeout=10))
+    assert code is grpc.StatusCode.UNAVAILABLE
+
+
 def test_only_the_controller_may_call_a_node(two: Cluster) -> None:
     strangers = {
         "another node": two.directory / "tls-b",
@@ -298,3 +323,144 @@ def test_certificates_are_replaced_without_a_pause(two: Cluster) -> None:
     assert two.client.volume(volume.volume_id).volume.volume_id == volume.volume_id
     two.ask()
     assert all(not one.problem for one in two.controller.nodes)
+
+
+def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two: Cluster) -> None:
+    driver, volume = two.config.driver_name, create(two, "pvc-1", "a")
+    successor = Authority("successor")
+    names = {"tls-a": certificates.node_name("a", driver)}
+    names |= {"tls-b": certificates.node_name("b", driver)}
+    names |= {"controller": certificates.controller_name(driver)}
+
+    def replace_all(signer: Authority, *also: Authority) -> None:
+        """As each side reads its files, the nodes first, while calls go on."""
+        for directory, name in names.items():
+            signer.write(two.directory / directory, name, *also)
+            two.loop.run(two.controller.look())
+            two.ask()
+            assert [one.problem for one in two.controller.nodes] == ["", ""]
+
+    locks = two.nodes["a"].service.context.locks
+    waits = threading.Event()
+    await_turn = locks._await_turn
+
+    def wait(*names: Any) -> None:
+        waits.set()
+        await_turn(*names)
+
+    with ThreadPoolExecutor(1) as caller, ExitStack() as held:
+        held.enter_context(locks.hold(ids.logical_name(volume.volume_id)))
+        locks._await_turn = wait  # type: ignore[method-assign, assignment]
+        expanding = caller.submit(two.client.expand, volume.volume_id, 2 * SIZE)
+        assert waits.wait(10)
+        replace_all(two.authority, successor)
+        replace_all(successor, two.authority)
+        replace_all(successor)
+        assert not expanding.done()
+        held.close()
+        assert expanding.result(30).capacity_bytes == 2 * SIZE
+    two.client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("side", ["controller", "tls-a"])
+@pytest.mark.parametrize("broken", ["tls.key", "tls.crt", "ca.crt", "another's key"])
+def test_files_that_are_broken_midway_change_nothing(
+    two: Cluster, side: str, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, volume = two.config.driver_name, create(two, "pvc-1", "a")
+    name = certificates.node_name("a", driver)
+    if side == "controller":
+        name = certificates.controller_name(driver)
+    if broken == "another's key":
+        key = two.authority.write(two.directory / "another", name) / "tls.key"
+        (two.directory / side / "tls.key").write_bytes(key.read_bytes())
+    else:
+        (two.directory / side / broken).write_text("-----BEGIN half a file")
+    for _ in range(3):
+        two.loop.run(two.controller.look())
+    # A connection of a new controller's, or of one that takes the node for another.
+    two.controller.nodes.get("a").address = ""  # type: ignore[union-attr]
+    two.loop.run(two.controller.look())
+    two.ask()
+    assert [one.problem for one in two.controller.nodes] == ["", ""]
+    assert two.client.volume(volume.volume_id).volume.volume_id == volume.volume_id
+    text = "the nodes and certificates stay as they were: "
+    assert caplog.text.count(text if side == "controller" else "the certificates stay as") == 1
+    assert "PRIVATE" not in caplog.text
+    two.authority.write(two.directory / side, name)
+    before = Certificates.read(two.directory / "controller")
+    two.loop.run(two.controller.look())
+    two.ask()
+    assert two.controller._certificates == before
+    assert [one.problem for one in two.controller.nodes] == ["", ""]
+
+
+def test_secrets_are_in_no_log_of_either_side(
+    two: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    hidden = "never-seen-in-a-log"
+    with caplog.at_level(logging.DEBUG):
+        volume = create(two, "pvc-1", "a", secrets={"passphrase": hidden})
+        # Calls that fail have sentences, too.
+        refused(lambda: create(two, "pvc-2", "a", size=1 << 40, secrets={"passphrase": hidden}))
+        request = csi.DeleteVolumeRequest(volume_id=volume.volume_id, secrets={"key": hidden})
+        two.client.controller.DeleteVolume(request)
+        call: Any = two.client.channel.unary_unary("/csi.v1.Controller/CreateVolume")
+        code, _ = refused(lambda: call(b"\xff" + hidden.encode(), timeout=10))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    everything = [repr(vars(one)) for one in caplog.records]
+    assert any(STRIPPED in one for one in everything), "the node logs requests at this level"
+    assert any("node_milliseconds" in one and "pvc-1" in one for one in everything)
+    assert not [one for one in everything if hidden in one]
+
+
+def test_large_requests_and_slow_clients_hold_up_no_call(two: Cluster) -> None:
+    """From who has a certificate, and from who has none."""
+    name = certificates.node_name("a", two.config.driver_name)
+    shown = Certificates.read(two.directory / "tls-b")
+    host, port = two.address("a").split(":")
+    with ExitStack() as ending:
+        for number in range(200):
+            one = ending.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            # Half of them begin a handshake, and say no more.
+            one.sendall(b"\x16\x03\x01\x02\x00\x01" if number % 2 else b"")
+        channel = grpc.secure_channel(
+            two.address("a"), shown.for_client(), certificates.options(name)
+        )
+        call: Any = ending.enter_context(channel).unary_unary("/csi.v1.Controller/CreateVolume")
+        large = csi.CreateVolumeRequest(name="x" * (8 << 20)).SerializeToString()
+        code, _ = refused(lambda: call(large, timeout=30))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        async def connect_anew() -> None:
+            two.controller.nodes.reconnect()
+
+        two.loop.run(connect_anew())
+        volume = create(two, "pvc-1", "a")
+    two.client.delete(volume.volume_id)
+
+
+def test_the_status_of_all_nodes_is_shown_and_printed_as_json(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clustered.listener(two.nodes["a"]).stop()
+    two.ask()
+    words = ["controller", "status", "--endpoint", str(two.config.endpoint)]
+
+    def shown(*more: str) -> str:
+        parsed = nodes.command_line().parse_args([*words, *more])
+        assert parsed.run(parsed) == 1
+        return capsys.readouterr().out
+
+    lines = shown().splitlines()
+    assert lines[0].startswith("2 nodes; the controller's certificate ends in 1 days")
+    assert "UNAVAILABLE" in lines[1]
+    assert lines[2].endswith(" answers")
+    found = json.loads(shown("--json"))
+    assert found["certificate_ends_seconds"] > time.time()
+    silent, well = found["nodes"]
+    assert silent["problem"].startswith("UNAVAILABLE")
+    assert well["problem"] == ""
+    assert list(well["groups"].values()) == [two.nodes["b"].group]
+    assert well["version"] == version("carver")
+    assert 0 <= time.time() - well["answered_seconds"] < 60

@@ -21,8 +21,11 @@ class Authority:
         made = self._builder(self._name, self._key).add_extension(constraints, critical=True)
         self.certificate = made.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 
-    def write(self, directory: Path, dns_name: str) -> Path:
-        """Write ca.crt, tls.crt and tls.key for a name into a directory, which is made."""
+    def write(self, directory: Path, dns_name: str, *also: "Authority") -> Path:
+        """Write ca.crt, tls.crt and tls.key for a name into a directory, which is made.
+
+        Those of other authorities are trusted, too.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(dns_name)])
@@ -30,7 +33,8 @@ class Authority:
         private = key.private_bytes(
             _PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        (directory / "ca.crt").write_bytes(self.certificate)
+        trusted = b"".join(one.certificate for one in (self, *also))
+        (directory / "ca.crt").write_bytes(trusted)
         (directory / "tls.crt").write_bytes(
             made.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
         )

@@ -141,7 +141,8 @@ def _all(host: AnyHost, config: Config, made: Cluster, names: list[str]) -> Iter
     with nodes.made(host, own, made.directory, name) as node:
         made.nodes[name] = node
         node.service.inventory.state()
-        listener(node).start()
+        listener(node).find_other_groups()
+        listener(node).serve()
         try:
             with _all(host, config, made, names[1:]):
                 yield

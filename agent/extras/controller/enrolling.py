@@ -43,8 +43,8 @@ class Enroller:
     def __init__(self, config: Config, address: str, begin: Callable[[], None]) -> None:
         self._config, self._address, self._begin = config, address, begin
         self._directory = config.enrolment_directory
-        self._key = new_key()
-        self._certificate = b""
+        # The certificate and its key as PEM, replaced together: gRPC's threads read them.
+        self._own = (b"", b"")
         self._renew_at = 0.0
         self._began = False
         self._channels: dict[tuple[str, bytes], grpc.Channel] = {}
@@ -61,21 +61,23 @@ class Enroller:
     def certificates(self) -> Certificates:
         """What this node shows, and whom it lets in. Raises BadConfig where ca.crt is missing."""
         authority = certificates.read_pem(self._directory / _AUTHORITY)
-        return Certificates(authority, self._certificate, key_as_pem(self._key))
+        return Certificates(authority, *self._own)
 
     def _enrol(self) -> None:
         """Enrol once. Raises NotEnrolled with the reasons of all controllers if none took it."""
-        problems = []
-        for one in self._controllers():
+        problems, controllers = [], self._controllers()
+        for gone in [one for one in self._channels if one[0] not in controllers]:
+            self._channels.pop(gone).close()
+        for one in controllers:
             try:
                 self._enrol_at(one)
             except grpc.RpcError as error:
                 problems.append(f"{one}: {error.code().name}: {error.details()}")
-        if not self._certificate or (problems and len(problems) == len(self._channels)):
+        if len(problems) == len(controllers):
             raise NotEnrolled("; ".join(problems) or "the Service has no address")
         if not self._began:
-            self._began = True
             self._begin()
+            self._began = True
 
     def _controllers(self) -> list[str]:
         """The addresses of the controllers that the Service has now. Raises NotEnrolled."""
@@ -100,7 +102,7 @@ class Enroller:
             return
         made = x509.load_pem_x509_certificate(answer.certificate)
         begins, ends = made.not_valid_before_utc.timestamp(), made.not_valid_after_utc.timestamp()
-        self._key, self._certificate = key, answer.certificate
+        self._own = (answer.certificate, key_as_pem(key))
         self._renew_at = time.time() + (ends - begins) / 2
         _log.info("this node has a certificate until %s", made.not_valid_after_utc)
 

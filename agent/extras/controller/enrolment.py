@@ -10,13 +10,15 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
+from google.protobuf.message import DecodeError
 
 from agent.core import errors, values
 from agent.core.settings import Config
@@ -38,6 +40,14 @@ _POD_UID = "authentication.kubernetes.io/pod-uid"
 # A token that was reviewed is not reviewed again for so long.
 _REVIEW_SECONDS = 300.0
 _MOST_REVIEWED = 20_000
+# Reviews at once; each host has one of them, so that one that sends what is no token delays none.
+_REVIEWS_AT_ONCE = 16
+# A request is a token and a signing request. Who asks for more is none of Carver's nodes.
+_OPTIONS = (
+    *certificates.SERVER_OPTIONS,
+    ("grpc.max_receive_message_length", 64 << 10),
+    ("grpc.max_concurrent_streams", 4),
+)
 # How often the cluster's nodes are listed, and the authority is looked at.
 _LIST_SECONDS = 30.0
 _AUTHORITY_SECONDS = 600.0
@@ -67,6 +77,10 @@ class Enrolment:
             self.deleted_nodes = DeletedNodes(objects, lists, config.driver_name, _DELETED_SECONDS)
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         self._reviewed: dict[str, _Reviewed] = {}
+        self._reviewing: set[str] = set()
+        self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
+        # Why a node was not enrolled last.
+        self._refusal = ""
         # Where the nodes serve that enrolled, and when each did last (monotonic, seconds).
         self._enrolled: dict[str, str] = {}
         self._seen: dict[str, float] = {}
@@ -95,13 +109,11 @@ class Enrolment:
     async def start(self) -> None:
         """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""
         await self.look()
-        server = self._server = grpc.aio.server()
+        server = self._server = grpc.aio.server(options=_OPTIONS)
         own: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
         handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", own)
         server.add_generic_rpc_handlers((handler,))
-        credentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._configuration, require_client_authentication=False
-        )
+        credentials = certificates.server_credentials(lambda: self.certificates, of_any=True)
         self.port = server.add_secure_port(str(self._config.enrolment_address), credentials)
         await server.start()
 
@@ -109,17 +121,20 @@ class Enrolment:
         """Serve no more."""
         if self._server is not None:
             await self._server.stop(1)
+        self._reviewers.shutdown(wait=False, cancel_futures=True)
 
     async def look(self) -> None:
         """Refresh what is old. Raises ClusterRefused, ClusterSilent; what was known stays."""
         now = time.monotonic()
+        if self._refreshed and now - self._own_made >= _OWN_SECONDS:
+            # Also while the API server does not answer.
+            self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
             before = self._authority.bundle
             await asyncio.to_thread(self._authority.refresh)
             self._refreshed = now
-            if before != self._authority.bundle or now - self._own_made >= _OWN_SECONDS:
-                self.certificates = self._authority.own(self.audience)
-                self._own_made = now
+            if before != self._authority.bundle:
+                self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._listed or now - self._listed >= _LIST_SECONDS:
             self._registered = await asyncio.to_thread(self._list)
             self._listed = now
@@ -140,7 +155,11 @@ class Enrolment:
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
         """Answer a node. Its token is neither kept nor logged."""
-        request = carver.EnrolRequest.FromString(data)
+        try:
+            request = carver.EnrolRequest.FromString(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
+            raise AssertionError from None
         try:
             address = str(values.parse_address(request.address) or "")
         except ValueError as error:
@@ -161,32 +180,56 @@ class Enrolment:
 
     async def _node_of(self, token: str, context: Any) -> str:
         """The node of the pod that a token is bound to; ends the call if it proves none."""
-        digest, now = hashlib.sha256(token.encode()).hexdigest(), time.monotonic()
+        digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._reviewed.get(digest)
-        if known is not None and known.until > now:
+        if known is not None and known.until > time.monotonic():
             return known.node
+        # gRPC's name of a peer, such as ipv4:10.0.0.1:40000.
+        host = context.peer().rpartition(":")[0]
+        if host in self._reviewing:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "another token of this host is being reviewed"
+            )
+        self._reviewing.add(host)
+        reviewing = asyncio.get_running_loop().run_in_executor(
+            self._reviewers, self._reviewed_node, token, digest
+        )
+
+        def ended(reviewed: "asyncio.Future[str]") -> None:
+            # Also where the caller has gone, and does not read the error.
+            self._reviewing.discard(host)
+            _ = reviewed.cancelled() or reviewed.exception()
+
+        reviewing.add_done_callback(ended)
         try:
-            review = await asyncio.to_thread(self._review, token)
-            node = self._proved(review)
+            return await asyncio.shield(reviewing)
         except errors.ClusterRefused as error:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, f"the API server did not review the token: {error}"
             )
         except ValueError as error:
-            _log.warning("a node was not enrolled: %s", error)
+            if self._refusal != (refusal := f"{host}: {error}"):
+                self._refusal = refusal
+                _log.warning("a node was not enrolled, %s", refusal)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"token: {error}")
-        if len(self._reviewed) >= _MOST_REVIEWED:
-            self._reviewed.clear()
-        self._reviewed[digest] = _Reviewed(node, now + _REVIEW_SECONDS)
-        return node
+        raise AssertionError
 
-    def _review(self, token: str) -> Mapping[str, Any]:
+    def _reviewed_node(self, token: str, digest: str) -> str:
+        """The node that a token proves by the API server. Raises ValueError, ClusterRefused.
+
+        It is kept for the next call: a slow API server answers when this one has given up.
+        """
+        asked_seconds = time.monotonic()
         asked = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self.audience]},
         }
-        return self._objects.review(_REVIEWS, asked)
+        node = self._proved(self._objects.review(_REVIEWS, asked))
+        if len(self._reviewed) >= _MOST_REVIEWED:
+            self._reviewed.clear()
+        self._reviewed[digest] = _Reviewed(node, asked_seconds + _REVIEW_SECONDS)
+        return node
 
     def _proved(self, review: Mapping[str, Any]) -> str:
         """The node that a review proves. Raises ValueError, ClusterRefused."""
@@ -211,11 +254,6 @@ class Enrolment:
             raise ValueError(f"it is bound to node {', '.join(named)}, its pod is on {node}")
         return node
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What is shown to a node that enrols."""
-        own = self.certificates
-        return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)])
-
 
 async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:
     """The key of a certificate signing request, which proves that the caller has it."""
@@ -225,7 +263,7 @@ async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey
         key = parsed.public_key()
         if isinstance(key, ec.EllipticCurvePublicKey) and parsed.is_signature_valid:
             return key
-    except (ValueError, InvalidSignature) as error:
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
         problem = f"is no signing request: {error}"
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"certificate_request: {problem}")
     raise AssertionError

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from agent.core import errors, secret
 from agent.core.settings import Config
 from agent.daemon import monitor
 from agent.daemon.extra import Extra
-from agent.daemon.process import claimed
+from agent.daemon.process import ProcessEnder, claimed, ending_in_time
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.deleted_nodes import DeletedNodes
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 # How often the files are looked at, and the nodes that are due are asked.
 _LOOK_SECONDS = 1.0
 _DRAIN_SECONDS = 25.0
+# The process ends within this, though an API server hangs: kubelet's grace period is longer.
+_STOP_SECONDS = 28.0
 # When orphans are first looked for: the nodes have enrolled by then.
 _ORPHANS_SECONDS = 60.0
 
@@ -97,6 +100,7 @@ class ClusterController:
     ) -> None:
         self._config, self._source = config, source
         self._certificates = source.certificates
+        self._problem = ""
         self.nodes = Nodes(config.driver_name, self._connect)
         self._router = Router(
             self.nodes, config.driver_name, version("carver"), observe, source.deleted_nodes
@@ -128,10 +132,18 @@ class ClusterController:
 
     async def look(self) -> None:
         """Learn which nodes there are. An API server that hangs holds up nothing else."""
+        problem, unexpected = "", None
         try:
             await self._source.look()
-        except errors.AgentError as error:
-            _log.warning("the nodes and certificates stay as they were: %s", error)
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+            unexpected = None if isinstance(error, errors.AgentError) else error
+        if problem and problem != self._problem:
+            text = "the nodes and certificates stay as they were: %s"
+            _log.warning(text, problem, exc_info=unexpected)
+        elif self._problem and not problem:
+            _log.info("the nodes and certificates can be read again")
+        self._problem = problem
         self.take()
 
     def take(self) -> None:
@@ -146,7 +158,9 @@ class ClusterController:
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
         server_name = certificates.node_name(name, self._config.driver_name)
         credentials = self._certificates.for_client()
-        return grpc.aio.secure_channel(address, credentials, certificates.options(server_name))
+        # With the scheme no part of an address, which a node says of itself, is taken for one.
+        target = f"dns:///{address}"
+        return grpc.aio.secure_channel(target, credentials, certificates.options(server_name))
 
     async def _shown(self, _request: bytes, _context: Any) -> bytes:
         """Answer `carver controller status`."""
@@ -167,8 +181,14 @@ class ClusterController:
 
 def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
+    # Secrets of requests may be in memory.
     secret.forbid_dumps()
-    with claimed(config.endpoint), ExitStack() as ending:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with (
+        ending_in_time(_STOP_SECONDS) as ender,
+        claimed(config.endpoint),
+        ExitStack() as ending,
+    ):
         observers: list[Callable[[Call], None]] = []
         text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
         controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
@@ -186,7 +206,7 @@ def run(config: Config) -> None:
                 pages = monitor.Monitor(address, text)
                 pages.start()
                 ending.callback(pages.stop)
-        asyncio.run(_serve(controller, config))
+        asyncio.run(_serve(controller, config, ender))
 
 
 def _source(config: Config) -> Source:
@@ -218,10 +238,15 @@ def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
         one(call)
 
 
-async def _serve(controller: ClusterController, config: Config) -> None:
+async def _serve(controller: ClusterController, config: Config, ender: ProcessEnder) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def end() -> None:
+        ended.set()
+        ender.is_stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, end)
     await controller.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
     looking: asyncio.Task[None] | None = None
@@ -234,6 +259,9 @@ async def _serve(controller: ClusterController, config: Config) -> None:
             controller.take()
     await controller.stop()
     _log.info("stopped")
+    # A thread that waits for the API server would hold up the end of the loop.
+    ender.exit_code = 0
+    ender.is_stopped.set()
 
 
 def _required(config: Config, key: str) -> Path:

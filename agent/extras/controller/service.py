@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from agent.core import errors, ids, locks
+from agent.core.background import PeriodicTask
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.identity import Identity
@@ -31,6 +32,18 @@ _log = logging.getLogger(__name__)
 
 # As the service's own server.
 _DRAIN_SECONDS = 25.0
+# How soon an address that another process has is tried again, and how often other groups are
+# looked for.
+_TAKEN_SECONDS = 15.0
+_GROUPS_SECONDS = 600.0
+
+
+class NotListening(errors.AgentError):
+    """The address for the controller cannot be had."""
+
+
+class OtherGroups(errors.AgentError):
+    """Some volume groups cannot be read."""
 
 
 class Listener(Extra):
@@ -42,6 +55,11 @@ class Listener(Extra):
         self._address = config.controller_address
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
+        failure = "cannot look for volume groups that no class names: %s"
+        # A disk that hangs delays neither the start nor enrolment.
+        self._tasks = [
+            PeriodicTask("other groups", self.find_other_groups, _GROUPS_SECONDS, failure)
+        ]
         # Where it listens, after its start.
         self.port = 0
         if self._address is None:
@@ -50,7 +68,8 @@ class Listener(Extra):
             if not config.advertised_host:
                 raise errors.BadConfig("controllers", "advertised_host", "is required beside it")
             address = Address(config.advertised_host, self._address.port)
-            self._enroller = _enroller(config, str(address), self._serve)
+            self._enroller = _enroller(config, str(address), self.serve)
+            self._tasks.append(self._enroller.task)
         elif config.tls_directory is None:
             raise errors.BadConfig(
                 "controller_address",
@@ -59,16 +78,15 @@ class Listener(Extra):
             )
         else:
             Certificates.read(config.tls_directory)
+            failure = "cannot serve the cluster's controller: %s"
+            task = PeriodicTask("listening", self.serve, _TAKEN_SECONDS, failure)
+            self._tasks.append(task)
 
     def start(self) -> None:
         """Listen, once there is a certificate."""
-        if self._address is None:
-            return
-        self._find_other_groups()
-        if self._enroller is not None:
-            self._enroller.task.start()
-        else:
-            self._serve()
+        if self._address is not None:
+            for one in self._tasks:
+                one.start()
 
     def _certificates(self) -> Certificates:
         """What this node shows to the controller. Raises BadConfig."""
@@ -79,13 +97,16 @@ class Listener(Extra):
             raise errors.BadConfig("default", "tls_directory", "is required")
         return Certificates.read(directory)
 
-    def _serve(self) -> None:
-        """Listen. An address that cannot be had is logged."""
+    def serve(self) -> None:
+        """Listen; does nothing where it does already. Raises NotListening, BadConfig."""
+        if self._server is not None:
+            return
         service, name = self._service, self._service.context.config.driver_name
         only = certificates.OnlyFrom(certificates.controller_name(name))
         server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller"),
             interceptors=[only, service.interceptor],
+            options=certificates.SERVER_OPTIONS,
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(_Routed(service), server)
         csi_pb2_grpc.add_ControllerServicer_to_server(service.controller, server)
@@ -96,31 +117,35 @@ class Listener(Extra):
         try:
             self.port = server.add_secure_port(str(self._address), credentials)
         except RuntimeError as error:
-            _log.error("cannot serve the cluster's controller: %s", error)
-            return
+            raise NotListening(f"{self._address}: {error}") from None
         server.start()
         self._server = server
         _log.info("serving the cluster's controller on %s", self._address)
 
     def stop(self) -> None:
         """Let calls in flight end."""
-        if self._enroller is not None:
-            self._enroller.task.stop()
+        for one in self._tasks:
+            one.stop()
         if self._server is not None:
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
-    def _find_other_groups(self) -> None:
-        """Locate groups with Carver's tags that no class names, so that calls reach them, too."""
-        groups = self._service.volume_groups
+    def find_other_groups(self) -> None:
+        """Locate groups with Carver's tags that no class names, so that calls reach them, too.
+
+        Raises OtherGroups with those that cannot be read.
+        """
+        groups, problems = self._service.volume_groups, []
         for one in groups.scan().values():
             found = one.group if isinstance(one, PhysicalLabel) else None
-            if found is None or not found.has_own_tags or groups.known(found.name) is not None:
+            if found is None or not found.has_own_tags or found.name in groups.uuids():
                 continue
             try:
                 if (volume_group := groups.of(found.name)) is not None:
                     volume_group.state()
             except (errors.AgentError, mount_errors.CommandError) as error:
-                _log.warning("volume group %s is not served: %s", found.name, error)
+                problems.append(f"{found.name}: {error}")
+        if problems:
+            raise OtherGroups("; ".join(sorted(set(problems))))
 
 
 def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":

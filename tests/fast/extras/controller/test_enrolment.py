@@ -4,7 +4,12 @@ import asyncio
 import datetime
 import logging
 import socket
+import ssl
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +19,27 @@ import grpc
 import pytest
 import serving
 from api_server import ApiServer, Object
+from authority import Authority as Issuer
 from clustered import Loop
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.x509.oid import NameOID
 from csi_client import Client
 from fakes.host import FakeHost
 from granted import Rights
 
+from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.client import block
 from agent.extras.controller import authority, deleted_nodes
-from agent.extras.controller.authority import Authority, certificate_request, new_key
+from agent.extras.controller.authority import Authority, certificate_request, key_as_pem, new_key
 from agent.extras.controller.deleted_nodes import DeletedNodes
+from agent.extras.controller.enrolling import Enroller, NotEnrolled
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.process import ClusterController
+from agent.extras.controller.service import NotListening
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists, Objects
 from proto import carver_pb2 as carver
@@ -187,6 +198,15 @@ def enrol(
         return carver_pb2_grpc.EnrolmentStub(channel).Enrol(wanted, timeout=10)
 
 
+def of_a_key_that_is_not_known() -> bytes:
+    """A signing request for a curve that cryptography does not have."""
+    good = certificate_request(new_key())
+    # 1.2.840.10045.3.1.7 is secp256r1.
+    curve = bytes.fromhex("06082a8648ce3d030107")
+    assert good.count(curve) == 1
+    return good.replace(curve, curve[:-1] + b"\x63")
+
+
 def test_a_node_is_named_as_the_node_of_its_pod(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
@@ -206,6 +226,8 @@ def test_a_node_is_named_as_the_node_of_its_pod(
 @pytest.mark.parametrize(
     ("token", "says"),
     [
+        # Expired, or of another cluster.
+        (None, f"is not one for {AUDIENCE}"),
         (Token(account="system:serviceaccount:storage:tenant"), "not system:serviceaccount"),
         (Token(account="system:serviceaccount:tenant:carver-node"), "not system:serviceaccount"),
         (Token(audience="https://kubernetes.default.svc"), f"is not one for {AUDIENCE}"),
@@ -217,18 +239,21 @@ def test_a_node_is_named_as_the_node_of_its_pod(
 def test_a_token_that_proves_no_node_is_refused(
     api: Cluster,
     enrolment: tuple[Enrolment, int],
-    token: Token,
+    token: Token | None,
     says: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, port = enrolment
-    api.tokens["very-secret"] = token
-    with caplog.at_level(logging.DEBUG), pytest.raises(grpc.RpcError) as raised:
-        enrol(api, port, "very-secret", request=certificate_request(new_key()))
-    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert says in str(raised.value.details())
+    if token is not None:
+        api.tokens["very-secret"] = token
+    for _ in range(3):
+        with caplog.at_level(logging.DEBUG), pytest.raises(grpc.RpcError) as raised:
+            enrol(api, port, "very-secret", request=certificate_request(new_key()))
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert says in str(raised.value.details())
     assert made.addresses == {}
     assert "very-secret" not in caplog.text
+    assert caplog.text.count("a node was not enrolled") == 1
 
 
 def test_without_the_node_in_the_token_its_pod_says_which(
@@ -247,6 +272,7 @@ def test_without_the_node_in_the_token_its_pod_says_which(
         ("address", {"address": "nonsense"}),
         ("address", {"address": ""}),
         ("certificate_request", {"request": b"nonsense"}),
+        ("certificate_request", {"request": of_a_key_that_is_not_known()}),
     ],
 )
 def test_a_bad_request_changes_nothing(
@@ -346,10 +372,17 @@ def test_an_authority_is_followed_by_one_that_is_published_first(
 
 
 def test_a_node_enrols_and_is_reached(
-    api: Cluster, config: Config, server: access.Server, loop: Loop, fake: FakeHost, tmp_path: Path
+    api: Cluster,
+    config: Config,
+    server: access.Server,
+    loop: Loop,
+    fake: FakeHost,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """From nothing but a token and the controllers' address, to a volume."""
-    api.tokens["secret"] = Token()
+    caplog.set_level(logging.DEBUG)
+    api.tokens["kept-dark"] = Token()
     api.register("here")
     own = central(config, tmp_path)
     source = Enrolment(own, Objects(server), Lists(server), SPACE)
@@ -357,7 +390,7 @@ def test_a_node_enrols_and_is_reached(
     loop.run(controller.start())
     directory = tmp_path / "enrolment"
     directory.mkdir()
-    (directory / "token").write_text("secret\n")
+    (directory / "token").write_text("kept-dark\n")
     (directory / "ca.crt").write_text(api.single[MAP]["data"]["ca.crt"])
     port = free_port()
     node = replace(
@@ -388,8 +421,15 @@ def test_a_node_enrols_and_is_reached(
         listener._enroller.task.run_once()
         loop.run(asked())
         client.delete(volume.volume_id)
+        # Its token expires, which the controller says.
+        api.tokens.clear()
+        source._reviewed.clear()
+        listener._enroller.task.run_once()
+        assert "this node has not enrolled" in caplog.text
+        assert "UNAUTHENTICATED" in caplog.text
         listener.stop()
     loop.run(controller.stop())
+    assert not [one for one in caplog.records if "kept-dark" in repr(vars(one))]
 
 
 GROUP = "data@abcdefgh"
@@ -485,3 +525,288 @@ def test_of_a_group_that_no_object_names_nothing_is_forgotten(
     assert known.of(identity) is None
     api.objects[api_server.VOLUMES][0]["spec"]["csi"]["driver"] = "lvm.csi.carver"
     assert known.of(identity) == ("gone", 0.0)
+
+
+def test_a_signing_request_s_own_names_are_not_signed(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    _, port = enrolment
+    api.tokens["secret"] = Token()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUDIENCE)])
+    wanted = x509.SubjectAlternativeName([x509.DNSName(AUDIENCE), x509.DNSName("b.node.x")])
+    constraints = x509.BasicConstraints(ca=True, path_length=None)
+    asked = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(name)
+        .add_extension(wanted, critical=True)
+        .add_extension(constraints, critical=True)
+        .sign(new_key(), hashes.SHA256())
+    )
+    request = asked.public_bytes(serialization.Encoding.DER)
+    made = x509.load_pem_x509_certificate(enrol(api, port, "secret", request=request).certificate)
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [one.value for one in names] == ["here.node.lvm.csi.carver"]
+    assert list(made.subject) == []
+    assert not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_an_address_of_another_host_leads_nowhere(
+    api: Cluster, config: Config, server: access.Server, loop: Loop, tmp_path: Path
+) -> None:
+    """Its calls come to the other host, which has no certificate for its name."""
+    api.tokens |= {"mine": Token(), "its": Token("there", pod="pod-2", uid="uid-2", is_on="there")}
+    source = Enrolment(central(config, tmp_path), Objects(server), Lists(server), SPACE)
+    controller = ClusterController(source._config, source)
+    loop.run(controller.start())
+    key = new_key()
+    other = enrol(api, source.port, "its", request=certificate_request(key)).certificate
+    bundle = api.single[MAP]["data"]["ca.crt"].encode()
+    there = grpc.server(ThreadPoolExecutor(2))
+    calls: list[str] = []
+
+    class Noted(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> None:
+            calls.append(details.method)
+
+    there.add_generic_rpc_handlers((Noted(),))
+    credentials = grpc.ssl_server_credentials([(key_as_pem(key), other)], bundle, True)
+    address = f"127.0.0.1:{there.add_secure_port('127.0.0.1:0', credentials)}"
+    there.start()
+
+    async def asked() -> None:
+        controller.take()
+        await asyncio.gather(*map(controller.nodes.ask, controller.nodes))
+
+    enrol(api, source.port, "mine", address=address)
+    enrol(api, source.port, "its", address=address)
+    loop.run(asked())
+    # The other's own were answered, and only they.
+    assert calls == ["/csi.v1.Identity/GetPluginInfo"]
+    problems = {one.name: one.problem for one in controller.nodes}
+    assert problems["here"].startswith("UNAVAILABLE")
+    assert problems["there"].startswith("UNIMPLEMENTED")
+    there.stop(None)
+    loop.run(controller.stop())
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_enrolment_speaks_tls_1_3_only(
+    api: Cluster, enrolment: tuple[Enrolment, int], newest: ssl.TLSVersion
+) -> None:
+    _, port = enrolment
+    ours = ssl.create_default_context(cadata=api.single[MAP]["data"]["ca.crt"])
+    ours.set_alpn_protocols(["h2"])
+    ours.maximum_version = newest
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        if newest is ssl.TLSVersion.TLSv1_2:
+            with pytest.raises(OSError, match=r"(?i)alert|eof|reset|handshake"):
+                ours.wrap_socket(plain, server_hostname=AUDIENCE)
+        else:
+            with ours.wrap_socket(plain, server_hostname=AUDIENCE) as secured:
+                assert secured.version() == "TLSv1.3"
+
+
+def test_large_requests_and_slow_clients_hold_up_no_enrolment(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    made, port = enrolment
+    api.tokens["secret"] = Token()
+    with ExitStack() as ending:
+        for number in range(200):
+            one = ending.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            one.sendall(b"\x16\x03\x01\x02\x00\x01" if number % 2 else b"")
+        with pytest.raises(grpc.RpcError) as raised:
+            enrol(api, port, "x" * (1 << 20))
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert api.reviews == 0
+        enrol(api, port, "secret")
+    assert list(made.addresses) == ["here"]
+
+
+def test_a_request_that_cannot_be_read_is_refused(
+    api: Cluster, enrolment: tuple[Enrolment, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, port = enrolment
+    trusted = api.single[MAP]["data"]["ca.crt"].encode()
+    options = (("grpc.ssl_target_name_override", AUDIENCE),)
+    credentials = grpc.ssl_channel_credentials(trusted)
+    with grpc.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
+        call: Any = channel.unary_unary("/carver.v2.Enrolment/Enrol")
+        with pytest.raises(grpc.RpcError) as raised:
+            call(b"\xff\xff", timeout=10)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
+
+
+class Caller:
+    """A call's context, as of one host."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def peer(self) -> str:
+        return f"ipv4:{self._host}:40000"
+
+    async def abort(self, code: grpc.StatusCode, problem: str) -> None:
+        raise PermissionError(f"{code.name}: {problem}")
+
+
+def test_a_host_that_sends_what_is_no_token_delays_no_other(
+    config: Config, server: access.Server, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the API server takes its time for those."""
+    made = Enrolment(config, Objects(server), Lists(server), SPACE)
+    answers = threading.Event()
+    asked: list[str] = []
+
+    def review(_path: str, asked_for: Object) -> Object:
+        token = asked_for["spec"]["token"]
+        asked.append(token)
+        if token.startswith("nonsense"):
+            answers.wait(20)
+        return {}
+
+    monkeypatch.setattr(made._objects, "review", review)
+    monkeypatch.setattr(made, "_proved", lambda _review: "there")
+
+    async def test() -> None:
+        first = asyncio.create_task(made._node_of("nonsense-0", Caller("10.0.0.9")))
+        while not asked:
+            await asyncio.sleep(0.01)
+        for number in range(100):
+            with pytest.raises(PermissionError, match="RESOURCE_EXHAUSTED"):
+                await made._node_of(f"nonsense-{number}", Caller("10.0.0.9"))
+        # Also if its callers do not wait.
+        first.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(PermissionError, match="RESOURCE_EXHAUSTED"):
+            await made._node_of("nonsense-1", Caller("10.0.0.9"))
+        assert await made._node_of("good", Caller("10.0.0.1")) == "there"
+        answers.set()
+        # What came late is known by the next call, which asks nobody.
+        while made._reviewing:
+            await asyncio.sleep(0.01)
+        assert await made._node_of("nonsense-0", Caller("10.0.0.9")) == "there"
+        assert asked == ["nonsense-0", "good"]
+
+    loop.run(test())
+    loop.run(made.stop())
+
+
+def test_the_controller_s_own_certificate_is_renewed_while_the_api_server_refuses(
+    api: Cluster, enrolment: tuple[Enrolment, int], loop: Loop
+) -> None:
+    made, port = enrolment
+    before = made.certificates
+    made._own_made = made._refreshed = made._listed = -1e6
+    api.lie(SECRET, *[api_server.status(500)] * 3)
+    with pytest.raises(errors.ClusterRefused):
+        loop.run(made.look())
+    assert made.certificates.certificate != before.certificate
+    assert made.certificates.authority == before.authority
+    # It is what the next node sees.
+    ours = ssl.create_default_context(cadata=before.authority.decode())
+    ours.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        ours.wrap_socket(plain, server_hostname=AUDIENCE) as secured,
+    ):
+        seen = secured.getpeercert(binary_form=True)
+    assert seen == ssl.PEM_cert_to_DER_cert(made.certificates.certificate.decode())
+
+
+def test_a_broken_secret_is_said_to_be_one(api: Cluster, server: access.Server) -> None:
+    Authority(Objects(server), SPACE, "carver-controller").refresh()
+    api.single[SECRET]["data"]["current.crt"] = "bm9uc2Vuc2U="
+    with pytest.raises(errors.BadConfig, match=r"cannot be read: .*; delete it"):
+        Authority(Objects(server), SPACE, "carver-controller").refresh()
+
+
+def test_a_node_that_no_controller_takes_says_so_whatever_was_before(
+    api: Cluster,
+    enrolment: tuple[Enrolment, int],
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two controllers took it, and their pods were replaced by two that do not answer."""
+    _, port = enrolment
+    api.tokens["secret"] = Token()
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "ca.crt").write_text(api.single[MAP]["data"]["ca.crt"])
+    begun: list[int] = []
+
+    def begin() -> None:
+        begun.append(1)
+        if len(begun) == 1:
+            raise NotEnrolled("the address is taken")
+
+    own = replace(config, controllers=Address("controllers", port), enrolment_directory=tmp_path)
+    made = Enroller(own, "10.0.0.1:9810", begin)
+    now = [f"127.0.0.1:{port}", f"localhost:{port}"]
+    monkeypatch.setattr(made, "_controllers", lambda: now)
+    made.task.run_once()
+    assert made.task.failures == 1
+    # An address that is taken is tried again.
+    made.task.run_once()
+    made.task.run_once()
+    assert (made.task.failures, len(begun)) == (1, 2)
+    now[1] = f"127.0.0.1:{free_port()}"
+    made.task.run_once()
+    assert made.task.failures == 1
+    now[0] = f"127.0.0.1:{free_port()}"
+    made.task.run_once()
+    assert made.task.failures == 2
+    assert {one for one, _ in made._channels} == set(now)
+
+
+def test_a_disk_that_hangs_delays_neither_listening_nor_enrolment(
+    config: Config, fake: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer()
+    node = replace(
+        config,
+        controller_address=Address("127.0.0.1", 0),
+        tls_directory=issuer.write(tmp_path / "tls", "here.node.lvm.csi.carver"),
+    )
+    with serving.served(fake, node) as (service, _):
+        hangs, answers = threading.Event(), threading.Event()
+
+        def scan() -> dict[str, Any]:
+            hangs.set()
+            answers.wait(20)
+            return {}
+
+        monkeypatch.setattr(service.volume_groups, "scan", scan)
+        listener: Any = service.extras["controller"]
+        listener.start()
+        assert hangs.wait(10)
+        until = time.monotonic() + 10
+        while not listener.port and time.monotonic() < until:
+            time.sleep(0.01)
+        assert listener.port
+        assert not answers.is_set()
+        answers.set()
+        listener.stop()
+
+
+def test_an_address_that_is_taken_is_tried_again(
+    config: Config, fake: FakeHost, tmp_path: Path
+) -> None:
+    issuer = Issuer()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        node = replace(
+            config,
+            controller_address=Address("127.0.0.1", taken.getsockname()[1]),
+            tls_directory=issuer.write(tmp_path / "tls", "here.node.lvm.csi.carver"),
+        )
+        with serving.served(fake, node) as (service, _):
+            listener: Any = service.extras["controller"]
+            with pytest.raises(NotListening, match=r"127\.0\.0\.1"):
+                listener.serve()
+            taken.close()
+            listener.serve()
+            assert listener.port
+            listener.stop()

@@ -1,0 +1,41 @@
+"""A controller of its own process, whose API server hangs, before a node in the test's process."""
+
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import configured
+
+from agent.extras.controller import process
+
+
+class Hanging(process.Files):
+    """Its source answers at the start, and never again."""
+
+    async def look(self) -> None:
+        print("hangs", flush=True)
+        await asyncio.to_thread(time.sleep, 3600)
+
+
+def main(directory: Path) -> None:
+    config = configured.carver(
+        directory,
+        endpoint=directory / "controller.sock",
+        tls_directory=directory / "controller",
+        nodes_file=directory / "nodes.toml",
+    )
+    with (
+        patch.object(process, "Files", Hanging),
+        patch.object(process, "_LOOK_SECONDS", 0.1),
+        patch.object(process, "_DRAIN_SECONDS", 0.5),
+    ):
+        process.run(config)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
