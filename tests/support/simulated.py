@@ -50,6 +50,11 @@ class SimulatedNode:
         self.refuses = False
         self.asked = False
         self.created: set[str] = set()
+        # What it says of itself in place of the truth, as bytes.
+        self.says: bytes | None = None
+        # The bytes of requests about volumes, and what is added to their answers.
+        self.requests: list[bytes] = []
+        self.adds = b""
         self.calls: list[str] = []
         self.cancelled: list[str] = []
         self._server: grpc.aio.Server | None = None
@@ -58,6 +63,8 @@ class SimulatedNode:
     async def _info(self, _data: bytes, _context: Any) -> bytes:
         self.asked = True
         await self.answers.wait()
+        if self.says is not None:
+            return self.says
         return csi.GetPluginInfoResponse(
             name=DRIVER_NAME,
             vendor_version="0.1.0",
@@ -68,27 +75,32 @@ class SimulatedNode:
             },
         ).SerializeToString()
 
-    async def _capacity(self, _data: bytes, _context: Any) -> bytes:
+    async def _capacity(self, data: bytes, _context: Any) -> bytes:
+        self.requests.append(data)
         await self.answers.wait()
         answer = csi.GetCapacityResponse(available_capacity=self.number)
         answer.maximum_volume_size.value = (1 << 40) + self.number
-        return answer.SerializeToString()
+        return answer.SerializeToString() + self.adds
 
     async def _create(self, data: bytes, context: Any) -> bytes:
+        self.requests.append(data)
         request = csi.CreateVolumeRequest.FromString(data)
         self.created.add(f"vol-{request.name}")
         await self.creates.wait()
         source, _ = routes.source_of(request)
         if source and source.split("@")[1].split("/")[0] not in self.groups:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the source is not here")
-        return csi.CreateVolumeResponse(
-            volume=csi.Volume(
-                volume_id=f"data@{uuid_of(self.number)}/vol-{request.name}",
-                capacity_bytes=request.capacity_range.required_bytes,
-                content_source=request.volume_content_source if source else None,
-                accessible_topology=[csi.Topology(segments={TOPOLOGY_KEY: self.name})],
-            )
-        ).SerializeToString()
+        return (
+            csi.CreateVolumeResponse(
+                volume=csi.Volume(
+                    volume_id=f"data@{uuid_of(self.number)}/vol-{request.name}",
+                    capacity_bytes=request.capacity_range.required_bytes,
+                    content_source=request.volume_content_source if source else None,
+                    accessible_topology=[csi.Topology(segments={TOPOLOGY_KEY: self.name})],
+                )
+            ).SerializeToString()
+            + self.adds
+        )
 
     async def _snapshot(self, data: bytes, _context: Any) -> bytes:
         request = csi.CreateSnapshotRequest.FromString(data)
@@ -107,6 +119,7 @@ class SimulatedNode:
     async def _volume(self, data: bytes, context: Any) -> bytes:
         request = csi.ControllerGetVolumeRequest.FromString(data)
         self.calls.append(request.volume_id)
+        self.requests.append(data)
         try:
             await self.answers.wait()
         except asyncio.CancelledError:
@@ -119,7 +132,7 @@ class SimulatedNode:
         if name.startswith("vol-new") and name not in self.created:
             await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
         volume = csi.Volume(volume_id=request.volume_id, volume_context={"node": self.name})
-        return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString()
+        return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString() + self.adds
 
     async def start(self, authority: Authority, directory: Path) -> str:
         """Serve; return the address. A node that ended starts again at the same port."""
@@ -128,7 +141,7 @@ class SimulatedNode:
         credentials = grpc.ssl_server_credentials(
             [(found.key, found.certificate)], found.authority, require_client_auth=True
         )
-        made = self._server = grpc.aio.server()
+        made = self._server = grpc.aio.server(options=certificates.SERVER_OPTIONS)
         served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
             "csi.v1.Controller": {

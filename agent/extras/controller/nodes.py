@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from agent.core import errors, values
 from agent.core.ids import VolumeId
@@ -34,8 +35,8 @@ _FRESH_SECONDS = 10.0
 _AT_ONCE = 64
 _MOST_NAMED = 5
 _NOT_ASKED = "it has not been asked yet"
-# How long calls in flight may take when their connection is replaced.
-_GRACE_SECONDS = 60.0
+# How long calls in flight may take when their connection is replaced: a stream may last for hours.
+_GRACE_SECONDS = 24 * 3600.0
 # Makes a channel to a node by its name and address.
 Connect = Callable[[str, str], grpc.aio.Channel]
 
@@ -95,6 +96,8 @@ class Node:
     asked_seconds: float = 0.0
     # Why it did not answer when it was asked last; empty if it did.
     problem: str = _NOT_ASKED
+    # Since when it is known (monotonic, seconds).
+    joined_seconds: float = field(default_factory=time.monotonic)
     asking: "asyncio.Task[None] | None" = None
 
     @property
@@ -150,6 +153,11 @@ class Nodes:
         self._nodes: dict[str, Node] = {}
         # The name of the node that has a group, by the start of the group's UUID.
         self._owners: dict[str, str] = {}
+        # The node whose claim to a group was ignored, or is as good as the first one's.
+        self._ignored: set[tuple[str, str]] = set()
+        self._contested: dict[str, str] = {}
+        # When the one that has a group claimed it (monotonic, seconds).
+        self._claimed: dict[str, float] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -227,12 +235,24 @@ class Nodes:
             return self._any()
         if parsed.group_uuid not in self._owners:
             await self._ask_all()
-        name = self._owners.get(parsed.group_uuid)
-        if name is None:
-            raise NoOwner(self._unknown(parsed, what))
-        node = self._nodes[name]
+        node = self._owner(parsed, what)
         node.require_answering()
         return node
+
+    def _owner(self, parsed: VolumeId, what: str) -> Node:
+        """The node that has a group. Raises Refused where none has it, or two claim it."""
+        uuid = parsed.group_uuid
+        name = self._owners.get(uuid)
+        if name is None:
+            raise NoOwner(self._unknown(parsed, what))
+        other = self._nodes.get(self._contested.get(uuid, ""))
+        if other is not None and uuid in other.groups:
+            raise unavailable(
+                f"{what}: nodes {name} and {other.name} both claim volume group {parsed.group}"
+                f" ({uuid}), and which was first is not known: detach its disks from one, or delete"
+                " that one's Node object"
+            )
+        return self._nodes[name]
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.
@@ -246,10 +266,8 @@ class Nodes:
         if node.problem or parsed.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
-        name = self._owners.get(parsed.group_uuid)
-        if name is None:
-            raise NoOwner(self._unknown(parsed, what))
-        return self._nodes[name] if name != node.name else None
+        other = self._owner(parsed, what)
+        return other if other is not node else None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""
@@ -296,12 +314,13 @@ class Nodes:
             problem = f"{error.code().name}: {error.details()}"
         except Refused as error:
             problem = str(error)
-        except ValueError as error:
+        except (ValueError, RecursionError, DecodeError) as error:
+            # Whatever one node says, the others' calls go on.
             problem = f"it answers what Carver does not: {error}"
         else:
             node.answered_seconds = time.monotonic()
             problem = ""
-        if bool(problem) != bool(node.problem):
+        if bool(problem) != bool(node.problem) or (problem and node.problem == _NOT_ASKED):
             _log.warning("node %s %s", node.name, problem or "answers")
         node.problem = problem
 
@@ -309,24 +328,52 @@ class Nodes:
         """Take what a node says of itself. Raises ValueError where it cannot be so."""
         manifest = said.manifest
         name = manifest.get(routes.NODE_ID)
+        node.version = said.vendor_version
+        if said.name == self._driver_name and name is None:
+            raise ValueError(
+                f"its Carver {said.vendor_version} is of a version without the controller's part:"
+                " update it"
+            )
         if (said.name, name) != (self._driver_name, node.name):
             raise ValueError(
                 f"it is node {name!r} of driver {said.name!r}, not {node.name!r}"
                 f" of {self._driver_name!r}"
             )
-        node.version = said.vendor_version
-        node.segments = _texts(manifest[routes.SEGMENTS])
-        node.groups = _texts(manifest[routes.GROUPS])
+        segments, node.groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
+        node.segments = segments
         for uuid, owner in list(self._owners.items()):
             if owner == node.name and uuid not in node.groups:
                 self._give_up(uuid)
+        self._ignored -= {one for one in self._ignored if one[0] == node.name} - {
+            (node.name, uuid) for uuid in node.groups
+        }
         for uuid in node.groups:
-            owner = self._owners.setdefault(uuid, node.name)
+            owner = self._claim(node, uuid)
             if owner != node.name:
-                _log.error(
-                    "node %s claims volume group %s (%s), which node %s has: ignored",
-                    *(node.name, node.groups[uuid], uuid, owner),
-                )
+                self._refuse_claim(node, uuid, owner)
+
+    def _claim(self, node: Node, uuid: str) -> str:
+        """Give a group that no node has to this one; the name of the one that has it."""
+        if uuid not in self._owners:
+            self._owners[uuid], self._claimed[uuid] = node.name, time.monotonic()
+        return self._owners[uuid]
+
+    def _refuse_claim(self, node: Node, uuid: str, owner: str) -> None:
+        """Keep a group from a node that claims what another has; log it once.
+
+        A node that was silent until now may have had it before the other claimed it.
+        """
+        if not node.answered_seconds and node.joined_seconds <= self._claimed[uuid]:
+            self._contested[uuid] = node.name
+            # It may have given the group up since it was asked last.
+            self.ask(self._nodes[owner])
+        if (node.name, uuid) not in self._ignored:
+            self._ignored.add((node.name, uuid))
+            _log.error(
+                "node %s claims volume group %s (%s), which node %s has: %s",
+                *(node.name, node.groups[uuid], uuid, owner),
+                "calls for it are refused" if self._contested.get(uuid) == node.name else "ignored",
+            )
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
@@ -338,9 +385,10 @@ class Nodes:
     def _give_up(self, uuid: str) -> None:
         """Let another node have a group that its node no longer has, if one claims it."""
         del self._owners[uuid]
+        self._contested.pop(uuid, None)
         for one in self:
             if uuid in one.groups:
-                self._owners.setdefault(uuid, one.name)
+                self._claim(one, uuid)
 
     def _unknown(self, parsed: VolumeId, what: str) -> str:
         silent = [one.name for one in self if one.problem]
@@ -350,8 +398,9 @@ class Nodes:
         )
 
 
-def _texts(text: str) -> Mapping[str, str]:
-    """A JSON object of texts. Raises ValueError."""
+def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
+    """A JSON object of texts. Raises ValueError, RecursionError."""
+    text = manifest.get(key, "")
     found = json.loads(text)
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise ValueError(f"{text[:100]!r} is no JSON object of texts")

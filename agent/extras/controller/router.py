@@ -212,7 +212,11 @@ class Router:
         async def ask(method: str, node: Node, request: Message) -> Any:
             path = f"/{_CONTROLLER}/{method}"
             answer = await self._once(call, node, path, request.SerializeToString())
-            return routes.response_class(_CONTROLLER, method).FromString(answer)
+            try:
+                return routes.response_class(_CONTROLLER, method).FromString(answer)
+            except DecodeError:
+                problem = f"node {node.name} answers {method} with what Carver does not"
+                raise Refused(_Code.INTERNAL, problem) from None
 
         return ask
 
@@ -267,6 +271,8 @@ class Router:
                 async for message in answers:
                     yield message
             except grpc.aio.AioRpcError as error:
+                if error.code() in _MAY_BE_SILENT:
+                    self._nodes.ask(node)
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,11 +14,16 @@ import pytest
 from authority import Authority
 from simulated import SimulatedNode, name_of, uuid_of
 
+from agent.core import errors
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes, placement
 from agent.extras.controller.process import ClusterController, Files
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
+
+# A field that this version does not know: number 900, of bytes.
+UNKNOWN = b"\xa2\x38\x05newer"
 
 
 class Cluster:
@@ -398,5 +404,341 @@ def test_an_unknown_group_is_never_said_to_be_gone(in_cluster: Run) -> None:
         code, why = await cluster.refused(7)
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "no node that answers has volume group data" in why
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known(
+    in_cluster: Run, is_silent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stolen node's key, and a controller that just started."""
+
+    async def test(cluster: Cluster) -> None:
+        true, thief = cluster.nodes[:2]
+        thief.groups |= true.groups
+        await cluster.controller.stop()
+        cluster.config.endpoint.unlink(missing_ok=True)
+        if is_silent:
+            true.answers.clear()
+        cluster.controller = ClusterController(cluster.config, Files(cluster.config))
+        await cluster.controller.start()
+        await cluster.ask()
+        if is_silent:
+            # The page says that the calls lie until the true node answers.
+            assert await cluster.get(0) == thief.name
+            true.answers.set()
+            await cluster.ask()
+        code, why = await cluster.refused(0)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert true.name in why
+        assert f"{thief.name} both claim" in why or f"{true.name} both claim" in why
+        assert [await cluster.get(one) for one in (1, 2, 3)] == [name_of(one) for one in (1, 2, 3)]
+        for _ in range(3):
+            await cluster.ask()
+        assert caplog.text.count(" claims volume group data ") == 1
+        thief.groups = {uuid_of(1): "data"}
+        await cluster.ask()
+        assert await cluster.get(0) == true.name
+
+    with caplog.at_level(logging.ERROR):
+        in_cluster(test)
+
+
+def test_who_comes_back_does_not_contest_a_group(in_cluster: Run) -> None:
+    """Its first answer is after the claim of the other, and so is its being known."""
+
+    async def test(cluster: Cluster) -> None:
+        first, thief = cluster.nodes[:2]
+        cluster.write(*(one.name for one in cluster.nodes if one is not thief))
+        await cluster.controller.look()
+        thief.groups |= first.groups
+        cluster.write(*cluster.addresses)
+        await cluster.controller.look()
+        await cluster.ask()
+        assert await cluster.get(0) == first.name
+
+    in_cluster(test)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("says", "problem"),
+    [
+        (b"nonsense", "it answers what Carver does not"),
+        (csi.GetPluginInfoResponse(name="another").SerializeToString(), "of driver 'another'"),
+        (
+            csi.GetPluginInfoResponse(name=DRIVER_NAME, vendor_version="0.0.9").SerializeToString(),
+            "its Carver 0.0.9 is of a version without the controller's part: update it",
+        ),
+        (
+            csi.GetPluginInfoResponse(
+                name=DRIVER_NAME, manifest={"node": name_of(0), "topology": "{}", "groups": DEEP}
+            ).SerializeToString(),
+            "it answers what Carver does not",
+        ),
+        (
+            csi.GetPluginInfoResponse(
+                name=DRIVER_NAME, manifest={"node": name_of(0), "topology": "{}"}
+            ).SerializeToString(),
+            "it answers what Carver does not",
+        ),
+    ],
+)
+def test_whatever_one_node_says_costs_its_own_calls_only(
+    in_cluster: Run, says: bytes, problem: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        odd.says = says
+        known = cluster.controller.nodes.get(odd.name)
+        assert known is not None
+        await cluster.controller.nodes.ask(known)
+        assert problem in known.problem
+        # All nodes are asked for a group that is not known.
+        for one in cluster.controller.nodes:
+            one.asked_seconds -= 60
+        code, why = await cluster.refused(7)
+        assert (code, f"do not answer: {odd.name}" in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        code, why = await cluster.refused(0)
+        assert (code, problem in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert await cluster.get(1) == name_of(1)
+        odd.says = None
+        await cluster.ask()
+        assert await cluster.get(0) == odd.name
+
+    in_cluster(test)
+
+
+def test_an_older_node_s_version_is_shown(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[0].says = csi.GetPluginInfoResponse(
+            name=DRIVER_NAME, vendor_version="0.0.9"
+        ).SerializeToString()
+        await cluster.ask()
+        call: Any = cluster.channel.unary_unary("/carver.v2.Cluster/Nodes")
+        answer = carver.NodesResponse.FromString(await call(b""))
+        assert [one.version for one in answer.nodes] == ["0.0.9", "0.1.0", "0.1.0", "0.1.0"]
+        assert "update it" in answer.nodes[0].problem
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("method", ["ControllerGetVolume", "CreateVolume", "GetCapacity"])
+def test_fields_of_a_newer_version_pass_in_both_directions(in_cluster: Run, method: str) -> None:
+    volume = f"data@{uuid_of(2)}/vol-1"
+    requests: dict[str, Any] = {
+        "ControllerGetVolume": csi.ControllerGetVolumeRequest(volume_id=volume),
+        "CreateVolume": csi.CreateVolumeRequest(
+            name="new-1", volume_content_source=of_snapshot(f"data@{uuid_of(2)}/snap-1")
+        ),
+        "GetCapacity": csi.GetCapacityRequest(
+            accessible_topology=csi.Topology(segments={TOPOLOGY_KEY: name_of(2)})
+        ),
+    }
+
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[2]
+        node.adds = UNKNOWN
+        call: Any = cluster.channel.unary_unary(f"/csi.v1.Controller/{method}")
+        answer: bytes = await call(requests[method].SerializeToString() + UNKNOWN, timeout=20)
+        assert UNKNOWN in node.requests[-1]
+        assert UNKNOWN in answer
+
+    in_cluster(test)
+
+
+def test_a_call_ends_whose_node_dies_without_a_word(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has no deadline, and had long been waiting."""
+    often = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 300}
+    options = tuple((key, often.get(key, value)) for key, value in certificates._OPTIONS)
+    monkeypatch.setattr(certificates, "_OPTIONS", options)
+    allowed = (
+        *(one for one in certificates.SERVER_OPTIONS if "min_ping" not in one[0]),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10),
+    )
+    monkeypatch.setattr(certificates, "SERVER_OPTIONS", allowed)
+
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        async with Relay.to(node.port) as relay:
+            cluster.addresses[node.name] = f"127.0.0.1:{relay.port}"
+            cluster.write(*cluster.addresses)
+            await cluster.controller.look()
+            await cluster.ask()
+            node.answers.clear()
+            call: Any = cluster.channel.unary_unary("/csi.v1.Controller/ControllerGetVolume")
+            request = csi.ControllerGetVolumeRequest(volume_id=f"data@{uuid_of(0)}/vol-1")
+            waiting = asyncio.create_task(_ended(call(request.SerializeToString())))
+            while not node.calls:
+                await asyncio.sleep(0.01)
+            # Many pings, without other data, are no abuse.
+            before = relay.bytes
+            async with asyncio.timeout(20):
+                while relay.bytes < before + 6 * PING_BYTES:
+                    assert not waiting.done()
+                    await asyncio.sleep(0.01)
+            relay.passes.clear()
+            code, why = await asyncio.wait_for(waiting, 20)
+            assert (code, node.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
+            relay.passes.set()
+
+    in_cluster(test)
+
+
+# A frame of HTTP/2 with a ping, in a record of TLS.
+PING_BYTES = 39
+
+
+async def _ended(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code(), str(raised.value.details())
+
+
+class Relay:
+    """A way to a port, which can be lost without a word to either end."""
+
+    def __init__(self, to: int) -> None:
+        self._to, self.port, self.bytes = to, 0, 0
+        self.passes = asyncio.Event()
+        self.passes.set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, port: int) -> AsyncIterator["Relay"]:
+        made = cls(port)
+        server = await asyncio.start_server(made._connected, "127.0.0.1", 0)
+        made.port = server.sockets[0].getsockname()[1]
+        try:
+            yield made
+        finally:
+            server.close()
+            for one in made._tasks:
+                one.cancel()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        loop = asyncio.get_running_loop()
+        self._tasks += [
+            loop.create_task(self._copy(reader, back)),
+            loop.create_task(self._copy(there, writer)),
+        ]
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self.passes.wait()
+                self.bytes += len(data)
+                writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+def test_no_part_of_an_address_is_taken_for_a_scheme(
+    in_cluster: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node says of itself where it is, and gRPC knows unix:PATH."""
+    monkeypatch.chdir(tmp_path)
+
+    async def test(cluster: Cluster) -> None:
+        reached = asyncio.Event()
+
+        async def connected(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            reached.set()
+            writer.close()
+
+        server = await asyncio.start_unix_server(connected, "5")
+        cluster.addresses[name_of(0)] = "unix:5"
+        cluster.write(*cluster.addresses)
+        await cluster.controller.look()
+        await cluster.ask()
+        assert not reached.is_set()
+        assert (await cluster.refused(0))[0] is grpc.StatusCode.UNAVAILABLE
+        server.close()
+
+    in_cluster(test)
+
+
+class Silent:
+    """A source that fails as it is told to."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.error: Exception | None = None
+        self.hangs = asyncio.Event()
+        self.hangs.set()
+        self.deleted_nodes = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    async def look(self) -> None:
+        await self.hangs.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def test_what_was_known_stays_while_the_api_server_refuses_or_hangs(
+    in_cluster: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = Silent(Files(cluster.config))
+        controller = cluster.controller
+        controller._source = source
+        for error in (errors.ClusterSilent("the nodes", "no answer"), KeyError("metadata")):
+            source.error = error
+            for _ in range(5):
+                await controller.look()
+            assert caplog.text.count(f"stay as they were: {error}") == 1
+            assert await cluster.get(0) == name_of(0)
+        source.error = None
+        await controller.look()
+        assert caplog.text.count("can be read again") == 1
+        source.hangs.clear()
+        looking = asyncio.create_task(controller.look())
+        await asyncio.sleep(0)
+        # What the health page asks.
+        probe: Any = cluster.channel.unary_unary("/csi.v1.Identity/GetPluginInfo")
+        assert await probe(b"", timeout=5)
+        assert await cluster.get(0) == name_of(0)
+        source.hangs.set()
+        await looking
+
+    with caplog.at_level(logging.INFO):
+        in_cluster(test)
+
+
+def test_the_controller_s_socket_is_root_s_from_its_first_moment(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a mode that is set later leaves a moment")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+
+    async def test(cluster: Cluster) -> None:
+        assert cluster.config.endpoint.stat().st_mode & 0o777 == 0o600
+
+    in_cluster(test)
+
+
+def test_a_node_that_is_silent_from_the_start_is_logged(
+    in_cluster: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.addresses["node-silent"] = "127.0.0.1:1"
+        cluster.write(*cluster.addresses)
+        await cluster.controller.look()
+        for _ in range(3):
+            await cluster.ask()
+        assert caplog.text.count("node node-silent UNAVAILABLE") == 1
 
     in_cluster(test)
