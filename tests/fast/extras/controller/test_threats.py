@@ -1,0 +1,94 @@
+"""Each sentence about the controller in docs/security.md has tests, which this table names."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SECURITY = Path(__file__).parents[4] / "docs" / "security.md"
+
+FILES = {
+    "cluster": "tests/contract/test_cluster.py",
+    "ending": "tests/fast/extras/controller/test_ending.py",
+    "enrolment": "tests/fast/extras/controller/test_enrolment.py",
+    "nodes": "tests/fast/extras/controller/test_nodes.py",
+}
+TESTS = {
+    "With a controller nodes also serve it over TCP": (
+        "cluster: a_node_serves_the_controller_nothing_but_its_services",
+    ),
+    "complete the TLS 1.3 handshake without a certificate": (
+        "cluster: without_a_certificate_no_call_reaches_a_node",
+        "cluster: only_the_controller_may_call_a_node",
+    ),
+    "enrol without a node's token": ("enrolment: a_token_that_proves_no_node_is_refused",),
+    "delay others by large requests or idle connections": (
+        "cluster: large_requests_and_slow_clients_hold_up_no_call",
+        "enrolment: large_requests_and_slow_clients_hold_up_no_enrolment",
+        "enrolment: a_host_that_sends_what_is_no_token_delays_no_other",
+        "enrolment: a_request_that_cannot_be_read_is_refused",
+    ),
+    "call another node": ("cluster: only_the_controller_may_call_a_node",),
+    "answer for another at its address": (
+        "cluster: a_node_with_another_s_key_is_not_believed",
+        "enrolment: an_address_of_another_host_leads_nowhere",
+        "nodes: no_part_of_an_address_is_taken_for_a_scheme",
+    ),
+    "get a certificate for another name": (
+        "enrolment: a_signing_request_s_own_names_are_not_signed",
+        "enrolment: a_node_is_named_as_the_node_of_its_pod",
+    ),
+    "take over a group that another node has": (
+        "nodes: another_node_s_claim_to_a_group_changes_nothing",
+        "nodes: a_node_keeps_its_groups_while_its_pod_is_replaced",
+        "nodes: who_comes_back_does_not_contest_a_group",
+        "nodes: whatever_one_node_says_costs_its_own_calls_only",
+    ),
+    "be spoken": ("cluster: only_tls_1_3_is_spoken", "enrolment: enrolment_speaks_tls_1_3_only"),
+    "A token must be for the controller's audience": (
+        "enrolment: a_token_that_proves_no_node_is_refused",
+        "enrolment: without_the_node_in_the_token_its_pod_says_which",
+    ),
+    "A stolen node's key can claim a group": (
+        "nodes: of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known",
+    ),
+    "Neither side logs secrets": (
+        "cluster: secrets_are_in_no_log_of_either_side",
+        "enrolment: a_node_enrols_and_is_reached",
+        "enrolment: a_token_that_proves_no_node_is_refused",
+        "ending: a_controller_ends_in_time_whatever_hangs",
+    ),
+    "Only root can open its socket": (
+        "nodes: the_controller_s_socket_is_root_s_from_its_first_moment",
+    ),
+}
+
+
+def sentences() -> Iterator[str]:
+    """What the page says that cannot be, and each of its sentences."""
+    [section] = re.findall(r"^## The controller\n(.*?)^## ", SECURITY.read_text(), re.M | re.S)
+    rows = [one.strip("|").split("|") for one in section.splitlines() if one.startswith("|")]
+    for _, _, cannot in rows[2:]:
+        yield from filter(None, (one.strip() for one in cannot.split(";")))
+    text = " ".join(one for one in section.splitlines() if not one.startswith("|"))
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    yield from (one.strip() for one in re.split(r"(?<=\.)\s+(?=[A-Z`])", plain.strip()))
+
+
+def test_each_sentence_has_its_tests() -> None:
+    without = [
+        one
+        for one in sentences()
+        if not any(one.startswith(begin) for begin in TESTS) and "test_threats.py" not in one
+    ]
+    assert without == []
+    every = list(sentences())
+    assert [one for one in TESTS if not any(each.startswith(one) for each in every)] == []
+
+
+@pytest.mark.parametrize("name", sorted({one for every in TESTS.values() for one in every}))
+def test_each_test_that_is_named_is_there(name: str) -> None:
+    module, _, test = name.partition(": ")
+    text = (SECURITY.parents[1] / FILES[module]).read_text()
+    assert re.search(rf"^def test_{test}\(", text, re.M)
