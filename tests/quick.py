@@ -30,6 +30,10 @@ TESTS = {
     "agent/extras/transfer": ("fast/extras/transfer",),
     "agent/extras/orphans": ("fast/extras/orphans",),
     "agent/extras/kubernetes": ("fast/extras/kubernetes",),
+    "agent/extras/controller": (
+        "fast/extras/controller",
+        *("contract/test_cluster.py", "callers/test_central.py"),
+    ),
     "docs": ("fast/repository/test_docs.py",),
     "deploy": ("fast/repository", "fast/programs"),
 }
