@@ -119,6 +119,13 @@ class Authority:
     def refresh(self, now: datetime.datetime | None = None) -> None:
         """Read the Secret, make or renew what is in it, and publish it. Raises ClusterRefused."""
         now = now or _now()
+        try:
+            self._refresh(now)
+        except errors.ClusterRefused:
+            # Another controller may have written first: what it wrote counts.
+            self._refresh(now)
+
+    def _refresh(self, now: datetime.datetime) -> None:
         found = self._objects.find(f"{self._secrets}/{self._name}", "Secret")
         if found is None:
             made = {_CURRENT: _Signer.new(now)}

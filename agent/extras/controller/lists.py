@@ -37,6 +37,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     while left:
         now = left[:_AT_ONCE]
         room = most - len(answer.entries)
+        before = (room, left, token)
         first = _request(request, token, room)
         others = [_request(request, "", room)] * (len(now) - 1)
         answers = await asyncio.gather(
@@ -55,6 +56,13 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
         if left and full:
             answer.next_token = f"{left[0].name}:{token}"
             return answer
+        if (most - len(answer.entries), left, token) == before:
+            # It would be asked the same for ever.
+            raise Refused(
+                grpc.StatusCode.INTERNAL,
+                f"node {left[0].name} answers with another page than it was asked for; is its"
+                " Carver of another version?",
+            )
     return answer
 
 

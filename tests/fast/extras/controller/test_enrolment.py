@@ -328,6 +328,12 @@ def test_two_controllers_have_one_authority(api: Cluster, server: access.Server)
     second.refresh()
     assert first.bundle == second.bundle
     assert api.single[MAP]["data"]["ca.crt"].encode() == first.bundle
+    # One that starts at the same moment sees no Secret, and cannot make it.
+    third = Authority(Objects(server), SPACE, "carver-controller")
+    gone = b'{"kind": "Status", "reason": "NotFound"}'
+    api.lie(SECRET, lambda handler, _: handler.send(404, gone))
+    third.refresh()
+    assert third.bundle == first.bundle
     # What the ConfigMap says is put right.
     api.single[MAP]["data"] = {"ca.crt": "a thief's"}
     second.refresh()
@@ -699,7 +705,7 @@ def test_the_controller_s_own_certificate_is_renewed_while_the_api_server_refuse
     made, port = enrolment
     before = made.certificates
     made._own_made = made._refreshed = made._listed = -1e6
-    api.lie(SECRET, *[api_server.status(500)] * 3)
+    api.lie(SECRET, *[api_server.status(500)] * 6)
     with pytest.raises(errors.ClusterRefused):
         loop.run(made.look())
     assert made.certificates.certificate != before.certificate

@@ -742,3 +742,18 @@ def test_a_node_that_is_silent_from_the_start_is_logged(
         assert caplog.text.count("node node-silent UNAVAILABLE") == 1
 
     in_cluster(test)
+
+
+@pytest.mark.parametrize("count", [0, 3000])
+def test_a_node_that_answers_with_another_page_ends_the_list(in_cluster: Run, count: int) -> None:
+    """Always the same empty one, or more than it was asked for."""
+    entries = [csi.ListVolumesResponse.Entry(volume=csi.Volume(volume_id="x"))] * count
+    same = csi.ListVolumesResponse(entries=entries, next_token="" if count else "again")
+
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[1].volumes = same.SerializeToString()
+        call: Any = cluster.channel.unary_unary("/csi.v1.Controller/ListVolumes")
+        code, why = await _ended(call(b"", timeout=20))
+        assert (code, cluster.nodes[1].name in why) == (grpc.StatusCode.INTERNAL, True)
+
+    in_cluster(test)

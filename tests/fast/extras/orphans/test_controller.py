@@ -293,7 +293,7 @@ def test_orphans_are_shown_and_one_is_deleted_by_name(
     assert type_in() == "There are no orphans.\n"
 
 
-@pytest.mark.parametrize("words", [["--yes"], ["status", "--json"], ["--delete", "x"]])
+@pytest.mark.parametrize("words", [["--yes"], ["--json"], ["status", "--yes"], ["--delete", "x"]])
 def test_its_options_are_refused_without_it(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
