@@ -6,7 +6,6 @@ node, and the API server says that there is no such Node. Should the node come b
 are orphans: reported, never served, and erased on request.
 """
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 from agent.core import ids
 from agent.core.ids import VolumeId
 from agent.extras.kubernetes.objects import Lists, Objects
-
-_log = logging.getLogger(__name__)
+from agent.extras.orphans import references
 
 _VOLUMES = "/api/v1/persistentvolumes"
 _NODES = "/api/v1/nodes"
@@ -50,7 +48,7 @@ class DeletedNodes:
         now = time.monotonic()
         if now - self._listed >= _LIST_SECONDS:
             found = self._lists.whole(_NODES, "NodeList").items
-            self._nodes = frozenset(ids.node_segment(one["metadata"]["name"]) for one in found)
+            self._nodes = frozenset(references.names_of_nodes(found, self._topology_key))
             self._listed = now
         if segment in self._nodes:
             self._since.pop(segment, None)
@@ -73,20 +71,12 @@ class DeletedNodes:
         """Learn from a PersistentVolume where the group is, if it is in that group."""
         source = volume.get("spec", {}).get("csi") or {}
         handle = VolumeId.parse(str(source.get("volumeHandle")))
-        is_of = source.get("driver") == self._driver_name and handle is not None
-        if not is_of or handle is None or handle.group_uuid != group_uuid:
+        if source.get("driver") != self._driver_name or handle is None:
             return False
-        terms = (
-            volume["spec"].get("nodeAffinity", {}).get("required", {}).get("nodeSelectorTerms", ())
-        )
-        values = [
-            value
-            for term in terms
-            for one in term.get("matchExpressions", ())
-            if one.get("key") == self._topology_key and one.get("operator") == "In"
-            for value in one.get("values", ())
-        ]
-        if len(set(values)) != 1:
+        if handle.group_uuid != group_uuid:
             return False
-        self._segments[group_uuid] = values[0]
+        nodes = set(references.nodes_of(volume["spec"], self._topology_key))
+        if len(nodes) != 1:
+            return False
+        [self._segments[group_uuid]] = nodes
         return True

@@ -96,7 +96,7 @@ def _read(
     lists: Lists, driver_name: str, topology_key: str, node_ids: Collection[str], pods_on: str
 ) -> References:
     nodes = lists.whole("/api/v1/nodes", "NodeList")
-    known = frozenset(_names_of_nodes(nodes.items, topology_key))
+    known = frozenset(names_of_nodes(nodes.items, topology_key))
     for one in sorted(node_ids):
         if one not in known:
             # The API server is of another cluster, or has lost its data.
@@ -145,7 +145,8 @@ def digest(volume_handle: str) -> str:
     return hashlib.sha256(volume_handle.encode()).hexdigest()
 
 
-def _names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
+def names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
+    """Return the names that Carver may know nodes by, and their topology segments."""
     for one in items:
         yield (name := one["metadata"]["name"])
         yield ids.node_segment(name)
@@ -201,13 +202,13 @@ def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -
         name=about["name"],
         uid=about["uid"],
         handle=str(csi.get("volumeHandle", "")),
-        nodes=frozenset(_nodes(spec, topology_key)),
+        nodes=frozenset(nodes_of(spec, topology_key)),
         claim="/".join(str(claim[key]) for key in ("namespace", "name") if key in claim),
     )
 
 
-def _nodes(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
-    """Return the nodes that a PersistentVolume's terms name."""
+def nodes_of(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
+    """Return the topology segments of the nodes that a PersistentVolume's terms name."""
     required = _table(_table(spec, "nodeAffinity"), "required")
     for term in required.get("nodeSelectorTerms") or ():
         for wanted in _table({"term": term}, "term").get("matchExpressions") or ():
