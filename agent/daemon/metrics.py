@@ -378,7 +378,7 @@ class _Gauges(Collector):
         scrape = Scrape(self._service, self._registration)
         yield from (row.measured(scrape) for row in OF_PROCESS)
         for extra in self._service.extras.values():
-            yield from map(_of_extra, extra.gauges())
+            yield from map(of_extra, extra.gauges())
         up = GaugeMetricFamily("carver_lvm_up", "1 if lvm2 gave a report when last asked.")
         try:
             scrape.known  # noqa: B018
@@ -400,7 +400,8 @@ class _Gauges(Collector):
         yield from of_pools
 
 
-def _of_extra(gauge: Gauge) -> Metric:
+def of_extra(gauge: Gauge) -> Metric:
+    """A gauge of an extra, as Prometheus' client has it."""
     made = GaugeMetricFamily(gauge.name, gauge.help, labels=[gauge.label] if gauge.label else None)
     for value, measured in gauge.values.items():
         made.add_metric([value] if gauge.label else [], measured)

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from agent.daemon import metrics
 from agent.daemon.extra import Gauge
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
@@ -18,7 +19,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class Metrics:
     """Calls as they end, by method, node and code; the nodes at each scrape."""
 
-    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+    CONTENT_TYPE = metrics.Metrics.CONTENT_TYPE
 
     def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
         registry = self._registry = CollectorRegistry()
@@ -60,7 +61,7 @@ class _OfNodes(Collector):
     def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]]) -> None:
         self._nodes, self._gauges = nodes, gauges
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         answers = GaugeMetricFamily(
             "carver_controller_node_answers",
             "1 if the node answered when it was asked last, else 0.",
@@ -78,8 +79,4 @@ class _OfNodes(Collector):
                 age.add_metric([one.name], now - one.answered_seconds)
         yield answers
         yield age
-        for each in self._gauges():
-            found = GaugeMetricFamily(each.name, each.help, labels=[each.label] * bool(each.label))
-            for value, number in each.values.items():
-                found.add_metric([value] * bool(each.label), number)
-            yield found
+        yield from map(metrics.of_extra, self._gauges())
