@@ -136,8 +136,8 @@ T = TypeVar("T")
 
 # gRPC in Go accepts messages of 4 MiB by default. A caller without a limit may be answered with
 # fewer entries and a token (CSI spec).
-_MOST_ENTRIES = 2000
-_MOST_BYTES = 2 << 20
+MOST_ENTRIES = 2000
+MOST_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,12 @@ def first(
 
     `weigh_bytes` estimates an entry's size in the message.
     """
-    most = min(page.maximum_entries or _MOST_ENTRIES, _MOST_ENTRIES)
+    most = min(page.maximum_entries or MOST_ENTRIES, MOST_ENTRIES)
     entries: list[T] = []
     size_bytes = 0
     for key, one in rest:
         size_bytes += weigh_bytes(one)
-        if len(entries) == most or (entries and size_bytes > _MOST_BYTES):
+        if len(entries) == most or (entries and size_bytes > MOST_BYTES):
             return Part(tuple(entries), key)
         entries.append(one)
     return Part(tuple(entries), "")

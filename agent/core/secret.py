@@ -113,6 +113,17 @@ def wipe(text: str | bytes) -> None:
     ctypes.memset(id(text) + start, 0, size)
 
 
+@contextlib.contextmanager
+def in_file(content: bytes) -> Iterator[str]:
+    """Make a file in memory, by its path: ssl takes a certificate's key from files only."""
+    descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
 def forbid_dumps() -> None:
     """Disable core dumps of this process (prctl(2), PR_SET_DUMPABLE)."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

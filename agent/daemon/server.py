@@ -144,14 +144,15 @@ class Service:
         self.extras: dict[str, Extra] = {}
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
-        offered = [one for extra in self.extras.values() for one in extra.offered]
+        # The optional CSI services of the extras.
+        self.offered = [one for extra in self.extras.values() for one in extra.offered]
         self.interceptor = Interceptor(observe, context.admission, self.traces)
         server = self._server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
             interceptors=[self.interceptor],
         )
         carver_pb2_grpc.add_OperatorServicer_to_server(operator, server)
-        identity = Identity(self.readiness, config.driver_name, offered)
+        identity = Identity(self.readiness, config.driver_name, self.offered)
         csi_pb2_grpc.add_IdentityServicer_to_server(identity, server)
         self.controller = Controller(
             context, creator, deleter, listing, expander, snapshotter, health

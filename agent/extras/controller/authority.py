@@ -139,7 +139,7 @@ class Authority:
                 problem = f"cannot be read: {error}; delete it, and another is made"
                 raise errors.BadConfig("the cluster", f"Secret {self._name}", problem) from None
             if made != known:
-                gone = dict.fromkeys(_keys(known) - _keys(made))
+                gone = dict.fromkeys(_data(known).keys() - _data(made).keys())
                 version = found["metadata"]["resourceVersion"]
                 change = {"data": {**_data(made), **gone}}
                 self._objects.change(f"{self._secrets}/{self._name}", change, version)
@@ -197,10 +197,6 @@ def _renewed(known: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, 
     if is_ending and _NEXT not in made:
         made[_NEXT] = _Signer.new(now)
     return made
-
-
-def _keys(signers: Mapping[str, _Signer]) -> set[str]:
-    return set(_data(signers))
 
 
 def _data(signers: Mapping[str, _Signer]) -> dict[str, str]:

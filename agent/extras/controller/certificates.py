@@ -5,7 +5,6 @@ node's key opens no other node, and answers for no other node.
 """
 
 import logging
-import os
 import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from agent.core import errors
+from agent.core import errors, secret
 
 _log = logging.getLogger(__name__)
 
@@ -85,16 +84,10 @@ class Certificates:
         """Raise SSLError or ValueError if the certificate is not the key's, or one is broken."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=self.authority.decode("ascii"))
-        # OpenSSL compares them as it loads them, which Python has it do from files only: this one
-        # is in memory.
-        file = os.memfd_create("certificate", os.MFD_CLOEXEC)
-        try:
-            with open(file, "wb", buffering=0, closefd=False) as to:
-                to.write(self.certificate + b"\n" + self.key)
+        # OpenSSL compares them as it loads them.
+        with secret.in_file(self.certificate + b"\n" + self.key) as file:
             # A key with a passphrase is refused, instead of asking at the terminal.
-            context.load_cert_chain(f"/proc/self/fd/{file}", password="")
-        finally:
-            os.close(file)
+            context.load_cert_chain(file, password="")
 
     @property
     def ends_seconds(self) -> float:

@@ -84,8 +84,8 @@ class Enrolment:
         # Where the nodes serve that enrolled, and when each did last (monotonic, seconds).
         self._enrolled: dict[str, str] = {}
         self._seen: dict[str, float] = {}
-        # The nodes that kubelet registered the driver on; None before the first list.
-        self._registered: frozenset[str] | None = None
+        # The nodes that kubelet registered the driver on.
+        self._registered = frozenset[str]()
         self._listed = self._refreshed = self._own_made = 0.0
         self.certificates = Certificates(b"", b"", b"")
         self._server: grpc.aio.Server | None = None
@@ -99,11 +99,8 @@ class Enrolment:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """The nodes of the cluster; an empty address for one that has not enrolled.
-
-        Until the cluster has been listed a list of all nodes would not be whole.
-        """
-        names = self._enrolled.keys() | (self._registered or frozenset())
+        """The nodes of the cluster; an empty address for one that has not enrolled."""
+        names = self._enrolled.keys() | self._registered
         return {name: self._enrolled.get(name, "") for name in names}
 
     async def start(self) -> None:

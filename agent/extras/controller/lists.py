@@ -10,13 +10,11 @@ from typing import Any
 
 import grpc
 
+from agent.core.requests import MOST_BYTES, MOST_ENTRIES
 from agent.extras.controller.nodes import Node, Nodes, Refused
 
-# As agent/core/requests.py has it, for a page of one node.
-_MOST_ENTRIES = 2000
-# gRPC in Go accepts messages of 4 MiB by default: a page ends at half of it, and one node's answer
-# has at most as many entries as never fill the other half.
-_MOST_BYTES = 2 << 20
+# A page ends where it has MOST_BYTES, half of what gRPC in Go accepts, and one node's answer has at
+# most as many entries as never fill the other half.
 _OF_A_NODE = 500
 _AT_ONCE = 16
 
@@ -32,7 +30,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     """
     if request.max_entries < 0:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
-    most = min(request.max_entries or _MOST_ENTRIES, _MOST_ENTRIES)
+    most = min(request.max_entries or MOST_ENTRIES, MOST_ENTRIES)
     left, token = _from(nodes, request.starting_token)
     while left:
         now = left[:_AT_ONCE]
@@ -44,7 +42,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
         )
         for found in answers:
-            if len(answer.entries) + len(found.entries) > most or answer.ByteSize() > _MOST_BYTES:
+            if len(answer.entries) + len(found.entries) > most or answer.ByteSize() > MOST_BYTES:
                 # It is asked again: for fewer, or on the next page.
                 break
             answer.entries.extend(found.entries)
@@ -52,7 +50,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             if token:
                 break
             left = left[1:]
-        full = len(answer.entries) >= most or answer.ByteSize() > _MOST_BYTES
+        full = len(answer.entries) >= most or answer.ByteSize() > MOST_BYTES
         if left and full:
             answer.next_token = f"{left[0].name}:{token}"
             return answer

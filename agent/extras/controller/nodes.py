@@ -2,7 +2,8 @@
 
 Nothing is kept on disk: each node is asked again after a start. A group is the node's that claimed
 it first, until that node says that it no longer has it or leaves the cluster: another's claim is
-logged and changes nothing.
+logged and ignored. If that other was silent before, nothing says which was first: then calls for
+the group are refused until one of them gives it up.
 """
 
 import asyncio
@@ -220,7 +221,7 @@ class Nodes:
 
     def ask(self, node: Node) -> "asyncio.Task[None]":
         """Ask a node what it has; one question at a time."""
-        if node.asking is None or not node.is_being_asked:
+        if node.asking is None or node.asking.done():
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return node.asking
 
@@ -339,8 +340,8 @@ class Nodes:
                 f"it is node {name!r} of driver {said.name!r}, not {node.name!r}"
                 f" of {self._driver_name!r}"
             )
-        segments, node.groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
-        node.segments = segments
+        segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
+        node.segments, node.groups = segments, groups
         for uuid, owner in list(self._owners.items()):
             if owner == node.name and uuid not in node.groups:
                 self._give_up(uuid)

@@ -76,12 +76,6 @@ class Placement:
     def __init__(self, nodes: Nodes, attempts: Attempts, ask: Ask) -> None:
         self._nodes, self._attempts, self._ask = nodes, attempts, ask
 
-    @staticmethod
-    def is_free(request: csi.CreateVolumeRequest) -> bool:
-        """Whether neither a source nor the scheduler says where a volume is to be."""
-        _, source_field = routes.source_of(request)
-        return not source_field and not request.accessibility_requirements.preferred
-
     async def of(self, request: csi.CreateVolumeRequest) -> Node:
         """The node for a new volume. Raises Refused."""
         source, field = routes.source_of(request)

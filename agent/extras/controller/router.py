@@ -175,9 +175,10 @@ class Router:
         request = csi.CreateVolumeRequest.FromString(data)
         _name(call, request)
         placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
-        if not placement.is_free(request):
-            identity, field = routes.source_of(request)
+        identity, field = routes.source_of(request)
+        if field or request.accessibility_requirements.preferred:
             return await self._send(call, await placement.of(request), path, data, identity, field)
+        # Neither a source nor the scheduler says where it is to be.
         async with self._attempts.only(request.name):
             return await self._once(call, await placement.of(request), path, data)
 

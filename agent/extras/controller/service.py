@@ -161,8 +161,7 @@ class _Routed(Identity):
     def __init__(self, service: Service) -> None:
         self._config = service.context.config
         self._volume_groups = service.volume_groups
-        offered = [one for extra in service.extras.values() for one in extra.offered]
-        super().__init__(service.readiness, self._config.driver_name, offered)
+        super().__init__(service.readiness, self._config.driver_name, service.offered)
 
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext

@@ -4,7 +4,6 @@ import base64
 import binascii
 import http.client
 import ipaddress
-import os
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from agent.core import errors
+from agent.core import errors, secret
 
 # Kubelet mounts this into each pod with a service account.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -123,7 +122,8 @@ def _tls(
         missing = "client-key" if key is None else "client-certificate"
         raise errors.BadConfig(source, missing, "is required beside the other")
     if certificate is not None and key is not None:
-        with _reading_errors(source, "client-key"), _in_memory(certificate + b"\n" + key) as path:
+        pair = certificate + b"\n" + key
+        with _reading_errors(source, "client-key"), secret.in_file(pair) as path:
             tls.load_cert_chain(path, password=_no_password)
     return tls
 
@@ -222,17 +222,6 @@ def _reading_errors(source: str, key: str) -> Iterator[None]:
     except ValueError as error:
         why = "is not ASCII" if isinstance(error, UnicodeError) else str(error)
         raise errors.BadConfig(source, key, why) from None
-
-
-@contextmanager
-def _in_memory(content: bytes) -> Iterator[str]:
-    """Make a file in memory: ssl takes a certificate's key by its path only."""
-    descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 _LARGEST_ANSWER_BYTES = 64 << 20
