@@ -11,8 +11,7 @@ from typing import Any
 import chosen
 import pytest
 from callers.controllers import Central, central
-from callers.test_histories import History
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from callers.test_histories import History, live, random_histories
 from hypothesis import strategies as st
 
 _which = st.integers(0, 9)
@@ -81,23 +80,12 @@ def test_no_claim_is_stuck_whatever_happened(examples: int, tmp_path: Path) -> N
     numbers = chosen.numbers("CARVER_CENTRAL", seed=1, examples=examples, steps=14, shrink=1)
     serial = itertools.count()
 
-    @seed(numbers["seed"])
-    @settings(
-        max_examples=numbers["examples"],
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, *([Phase.shrink] if numbers["shrink"] else [])],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.lists(_actions, min_size=4, max_size=numbers["steps"]))
+    @random_histories(numbers, _actions)
     def lived(actions: list[tuple[Any, ...]]) -> None:
         with central(tmp_path / str(next(serial))) as three:
             cluster, history = three.cluster, CentralHistory(three)
             cluster.attributes_classes |= _ATTRIBUTES
-            for name, *how in actions:
-                getattr(history, name)(*how)
-                history.wait(1)
+            live(history, actions)
             three.let_live()
             assert cluster.run_until(lambda: not cluster.waiting()), cluster.report()
             client = three.leader.client

@@ -5,7 +5,7 @@ others. What hypothesis prints of a failure is the shortest history that fails.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +132,11 @@ def test_no_claim_is_stuck_whatever_happened(tmp_path: Path) -> None:
     numbers = chosen.numbers("CARVER_CALLERS", seed=1, examples=examples, steps=14, shrink=1)
     serial = itertools.count()
 
-    @seed(numbers["seed"])
-    @settings(
-        max_examples=numbers["examples"],
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, *([Phase.shrink] if numbers["shrink"] else [])],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.lists(_actions, min_size=4, max_size=numbers["steps"]))
+    @random_histories(numbers, _actions)
     def lived(actions: list[tuple[Any, ...]]) -> None:
         cluster, nodes = machines.pair(tmp_path / str(next(serial)))
         try:
-            _live(History(cluster, nodes), actions)
+            live(History(cluster, nodes), actions)
             for node in nodes.values():
                 node.find_again()
             assert cluster.run_until(lambda: not cluster.waiting()), cluster.waiting()
@@ -159,7 +150,28 @@ def test_no_claim_is_stuck_whatever_happened(tmp_path: Path) -> None:
     lived()
 
 
-def _live(history: History, actions: Sequence[tuple[Any, ...]]) -> None:
+def random_histories(
+    numbers: Mapping[str, int], actions: st.SearchStrategy[tuple[Any, ...]]
+) -> Callable[[Callable[[list[tuple[Any, ...]]], None]], Callable[[], None]]:
+    """Run a test on lists of actions, as many and as long as the numbers say."""
+
+    def around(test: Callable[[list[tuple[Any, ...]]], None]) -> Callable[[], None]:
+        limits = settings(
+            max_examples=numbers["examples"],
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, *([Phase.shrink] if numbers["shrink"] else [])],
+            suppress_health_check=list(HealthCheck),
+        )
+        chosen_ones = given(st.lists(actions, min_size=4, max_size=numbers["steps"]))
+        return seed(numbers["seed"])(limits(chosen_ones(test)))
+
+    return around
+
+
+def live(history: History, actions: Sequence[tuple[Any, ...]]) -> None:
+    """Do what a history is of, and wait a moment after each."""
     for name, *how in actions:
         getattr(history, name)(*how)
         history.wait(1)

@@ -279,17 +279,8 @@ def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
     shown = two.directory / "controller"
     ours = ssl.create_default_context(cafile=str(shown / "ca.crt"))
     ours.load_cert_chain(shown / "tls.crt", shown / "tls.key")
-    ours.set_alpn_protocols(["h2"])
-    ours.maximum_version = newest
-    host, port = two.address("a").split(":")
     name = certificates.node_name("a", two.config.driver_name)
-    with socket.create_connection((host, int(port)), timeout=10) as plain:
-        if newest is ssl.TLSVersion.TLSv1_2:
-            with pytest.raises(OSError, match=r"(?i)alert|eof|reset|handshake"):
-                ours.wrap_socket(plain, server_hostname=name)
-        else:
-            with ours.wrap_socket(plain, server_hostname=name) as secured:
-                assert secured.version() == "TLSv1.3"
+    clustered.require_only_tls_1_3(ours, newest, clustered.listener(two.nodes["a"]).port, name)
 
 
 def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> None:

@@ -1,6 +1,8 @@
 """A cluster in the test's process: services over TLS on loopback, and their controller."""
 
 import asyncio
+import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import nodes
+import pytest
 from authority import Authority
 from csi_client import Client
 from nodes import Node
@@ -148,3 +151,18 @@ def _all(host: AnyHost, config: Config, made: Cluster, names: list[str]) -> Iter
                 yield
         finally:
             listener(node).stop()
+
+
+def require_only_tls_1_3(
+    ours: ssl.SSLContext, newest: ssl.TLSVersion, port: int, server_name: str
+) -> None:
+    """Assert that a server on loopback speaks TLS 1.3, and nothing to who has at most 1.2."""
+    ours.set_alpn_protocols(["h2"])
+    ours.maximum_version = newest
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        if newest is ssl.TLSVersion.TLSv1_2:
+            with pytest.raises(OSError, match=r"(?i)alert|eof|reset|handshake"):
+                ours.wrap_socket(plain, server_hostname=server_name)
+        else:
+            with ours.wrap_socket(plain, server_hostname=server_name) as secured:
+                assert secured.version() == "TLSv1.3"

@@ -20,7 +20,7 @@ import pytest
 import serving
 from api_server import ApiServer, Object
 from authority import Authority as Issuer
-from clustered import Loop
+from clustered import Loop, require_only_tls_1_3
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
@@ -601,15 +601,7 @@ def test_enrolment_speaks_tls_1_3_only(
 ) -> None:
     _, port = enrolment
     ours = ssl.create_default_context(cadata=api.single[MAP]["data"]["ca.crt"])
-    ours.set_alpn_protocols(["h2"])
-    ours.maximum_version = newest
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
-        if newest is ssl.TLSVersion.TLSv1_2:
-            with pytest.raises(OSError, match=r"(?i)alert|eof|reset|handshake"):
-                ours.wrap_socket(plain, server_hostname=AUDIENCE)
-        else:
-            with ours.wrap_socket(plain, server_hostname=AUDIENCE) as secured:
-                assert secured.version() == "TLSv1.3"
+    require_only_tls_1_3(ours, newest, port, AUDIENCE)
 
 
 def test_large_requests_and_slow_clients_hold_up_no_enrolment(
@@ -816,3 +808,14 @@ def test_an_address_that_is_taken_is_tried_again(
             listener.serve()
             assert listener.port
             listener.stop()
+
+
+def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
+    api: Cluster, server: access.Server
+) -> None:
+    """Its Node has that name in the label that kubelet made, not as its own."""
+    known = DeletedNodes(Objects(server), Lists(server), "lvm.csi.carver", 0)
+    add_volume(api, "pvc-1", "renamed")
+    labels = {"topology.lvm.csi.carver/node": "renamed"}
+    api.add(api_server.NODES, "machine-7", metadata={"labels": labels})
+    assert known.of(VolumeId("data", "abcdefgh", "vol-pvc-1")) is None
