@@ -6,7 +6,7 @@ from pathlib import Path
 from fakes import kubelet
 from real import mounts
 
-from mount import loop
+from mount import errors, loop
 from mount.kernel import Kernel
 
 
@@ -43,14 +43,23 @@ class Directories:
         self.kernel.bind(published, str(own), frozenset())
         self._loops[own] = kubelet.hold(self.kernel, own)
 
-    def release(self, published: str) -> None:
-        """Let go of a raw block volume, before it is unpublished (UnmapBlockVolume)."""
+    def release(self, published: str) -> bool:
+        """Let go of a raw block volume, before it is unpublished (UnmapBlockVolume).
+
+        False where its loop device has another user yet, as udev is for seconds on a slow machine:
+        kubelet tries again later.
+        """
         own = self._own(published)
-        if (device := self._loops.pop(own, None)) is None:
-            return
-        loop.detach(self.kernel, device)
+        if (device := self._loops.get(own)) is None:
+            return True
+        try:
+            loop.detach(self.kernel, device)
+        except errors.Busy:
+            return False
+        del self._loops[own]
         mounts.unmount(self.kernel, str(own))
         own.unlink()
+        return True
 
     def forget(self) -> None:
         """The node was off: nothing is bound and attached any more."""

@@ -226,8 +226,9 @@ class Kubelet:
             if not self._backoff.is_due(self, pod, "end"):
                 return
             path = self.target(pod, volume)
-            if _is_block(volume):
-                self._directories.release(path)
+            if _is_block(volume) and not self._directories.release(path):
+                self._backoff.failed(self, pod, "end")
+                return
             request = csi.NodeUnpublishVolumeRequest(volume_id=volume.id, target_path=path)
             answer = self._plugin.ask("NodeUnpublishVolume", request)
             if answer.reaction is not Reaction.GOES_ON:

@@ -110,7 +110,7 @@ class Replay:
         elif call.method == "NodePublishVolume":
             self._directories.prepare(request.target_path.rpartition("/")[0])
         elif call.method == "NodeUnpublishVolume" and call.is_of_block:
-            self._directories.release(request.target_path)
+            assert self._directories.release(request.target_path)
         answer = self._plugin.ask(call.method, request)
         if answer.code == "OK" and call.method == "NodePublishVolume" and call.is_of_block:
             self._directories.take(request.target_path)

@@ -353,7 +353,7 @@ def test_an_unbounded_list_comes_in_parts_that_fit_a_message_and_visits_each_vol
     node.lose_disk_of(*(f"vol-{one}" for one in range(9)))
     whole, _, size = page(client)
     assert whole == ids
-    monkeypatch.setattr(requests, "_MOST_BYTES", most := size // 2)
+    monkeypatch.setattr(requests, "MOST_BYTES", most := size // 2)
     looked: list[str] = []
     real = node.service.diagnosis.of
 
@@ -377,7 +377,7 @@ def test_an_unbounded_list_comes_in_parts_that_fit_a_message_and_visits_each_vol
 def test_unbounded_lists_of_volumes_and_snapshots_come_in_parts(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(requests, "MOST_ENTRIES", 2)
     ids = create(client, 5)
     snapshots = [client.snapshot(f"{one}", ids[0]).snapshot_id for one in range(3)]
     part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=4))
