@@ -267,7 +267,7 @@ _COLUMNS = {
     "pv_tags,pe_start",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
-    "lv_metadata_size,lv_suspended," + ",".join(one.column for one in tuning.SETTINGS),
+    "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
     # Where each piece of a volume begins, of the volume and on a disk; a thin one's number.
@@ -432,13 +432,13 @@ def _logical_volume(
     thin_ids: Mapping[str, int],
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
-    name = row["lv_name"]
+    name, every = row["lv_name"], _words(row["lv_tags"])
     return LogicalVolume(
         group=group,
         name=name,
         uuid=row["lv_uuid"],
         size_bytes=int(row["lv_size"]),
-        tags=_words(row["lv_tags"]),
+        tags=every,
         active=row["lv_active"] == "active",
         layout=_words(row["lv_layout"]) | _words(cached_pools.get(name, "")),
         pool=_visible(row["pool_lv"]),
@@ -452,7 +452,7 @@ def _logical_volume(
         metadata_size_bytes=int(row["lv_metadata_size"] or 0),
         suspended=row["lv_suspended"] == "suspended",
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
-        tuning=tuning.reported(row),
+        tuning=tuning.reported(row, tags.decode(every)),
         ranges=tuple(ranges.get(name, ())),
         thin_id=thin_ids.get(name),
         images=images.get(name, ()),

@@ -1,6 +1,7 @@
-"""How a volume is read ahead and how fast its RAID is rebuilt: what may change while it is in use.
+"""What may change while a volume is in use: read-ahead, rates of recovery, limits of its I/O.
 
-LVM's metadata hold it (lvchange(8), lvmraid(7)); the kernel gets it at once and at activation.
+LVM's metadata hold it: as properties that lvm2 gives to the kernel at once and at activation
+(lvchange(8), lvmraid(7)), and the limits as Carver's tags.
 """
 
 import mmap
@@ -8,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+from lvm import tags
 from lvm.lvm2 import Lvm
+from mount.cgroups import IoMax
 
 # The kernel's own choice.
 AUTO: Literal["auto"] = "auto"
@@ -22,14 +25,33 @@ MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
 
+# The least limits: with fewer, a pod's last writes, and so its end, would take hours.
+LEAST_IOPS = 10
+LEAST_BANDWIDTH_BYTES = 64 << 10
+# An unsigned int of the kernel's block/blk-throttle.c. What is more is no limit on any disk.
+MOST_IOPS = (1 << 32) - 1
+MOST_BANDWIDTH_BYTES = 1 << 50
+
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of a volume; None is not said. Rates are KiB a second on each disk, 0 for none."""
+    """Settings of a volume; None is not said. Rates are KiB a second on each disk, 0 for none.
+
+    Limits of I/O are operations or bytes a second, and the same for each GiB of the volume's size;
+    0 for none. Of both, the lower holds.
+    """
 
     read_ahead_bytes: int | Literal["auto"] | None = None
     minimum_recovery_kib: int | None = None
     maximum_recovery_kib: int | None = None
+    read_iops: int | None = None
+    write_iops: int | None = None
+    read_bandwidth: int | None = None
+    write_bandwidth: int | None = None
+    read_iops_per_gib: int | None = None
+    write_iops_per_gib: int | None = None
+    read_bandwidth_per_gib: int | None = None
+    write_bandwidth_per_gib: int | None = None
 
     @property
     def of_raid(self) -> Sequence[str]:
@@ -59,11 +81,38 @@ class Tuning:
         """What of this lvcreate takes: 2.03.16 finds a minimum without a maximum to be above it."""
         return self if self.maximum_recovery_kib else replace(self, minimum_recovery_kib=None)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it limits I/O."""
+        return any(one.tag and self._said().get(one.part) for one in SETTINGS)
+
+    def io_max(self, size_bytes: int) -> IoMax:
+        """The limits of a volume of that size."""
+        return IoMax(
+            read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
+            write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
+            reads=self._limit("read_iops", size_bytes, LEAST_IOPS),
+            writes=self._limit("write_iops", size_bytes, LEAST_IOPS),
+        )
+
+    def _limit(self, part: str, size_bytes: int, least: int) -> int:
+        limits = []
+        if fixed := getattr(self, part):
+            limits.append(fixed)
+        if for_each := getattr(self, f"{part}_per_gib"):
+            limits.append(max(least, for_each * size_bytes >> 30))
+        return min(limits, default=0)
+
     def words(self) -> list[str]:
-        """Its options for lvcreate(8) and lvchange(8)."""
+        """Its options for lvcreate(8) and lvchange(8), beside its tags."""
         said = self._said()
-        given = [one for one in SETTINGS if one.part in said]
+        given = [one for one in SETTINGS if one.part in said and one.option]
         return [word for one in given for word in (one.option, one.write(said[one.part]))]
+
+    def tags(self) -> dict[str, str]:
+        """The tags that keep the rest of it."""
+        said = self._said()
+        return {one.tag: str(said[one.part]) for one in SETTINGS if one.tag and said.get(one.part)}
 
     def _said(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -71,14 +120,18 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of Tuning in lvm2: the column that reports it, and the option that sets it."""
+    """A field of Tuning in lvm2: the column that reports it, and the option that sets it.
+
+    Or the `tag` that keeps it: Carver applies it.
+    """
 
     part: str
-    column: str
-    option: str
-    read: Callable[[str], Any]
+    column: str = ""
+    option: str = ""
+    read: Callable[[str], Any] = str
     write: Callable[[Any], str] = str
     of_raid: bool = False
+    tag: str = ""
 
 
 def _read_ahead(column: str) -> int | str:
@@ -95,29 +148,49 @@ def _rate(column: str) -> int:
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Report, lvcreate and lvchange go by rows. One that a tag keeps would have lv_tags and
-# --addtag, and `change` would first take its present tag away.
+# Report, lvcreate and lvchange go by rows.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
     Setting("maximum_recovery_kib", _MAXIMUM, "--maxrecoveryrate", _rate, of_raid=True),
+    Setting("read_iops", tag="readIOPS"),
+    Setting("write_iops", tag="writeIOPS"),
+    Setting("read_bandwidth", tag="readBandwidth"),
+    Setting("write_bandwidth", tag="writeBandwidth"),
+    Setting("read_iops_per_gib", tag="readIOPSPerGiB"),
+    Setting("write_iops_per_gib", tag="writeIOPSPerGiB"),
+    Setting("read_bandwidth_per_gib", tag="readBandwidthPerGiB"),
+    Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
 )
+COLUMNS = tuple(one.column for one in SETTINGS if one.column)
 
 
-def reported(row: Mapping[str, str]) -> Tuning:
-    """What a row of a report says."""
-    return Tuning(**{one.part: one.read(row[one.column]) for one in SETTINGS})
+def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
+    """What a row of a report says, and the volume's tags; a tag that is no number is none."""
+    found = {one.part: one.read(row[one.column]) for one in SETTINGS if one.column}
+    return replace(limits(own_tags), **found)
+
+
+def limits(own_tags: Mapping[str, str]) -> Tuning:
+    """The limits of I/O that a volume's tags say; one that is no number is none."""
+    texts = {one.part: own_tags.get(one.tag, "") for one in SETTINGS if one.tag}
+    return Tuning(
+        **{part: int(one) if one.isascii() and one.isdigit() else 0 for part, one in texts.items()}
+    )
 
 
 AS_IT_IS = Tuning()
 # What a volume has of which nothing was said.
-PLAIN = Tuning(AUTO, 0, 0)
+PLAIN = Tuning(AUTO, *[0] * (len(SETTINGS) - 1))
 
 
-def change(lvm: Lvm, group: str, name: str, tuning: Tuning) -> None:
+def change(lvm: Lvm, group: str, name: str, tuning: Tuning, present: Tuning = PLAIN) -> None:
     """Give a volume what it lacks, in one metadata write: all of it, or nothing (lvchange(8)).
 
     lvm2 refuses a read-ahead that the volume has already, and for the origin of copy-on-write
     snapshots any.
     """
-    lvm("lvchange", *tuning.words(), "--", f"{group}/{name}")
+    kept, said = present.tags(), tuning._said()
+    old = {one.tag: kept[one.tag] for one in SETTINGS if one.tag in kept and one.part in said}
+    changes = [*tags.words("--deltag", old), *tags.words("--addtag", tuning.tags())]
+    lvm("lvchange", *tuning.words(), *changes, "--", f"{group}/{name}")

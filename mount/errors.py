@@ -53,6 +53,16 @@ class DeviceMissing(MountError):
         )
 
 
+class NoCgroup(MountError):
+    """I/O cannot be limited on this node: no cgroup v2 of the pods has an I/O controller."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"cannot limit I/O: {why}; limits need cgroup v2 with its I/O controller, the host's"
+            " /sys/fs/cgroup, and the setting pods_cgroup where kubelet's cgroup is not found"
+        )
+
+
 class NotVacant(MountError):
     """A block device that is in use or holds something, so it does not become a group's disk."""
 

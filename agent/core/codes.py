@@ -117,6 +117,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.BadPath, Code.INVALID_ARGUMENT),
     (mount.errors.BadOption, Code.INVALID_ARGUMENT),
     (mount.errors.UnsupportedFileSystem, Code.INVALID_ARGUMENT),
+    (mount.errors.NoCgroup, Code.FAILED_PRECONDITION),
     (mount.errors.TooSmall, Code.OUT_OF_RANGE),
     (mount.errors.DeviceMissing, Code.INTERNAL),
     (mount.errors.NotVacant, Code.FAILED_PRECONDITION),

@@ -6,6 +6,7 @@ from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
 from agent.core.holds import Holds
 from agent.core.inventory import Inventory
+from agent.core.limiter import Limiter
 from agent.core.locks import Admission, VolumeLocks
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
@@ -26,6 +27,7 @@ class Context:
     devices: Devices
     stream: Stream
     allocators: Allocators
+    limiter: Limiter
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
     holds: Holds = field(default_factory=Holds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from agent.core.settings import Config
 from lvm.devices import Devices
 from lvm.disks import Disks
+from mount.cgroups import Cgroups
 from mount.command import Converse, Finished, Runner, Stream
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -30,13 +31,15 @@ class Host:
     )
     # Runs a program whose output is read as it comes.
     stream: Stream = field(default_factory=lambda: Programs().stream)
+    cgroups: Cgroups = field(default_factory=Cgroups)
 
 
 def this_host(config: Config) -> Host:
     """The machine that Carver runs on."""
     run = Programs(lvm_on_host=config.lvm == "host", observe=log_command)
     converse = run.converse if config.lvm_session else None
-    return Host(run, Kernel(), Devices(), Disks(), converse, stream=run.stream)
+    cgroups = Cgroups(config.pods_cgroup)
+    return Host(run, Kernel(), Devices(), Disks(), converse, stream=run.stream, cgroups=cgroups)
 
 
 def log_command(finished: Finished, **more: object) -> None:

@@ -108,6 +108,19 @@ def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     return Parameter(key, read, tag.LAYOUT, None, part, apply)
 
 
+# Limits of a volume's I/O: a StorageClass's, a pod's or a VolumeAttributesClass's. Kept as tags.
+LIMITS: Sequence[Parameter] = (
+    Parameter("readIOPS", values.parse_iops, part="read_iops"),
+    Parameter("writeIOPS", values.parse_iops, part="write_iops"),
+    Parameter("readBandwidth", values.parse_bandwidth, part="read_bandwidth"),
+    Parameter("writeBandwidth", values.parse_bandwidth, part="write_bandwidth"),
+    Parameter("readIOPSPerGiB", values.parse_iops_per_gib, part="read_iops_per_gib"),
+    Parameter("writeIOPSPerGiB", values.parse_iops_per_gib, part="write_iops_per_gib"),
+    Parameter("readBandwidthPerGiB", values.parse_bandwidth_per_gib, part="read_bandwidth_per_gib"),
+    Parameter(
+        "writeBandwidthPerGiB", values.parse_bandwidth_per_gib, part="write_bandwidth_per_gib"
+    ),
+)
 # A StorageClass's. Applied in this order.
 STORAGE_CLASS: Sequence[Parameter] = (
     _of_layout("stripes", values.parse_count, "stripes"),
@@ -123,15 +136,17 @@ STORAGE_CLASS: Sequence[Parameter] = (
         apply=_set_encryption,
     ),
     Parameter(tag.REENCRYPT, _optional(_YES), tag.REENCRYPT, str, apply=_set_reencrypt),
+    *LIMITS,
 )
 # A pod's, of its inline volume.
 INLINE: Sequence[Parameter] = (*STORAGE_CLASS, Parameter(SIZE, _inline_size))
-# A VolumeAttributesClass's: what may change while a volume lives. lvm.tuning applies them, and
-# LVM's metadata keep them.
+# A VolumeAttributesClass's: what may change while a volume lives. lvm.tuning has LVM keep them, and
+# agent.core.limiter applies the limits.
 MUTABLE: Sequence[Parameter] = (
     Parameter("readAhead", values.parse_read_ahead, part="read_ahead_bytes"),
     Parameter("minimumRecoveryRate", values.parse_rate, part="minimum_recovery_kib"),
     Parameter("maximumRecoveryRate", values.parse_rate, part="maximum_recovery_kib"),
+    *LIMITS,
 )
 # A VolumeSnapshotClass's or VolumeGroupSnapshotClass's.
 SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_part),)
@@ -217,6 +232,11 @@ class Parameters:
         return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))
 
     @property
+    def tuning(self) -> Tuning:
+        """The mutable parameters among them."""
+        return _tuning(self.given, LIMITS)
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether encryption is asked for."""
         return bool(self.given.get(tag.ENCRYPTION))
@@ -294,10 +314,14 @@ def tuning_of(wire: Mapping[str, str]) -> Tuning:
     """Read a VolumeAttributesClass's parameters; raises BadField."""
     _check_map(MUTABLE_FIELD, wire)
     given = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
-    tuning = Tuning(**{row.part: given[row.key] for row in MUTABLE if row.key in given})
+    tuning = _tuning(given, MUTABLE)
     if why := tuning.refusal:
         raise errors.BadField(MUTABLE_FIELD, why)
     return tuning
+
+
+def _tuning(given: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:
+    return Tuning(**{row.part: given[row.key] for row in rows if row.key in given})
 
 
 def _of_volume(

@@ -289,14 +289,16 @@ class CreateVolume:
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
         """Read and check the request."""
         _check_name("name", wire.name)
+        parameters = Parameters.from_proto(wire.parameters)
         return cls(
             name=wire.name,
             capabilities=Capability.several(required(wire, "volume_capabilities")),
             size=SizeRange.from_proto(wire.capacity_range),
-            parameters=Parameters.from_proto(wire.parameters),
+            parameters=parameters,
             topology=Topology.from_proto(wire.accessibility_requirements),
             source=Source.from_proto(wire),
-            tuning=tuning_of(wire.mutable_parameters),
+            # What a VolumeAttributesClass says goes before what the StorageClass does.
+            tuning=tuning_of(wire.mutable_parameters).over(parameters.tuning),
         )
 
 
@@ -321,7 +323,7 @@ class ValidateVolume:
             capabilities = Capability.several(asked)
             parameters = Parameters.from_proto(wire.parameters)
             context = Parameters.from_context(wire.volume_context).context()
-            tuning = tuning_of(wire.mutable_parameters)
+            tuning = tuning_of(wire.mutable_parameters).over(parameters.tuning)
         except errors.BadField as error:
             return cls(volume_id, (), str(error))
         return cls(volume_id, capabilities, "", tuning, context, parameters)

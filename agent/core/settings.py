@@ -157,6 +157,12 @@ SETTINGS: Mapping[str, Setting] = {
         True,
         "keep a shell of lvm2's open for each group; false: a process for each command",
     ),
+    "pods_cgroup": Setting(
+        str,
+        "",
+        "the cgroup whose I/O on a volume its limits hold, such as /database.slice; empty: that of"
+        " kubelet's pods",
+    ),
     "devices": Setting(
         lambda value: values.parse_device_names(value) if value else (),
         (),
@@ -275,6 +281,7 @@ class Config:
     driver_name: str = DRIVER_NAME
     oldest_kernel: tuple[int, int] = OLDEST_KERNEL
     header_backups: Path | None = None
+    pods_cgroup: str = ""
     kubeconfig: Path | None = None
     orphan_interval_seconds: int = 0
     orphan_grace_seconds: int = 3600

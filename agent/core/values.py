@@ -225,6 +225,33 @@ def parse_rate(value: object) -> int:
     return size >> 10
 
 
+def parse_iops(value: object) -> int:
+    """Operations a second; 0 for no limit."""
+    return _limit(parse_count(value), tuning.LEAST_IOPS, tuning.MOST_IOPS)
+
+
+def parse_bandwidth(value: object) -> int:
+    """Bytes a second, from a size with or without `/s`; 0 for no limit."""
+    size = parse_size(str(value).removesuffix("/s"))
+    return _limit(size, tuning.LEAST_BANDWIDTH_BYTES, tuning.MOST_BANDWIDTH_BYTES)
+
+
+def parse_iops_per_gib(value: object) -> int:
+    """Operations a second for each GiB of a volume; 0 for no limit."""
+    return _limit(parse_count(value), 0, tuning.MOST_IOPS)
+
+
+def parse_bandwidth_per_gib(value: object) -> int:
+    """Bytes a second for each GiB of a volume; 0 for no limit."""
+    return _limit(parse_size(str(value).removesuffix("/s")), 0, tuning.MOST_BANDWIDTH_BYTES)
+
+
+def _limit(limit: int, least: int, most: int) -> int:
+    if limit and not least <= limit <= most:
+        raise ValueError(f"0 for no limit, or {least} to {most} a second")
+    return limit
+
+
 def parse_percent(value: object) -> float:
     """A percentage above 0."""
     percent = layout.parse_percent(str(value).removesuffix("%") + "%")

@@ -206,6 +206,7 @@ def _start_background(service: Service, watch: Watch) -> None:
     """Start background work, then log what the preflight finds; Probe refuses where it must."""
     service.autoextender.tasks.start()
     service.auto_repair.tasks.start()
+    service.context.limiter.task.start()
     watch.start()
     for extra in service.extras.values():
         extra.start()

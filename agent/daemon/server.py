@@ -17,6 +17,7 @@ from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
+from agent.core.limiter import Limiter
 from agent.core.settings import Config
 from agent.core.trace import Trace, Traces
 from agent.core.volume_groups import VolumeGroups
@@ -107,6 +108,7 @@ class Service:
             host.devices,
             host.stream,
             Allocators(config.classes, known),
+            Limiter(host.cgroups, known, host.kernel),
         )
         self.readiness = Readiness(known, self.node, context.admission)
         self.pool_remover = PoolRemover(context)
@@ -184,6 +186,7 @@ class Service:
         ending, nor another group's deferred tags from being written.
         """
         self.inline_volumes.tasks.stop()
+        self.context.limiter.task.stop()
         # Before waiting for calls: a stream may last for hours.
         for extra in self.extras.values():
             extra.stop()
@@ -232,6 +235,7 @@ def resume(service: Service, *groups: str) -> bool:
         "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
+        "limits of I/O": service.context.limiter.resume,
     }
     for extra in service.extras.values():
         steps |= extra.recoveries()

@@ -69,6 +69,7 @@ class VolumeCreator:
         self._copier = copier
         self._deleter = deleter
         self._holds = context.holds
+        self._limiter = context.limiter
         self._allocators = context.allocators
 
     def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
@@ -85,11 +86,13 @@ class VolumeCreator:
             raise errors.Elsewhere(self._config.node_id)
         one = plan.device_class(self._config, "parameters", call.parameters)
         modify.check(call.tuning, one.layout)
+        self._limiter.require(call.tuning)
         groups = [one.group]
         if call.source is not None:
             groups.append(ids.group_of(call.source.id))
             if call.source.kind == VOLUME:
-                users.flush(self._kernel, self._inventory, call.source.id)
+                with self._limiter.lifted(call.source.id):
+                    users.flush(self._kernel, self._inventory, call.source.id)
         prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
         source = None
         with ExitStack() as undo, self._volume_groups.hold(*groups):
@@ -166,6 +169,7 @@ class VolumeCreator:
             raise errors.NoSuchVolume(str(origin.id))
         allocator = self._allocators.of(one)
         size_bytes, own_tags = plan.new(call, one, allocator, group, origin)
+        own_tags |= call.tuning.tags()
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):

@@ -62,6 +62,7 @@ class Expander:
         self._volumes, self._encrypted = node_volumes, encrypted
         self._mappings = Mappings(context)
         self._allocators = context.allocators
+        self._limiter = context.limiter
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
         """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.
@@ -126,7 +127,9 @@ class Expander:
                     raise errors.TooLarge(call.volume_id, str(error)) from None
             if call.size.required_bytes:
                 self._withdraw(volume, wanted)
-        return replace(volume, size_bytes=max(wanted, volume.size_bytes))
+        volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
+        self._limiter.grown(call.volume_id, volume.capacity_bytes)
+        return volume
 
     def fill_device(
         self, call: VolumeAt, keys: Keys = secret.NONE, *, if_possible: bool = False

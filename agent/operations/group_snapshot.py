@@ -55,6 +55,7 @@ class GroupSnapshotter:
 
     def __init__(self, context: Context, snapshotter: Snapshotter, eraser: Eraser) -> None:
         self._config, self._kernel = context.config, context.kernel
+        self._limiter = context.limiter
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
         self._snapshotter = snapshotter
@@ -76,7 +77,8 @@ class GroupSnapshotter:
         """
         sources = {ids.group_of(one) for one in call.source_ids}
         for one in call.source_ids:
-            users.flush(self._kernel, self._inventory, one)
+            with self._limiter.lifted(one):
+                users.flush(self._kernel, self._inventory, one)
         own_name = self.logical_name(call.name)
         groups = self._groups(sources, lambda known: self._named(known, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as turns:
@@ -240,7 +242,7 @@ class GroupSnapshotter:
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with quiesce:
+            with self._limiter.lifted(*(str(one.id) for one in held)), quiesce:
                 yield quiesce
         finally:
             for (group, _), free in quiesce.free.items():

@@ -137,6 +137,7 @@ class InlineVolumes:
             capabilities=(call.capability,),
             parameters=replace(call.parameters, about=about),
             topology=Topology(),
+            tuning=call.parameters.tuning,
             is_ephemeral=True,
         )
         device = self._inventory.device(call.volume_id)

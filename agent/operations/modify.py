@@ -14,11 +14,15 @@ from lvm.tuning import PLAIN, Tuning
 def modify(context: Context, call: ModifyVolume) -> None:
     """Give a volume its mutable parameters: two commands, one if it has them.
 
-    Raises BadField, HasSnapshots; then nothing is changed.
+    Raises BadField, HasSnapshots, NoCgroup; then nothing is changed.
     """
+    context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
         volume = context.inventory.require(call.volume_id)
         ensure(context.volume_groups.lvm(volume.group.name), volume, call.tuning)
+        # Crash point: on record and not set; the next start, or this call again, sets it.
+        present = volume.group.volume(volume.name).tuning
+        context.limiter.apply(volume, call.tuning.over(present))
 
 
 def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
@@ -36,7 +40,7 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
         raise errors.HasSnapshots(
             str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
         )
-    tuning.change(lvm, group.name, volume.name, lacking)
+    tuning.change(lvm, group.name, volume.name, lacking, present)
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from dataclasses import replace
 
-from agent.core import errors, tag, users
+from agent.core import errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.records import Volume
 from agent.core.requests import MULTI_WRITER, PublishVolume, StageVolume, VolumeAt
@@ -34,7 +34,7 @@ class Publisher:
         stager: Stager,
     ) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
-        self._detached = context.detached
+        self._detached, self._limiter = context.detached, context.limiter
         self._volumes = node_volumes
         self._encrypted = encrypted
         self._stager = stager
@@ -152,6 +152,9 @@ class Publisher:
                 source = loop.attach_read_only(self._kernel, device.path)
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+            # Crash point: bound and not limited; the next start limits it.
+            if (seen := self._inventory.cached(call.volume_id)) is not None:
+                self._limiter.apply(seen)
         except mount_errors.MountError:
             self._volumes.detach_unused(loop.over(self._kernel, device.number))
             raise
@@ -179,6 +182,8 @@ class Publisher:
     def unpublish(self, call: VolumeAt) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
         call = replace(call, path=self._volumes.place(call.path))
+        if ids.is_inline(call.volume_id):
+            self._limiter.lift(call.volume_id)
         self._volumes.ensure_unmounted(call)
         # Crash point: unmounted, and the path is left; kubelet repeats the call.
         target.ensure_absent(self._kernel, call.path)

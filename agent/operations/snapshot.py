@@ -39,6 +39,7 @@ class Snapshotter:
         self._eraser = eraser
         self._pool_remover = pool_remover
         self._allocators = context.allocators
+        self._limiter = context.limiter
 
     def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
@@ -48,7 +49,8 @@ class Snapshotter:
         if not call.topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
-        users.flush(self._kernel, self._inventory, call.source_id)
+        with self._limiter.lifted(call.source_id):
+            users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
@@ -90,20 +92,21 @@ class Snapshotter:
             tag.SEQUENCE: str(records.next_sequence(group)),
             **{key: volume.own_tags[key] for key in _INHERITED if key in volume.own_tags},
         }
-        if pool:
-            thin.snapshot(
-                lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
-            )
-        else:
-            volumes.create_snapshot(
-                lvm,
-                group.name,
-                name,
-                origin=volume.name,
-                size_bytes=area_bytes,
-                own_tags=own_tags,
-                disks=layout.anywhere(group),
-            )
+        with self._limiter.lifted(str(volume.id)):
+            if pool:
+                thin.snapshot(
+                    lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
+                )
+            else:
+                volumes.create_snapshot(
+                    lvm,
+                    group.name,
+                    name,
+                    origin=volume.name,
+                    size_bytes=area_bytes,
+                    own_tags=own_tags,
+                    disks=layout.anywhere(group),
+                )
         return Snapshot(
             VolumeId.of(group, name),
             group,

@@ -51,6 +51,7 @@ class Stager:
         self._detached = context.detached
         self._oldest_kernel = context.config.oldest_kernel
         self._mappings = Mappings(context)
+        self._limiter = context.limiter
         self._volumes = node_volumes
         self._encrypted = encrypted
         self._expander = expander
@@ -123,6 +124,9 @@ class Stager:
         may_be_larger = seen is None or not _GREW.isdisjoint(seen.own_tags)
         if may_be_larger and not call.capability.read_only:
             self._grow(call, seen)
+        # Last: what Carver does is not limited. Crash point: the next start limits it.
+        if seen is not None:
+            self._limiter.apply(seen)
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
         """Check the keys, grow the volume to the size on record, and activate it."""
@@ -251,7 +255,9 @@ class Stager:
         An encrypted volume is closed by one command, unless it is published still. A re-encryption
         stops, and goes on when the volume is staged next.
         """
-        self._volumes.ensure_unmounted(replace(call, path=self._volumes.place(call.path)))
+        path = self._volumes.place(call.path)
+        self._limiter.lift(call.volume_id)
+        self._volumes.ensure_unmounted(replace(call, path=path))
         seen = self._inventory.cached(call.volume_id)
         if seen is not None and tag.REMOUNT in seen.own_tags:
             # A publish was to mount it again, and the next one must not.

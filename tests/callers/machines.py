@@ -159,7 +159,13 @@ class Machine:
         """A process whose way to the machine leads through the switch."""
         self._switch, host = switch, self.host
         run = switch.run(host.run)
-        seams = Host(run, switch.kernel(host.kernel), switch.devices(host.devices), host.disks)
+        seams = Host(
+            run,
+            switch.kernel(host.kernel),
+            switch.devices(host.devices),
+            host.disks,
+            cgroups=host.cgroups,
+        )
         self._service = Service(self._config, seams, replace(host.lvm, run=run))
         # A deletion has ended when it is answered, however slow the disk: what is left is found. In
         # memory none is slow, and for so long the threads of a service that was killed keep Python

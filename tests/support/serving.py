@@ -19,7 +19,9 @@ from lvm.lvm2 import Lvm
 
 def machine(host: AnyHost) -> Host:
     """The machine as the product sees it."""
-    return Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
+    return Host(
+        host.run, host.kernel, host.devices, host.disks, stream=host.stream, cgroups=host.cgroups
+    )
 
 
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:

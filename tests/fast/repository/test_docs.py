@@ -16,7 +16,7 @@ from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
 from agent.core import classes, codes, settings
-from agent.core.parameters import INLINE, MUTABLE, PREFIX, STORAGE_CLASS
+from agent.core.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
 from lvm import layout
 from mount import filesystem, kernel, options
 
@@ -55,7 +55,11 @@ def first_cells(text: str) -> set[str]:
         ("configuration", "Settings", settings.SETTINGS),
         ("configuration", "Device classes", classes.CLASS_KEYS),
         ("configuration", "Groups that Carver makes", settings.GROUP_KEYS),
-        ("configuration", "StorageClass parameters", [PREFIX + row.key for row in STORAGE_CLASS]),
+        (
+            "configuration",
+            "StorageClass parameters",
+            [PREFIX + row.key for row in set(STORAGE_CLASS) - set(LIMITS)],
+        ),
         (
             "configuration",
             "VolumeAttributesClass parameters",

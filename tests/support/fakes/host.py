@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from fakes import filesystems, shell, thin_tools
+from fakes.cgroups import FakeCgroups
 from fakes.cryptsetup import FakeCryptsetup
 from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.disks import FakeDisks
@@ -26,6 +27,7 @@ from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import table
+from mount.cgroups import Cgroups
 from mount.command import Result
 from mount.filesystem import Signature
 from mount.kernel import Kernel
@@ -48,6 +50,7 @@ class FakeHost:
         self.lvm2_program: Callable[[Sequence[str]], Result] = self.lvm2
         self.kernel: Kernel = FakeKernel(self.block)
         self.cryptsetup = FakeCryptsetup(self.block)
+        self.cgroups: Cgroups = FakeCgroups(self.block)
         self.devices: Devices = self.lvm2
         self.disks: Disks = FakeDisks(self.lvm2, self.block)
         self.commands: list[tuple[str, ...]] = []

@@ -78,6 +78,7 @@ class Machine:
             self.host.disks,
             switch.converse(self.converse) if self.converse else None,
             stream=switch.stream(self.host.stream),
+            cgroups=self.host.cgroups,
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         service = self.service

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -26,6 +27,7 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import errors as mount_errors
 from mount import loop, luks, table
+from mount.cgroups import Cgroups
 from mount.command import Result
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -51,6 +53,7 @@ class Lab:
     kernel: Kernel = field(default_factory=Kernel)
     programs: Programs = field(default_factory=Programs)
     groups: dict[tuple[int, ...], tuple[str, list[str]]] = field(default_factory=dict)
+    cgroup: Path = Path(f"/sys/fs/cgroup/carver-test-{os.getpid()}")
     _session: Session | None = None
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
@@ -83,6 +86,8 @@ class Lab:
         """Leave the machine without the groups and their disks."""
         if self._session is not None:
             self._session.close()
+        if self.cgroup.exists():
+            self.cgroup.rmdir()
         for name, disks in self.groups.values():
             Lvm(self.programs, tuple(disks))("vgremove", "--force", "--yes", "--", name)
             for disk in disks:
@@ -137,6 +142,12 @@ class RealHost:
         self._lab = shared
         self._own: list[str] = []
         self._groups: list[tuple[str, list[str]]] = []
+
+    @cached_property
+    def cgroups(self) -> Cgroups:
+        """The pods' cgroup, in place of kubelet's."""
+        self._lab.cgroup.mkdir(exist_ok=True)
+        return Cgroups(self._lab.cgroup.name)
 
     @property
     def lvm(self) -> Lvm:

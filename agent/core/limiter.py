@@ -1,0 +1,219 @@
+"""Limits of a volume's I/O: kept as tags, set for all pods together while the volume is in use.
+
+They are set in the cgroup of all pods, for the device that the pods use: the dm-crypt device of an
+encrypted volume, else the logical volume. The kernel forgets them with the device. Crash points:
+whatever was set or not, the next start sets what the tags say (`resume`). Kubelet or systemd may
+take the cgroup's I/O controller away at any time, and all limits with it, so they are checked.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from agent.core import users
+from agent.core.background import PeriodicTask
+from agent.core.inventory import Inventory
+from agent.core.records import Volume
+from lvm.tuning import PLAIN, Tuning, limits
+from mount import errors as mount_errors
+from mount import table
+from mount.cgroups import UNLIMITED, Cgroups, IoCount, IoMax
+from mount.kernel import Kernel
+from mount.table import DeviceNumber
+
+_log = logging.getLogger(__name__)
+
+# systemd takes the I/O controller away when it reloads, and when units end that it was there for.
+_CHECK_SECONDS = 2.0
+_MEASURE_SECONDS = 10.0
+# Pods that do so much of what a limit allows wait for it.
+_NEARLY = 0.95
+
+
+@dataclass
+class Limited:
+    """A volume whose I/O is limited.
+
+    `limited_seconds`: how long its pods did as much as a limit allows. `is_lifted`: for a moment
+    they may do more.
+    """
+
+    volume_id: str
+    number: DeviceNumber
+    tuning: Tuning
+    size_bytes: int
+    is_lifted: bool = False
+    count: IoCount = field(default_factory=IoCount)
+    counted_seconds: float = 0.0
+    limited_seconds: float = 0.0
+
+    @property
+    def io_max(self) -> IoMax:
+        """Its limits at its present size."""
+        return self.tuning.io_max(self.size_bytes)
+
+    def measure(self, count: IoCount) -> None:
+        """Add the time since the last look, if so much was done in it as a limit allows."""
+        now = time.monotonic()
+        seconds, before = now - self.counted_seconds, self.count
+        if self.counted_seconds and any(
+            limit and after - there >= _NEARLY * limit * seconds
+            for limit, after, there in zip(
+                vars(self.io_max).values(),
+                vars(count).values(),
+                vars(before).values(),
+                strict=True,
+            )
+        ):
+            self.limited_seconds += seconds
+        self.count, self.counted_seconds = count, now
+
+
+class Limiter:
+    """Sets, keeps and removes the limits of volumes in use."""
+
+    def __init__(self, cgroups: Cgroups, inventory: Inventory, kernel: Kernel) -> None:
+        self._cgroups, self._inventory, self._kernel = cgroups, inventory, kernel
+        # Held for writes to cgroupfs, which wait for no disk.
+        self._guard = threading.Lock()
+        self._limited: dict[DeviceNumber, Limited] = {}
+        self._measured_seconds = 0.0
+        self.task = PeriodicTask(
+            "limits", self.check, _CHECK_SECONDS, "limits of I/O are not checked: %s"
+        )
+
+    @property
+    def limited(self) -> Sequence[Limited]:
+        """The volumes that are limited now."""
+        return list(self._limited.values())
+
+    def require(self, tuning: Tuning) -> None:
+        """Raise NoCgroup for limits where there can be none."""
+        if tuning.is_limited:
+            self._cgroups.prepare()
+
+    def apply(self, volume: Volume, tuning: Tuning | None = None) -> None:
+        """Limit a volume, if it is in use, by its tags, or by these mutable parameters.
+
+        No write where it is limited so already. A volume must not become unusable for its limits:
+        where they cannot be set that is logged, and checks try it again.
+        """
+        said = limits(volume.own_tags) if tuning is None else tuning
+        if not said.is_limited and not self._limited:
+            return
+        device = self._inventory.device(str(volume.id))
+        if device is None or not users.places(self._kernel, table.read(self._kernel), device):
+            return
+        new = Limited(str(volume.id), device.number, said, volume.capacity_bytes)
+        with self._guard:
+            before = self._limited.pop(new.number, None)
+            if before is not None and before.volume_id == new.volume_id:
+                new.count, new.counted_seconds = before.count, before.counted_seconds
+                new.limited_seconds = before.limited_seconds
+            if new.io_max:
+                self._limited[new.number] = new
+            if new.io_max != (UNLIMITED if before is None else before.io_max):
+                self._set(new, new.io_max)
+
+    def grown(self, volume_id: str, size_bytes: int) -> None:
+        """Limit a volume by its new size, in bytes as its users see it."""
+        with self._guard:
+            for one in self._of(volume_id):
+                if one.size_bytes != size_bytes:
+                    one.size_bytes = size_bytes
+                    self._set(one, one.io_max)
+
+    def lift(self, volume_id: str) -> None:
+        """Remove a volume's limits: before its last unmount, which writes what is left."""
+        with self._guard:
+            for one in self._of(volume_id):
+                del self._limited[one.number]
+                self._set(one, UNLIMITED)
+
+    @contextmanager
+    def lifted(self, *volume_ids: str) -> Iterator[None]:
+        """Have volumes without limits within the `with`.
+
+        A snapshot has a file system write all that is in memory, while its group waits.
+        """
+        with self._guard:
+            found = [one for volume_id in volume_ids for one in self._of(volume_id)]
+            for one in found:
+                one.is_lifted = True
+                self._set(one, UNLIMITED)
+        try:
+            yield
+        finally:
+            with self._guard:
+                for one in found:
+                    one.is_lifted = False
+                    if self._limited.get(one.number) is one:
+                        self._set(one, one.io_max)
+
+    def resume(self, *groups: str) -> int:
+        """Limit the volumes in use of these groups, or of all, by their tags; how many are.
+
+        After a start, or when a group is back. What a process set that was killed, and the tags do
+        not say, is removed.
+        """
+        own = [
+            one
+            for one in self._inventory.present(self._inventory.state(*groups))
+            if not groups or one.group.name in groups
+        ]
+        for volume in own:
+            self.apply(volume)
+        try:
+            present = self._cgroups.limits()
+        except mount_errors.NoCgroup:
+            present = {}
+        with self._guard:
+            for volume in own if present.keys() - self._limited.keys() else ():
+                device = self._inventory.device(str(volume.id))
+                if device is None or device.number in self._limited:
+                    continue
+                if device.number in present:
+                    self._set(Limited(str(volume.id), device.number, PLAIN, 0), UNLIMITED)
+        return sum(1 for one in own if any(self._of(str(one.id))))
+
+    def check(self) -> None:
+        """Set again what others took away, and measure who is at a limit. Raises NoCgroup."""
+        if not self._limited:
+            return
+        present = self._cgroups.limits()
+        self._measure()
+        with self._guard:
+            for one in self.limited:
+                if one.is_lifted or present.get(one.number) == one.io_max:
+                    continue
+                device = self._inventory.device(one.volume_id)
+                if device is None or device.number != one.number:
+                    # It is not active any more, and its number may be another's.
+                    del self._limited[one.number]
+                    continue
+                self._cgroups.limit(one.number, one.io_max)
+                _log.warning("volume %s lost its limits of I/O; they are set again", one.volume_id)
+
+    def _measure(self) -> None:
+        if time.monotonic() - self._measured_seconds < _MEASURE_SECONDS:
+            return
+        self._measured_seconds, counts = time.monotonic(), self._cgroups.counts()
+        for one in self.limited:
+            one.measure(counts.get(one.number, one.count))
+
+    def _of(self, volume_id: str) -> Sequence[Limited]:
+        """The volume, if it is limited; by its device, as an inline volume's id is the CO's."""
+        device = self._inventory.device(volume_id) if self._limited else None
+        found = None if device is None else self._limited.get(device.number)
+        return [] if found is None else [found]
+
+    def _set(self, one: Limited, io_max: IoMax) -> None:
+        try:
+            self._cgroups.limit(one.number, io_max)
+        except mount_errors.NoCgroup as error:
+            _log.warning("limits of volume %s, %s: %s", one.volume_id, io_max.words(), error)
+        else:
+            _log.debug("limits of volume %s: %s", one.volume_id, io_max.words())

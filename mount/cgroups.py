@@ -1,0 +1,192 @@
+"""Control groups: where the pods' processes are, and how much I/O they may do on each device.
+
+The kernel counts and limits the I/O of a cgroup and of all below it, for each block device
+(Documentation/admin-guide/cgroup-v2.rst, "IO"). What is written through the page cache counts for
+the cgroup that wrote it, if its file system knows of cgroups: ext4, xfs and btrfs do.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mount import errors
+from mount.table import DeviceNumber
+
+ROOT = Path("/sys/fs/cgroup")
+# What kubelet makes for all pods (pkg/kubelet/cm/cgroup_manager_linux.go), by the systemd or the
+# cgroupfs driver; below a parent where it runs in a container, as in kind.
+_OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
+# How deep it is looked for.
+_DEPTH = 2
+_NO_LIMIT = "max"
+_NUMBER = re.compile(r"\d+:\d+")
+# What a write for a device that is not there fails with.
+_GONE = {errno.ENODEV, errno.ENXIO}
+
+
+@dataclass(frozen=True)
+class IoMax:
+    """How much a device may do in a second: bytes and operations; 0 for no limit."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    reads: int = 0
+    writes: int = 0
+
+    def __bool__(self) -> bool:
+        return self != UNLIMITED
+
+    def words(self) -> str:
+        """As the kernel reads it; it writes the same."""
+        parts = zip(_KEYS, vars(self).values(), strict=True)
+        return " ".join(f"{key}={value or _NO_LIMIT}" for key, value in parts)
+
+    @classmethod
+    def parse(cls, words: list[str]) -> "IoMax":
+        """The inverse of `words`; what this version does not know is left out."""
+        found = dict(one.split("=", 1) for one in words)
+        values = [found.get(key, _NO_LIMIT) for key in _KEYS]
+        return cls(*(0 if one == _NO_LIMIT else int(one) for one in values))
+
+
+_KEYS = ("rbps", "wbps", "riops", "wiops")
+UNLIMITED = IoMax()
+
+
+@dataclass(frozen=True)
+class IoCount:
+    """What the pods did on a device since it is there."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    reads: int = 0
+    writes: int = 0
+
+
+class Cgroups:
+    """The cgroup of all pods: `configured`, a path such as /kubepods.slice, or found by its name.
+
+    Every method raises NoCgroup where I/O cannot be limited here, with what is missing.
+    """
+
+    def __init__(self, configured: str = "", root: Path = ROOT) -> None:
+        self._configured, self._root = configured, root
+        self._found: Path | None = None
+
+    def prepare(self) -> Path:
+        """The cgroup's directory, with its I/O controlled; no write where it is already."""
+        if self._found is not None and (self._found / "io.max").exists():
+            return self._found
+        found = self._pods()
+        for parent in reversed(list(self._above(found))):
+            # systemd takes the controller away again from what it finds it is not needed for.
+            if "io" not in _words(parent / "cgroup.controllers"):
+                raise errors.NoCgroup(f"{parent} has no I/O controller")
+            if "io" not in _words(parent / "cgroup.subtree_control"):
+                _write(parent / "cgroup.subtree_control", "+io")
+        if not (found / "io.max").exists():
+            raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
+        self._found = found
+        return found
+
+    def limits(self) -> Mapping[DeviceNumber, IoMax]:
+        """The limits that are set, by the devices; none where I/O is not controlled now."""
+        file = (self._found or self._pods()) / "io.max"
+        return (
+            {number: IoMax.parse(words) for number, words in _rows(file)} if file.exists() else {}
+        )
+
+    def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
+        """Set a device's limits, all of them. No error for a device that is gone."""
+        with suppress(FileNotFoundError):
+            _write(self.prepare() / "io.max", f"{number[0]}:{number[1]} {io_max.words()}")
+
+    def counts(self) -> Mapping[DeviceNumber, IoCount]:
+        """What the pods did on each device, since I/O is controlled."""
+        found = {}
+        for number, words in _rows(self.prepare() / "io.stat"):
+            said = dict(one.split("=", 1) for one in words)
+            found[number] = IoCount(
+                *(int(said.get(key, 0)) for key in ("rbytes", "wbytes", "rios", "wios"))
+            )
+        return found
+
+    def _pods(self) -> Path:
+        if not (self._root / "cgroup.controllers").exists():
+            raise errors.NoCgroup(f"{self._root} is no cgroup v2 hierarchy")
+        if self._configured:
+            found = self._root / self._configured.strip("/")
+            if not found.is_dir():
+                raise errors.NoCgroup(f"{found} does not exist")
+            return found
+        every = sorted(self._named(self._root, _DEPTH))
+        if len(every) > 1:
+            # Another driver of kubelet's made one before the last reboot, or it is stale.
+            every = [one for one in every if "populated 1" in _read(one / "cgroup.events")]
+        if len(every) != 1:
+            seen = ", ".join(map(str, every)) or "none"
+            raise errors.NoCgroup(f"one cgroup of pods is looked for below {self._root}: {seen}")
+        return every[0]
+
+    def _named(self, directory: Path, depth: int) -> Iterator[Path]:
+        for one in directory.iterdir():
+            if not one.is_dir():
+                continue
+            if _OF_PODS.fullmatch(one.name):
+                yield one
+            elif depth > 1:
+                yield from self._named(one, depth - 1)
+
+    def _above(self, cgroup: Path) -> Iterator[Path]:
+        for parent in cgroup.parents:
+            yield parent
+            if parent == self._root:
+                return
+
+
+def _words(path: Path) -> list[str]:
+    return _read(path).split()
+
+
+def _rows(path: Path) -> Iterator[tuple[DeviceNumber, list[str]]]:
+    """The devices of a file, each with what is said of it; without those of which nothing is.
+
+    Not by lines: kernels before 5.18 end no line after a device without counters
+    (blkcg_print_one_stat() in block/blk-cgroup.c).
+    """
+    number, words = (0, 0), list[str]()
+    for word in _read(path).split():
+        if not _NUMBER.fullmatch(word):
+            words.append(word)
+            continue
+        if words:
+            yield number, words
+        major, _, minor = word.partition(":")
+        number, words = (int(major), int(minor)), []
+    if words:
+        yield number, words
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise errors.NoCgroup(f"{path}: {error.strerror}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """One write(2): the kernel takes each as a whole."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _GONE:
+            raise FileNotFoundError(path) from None
+        raise errors.NoCgroup(f"cannot write {text!r} to {path}: {error.strerror}") from None
