@@ -77,15 +77,19 @@ class Cgroups:
         self._configured, self._root = configured, root
         self._found: Path | None = None
 
+    def look(self) -> Path:
+        """The cgroup's directory, in which I/O can be controlled; no write."""
+        found = self._pods()
+        if "io" not in _words(self._root / "cgroup.controllers"):
+            raise errors.NoCgroup(f"{self._root} has no I/O controller")
+        return found
+
     def prepare(self) -> Path:
         """The cgroup's directory, with its I/O controlled; no write where it is already."""
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
-        found = self._pods()
+        found = self.look()
         for parent in reversed(list(self._above(found))):
-            # systemd takes the controller away again from what it finds it is not needed for.
-            if "io" not in _words(parent / "cgroup.controllers"):
-                raise errors.NoCgroup(f"{parent} has no I/O controller")
             if "io" not in _words(parent / "cgroup.subtree_control"):
                 _write(parent / "cgroup.subtree_control", "+io")
         if not (found / "io.max").exists():

@@ -18,7 +18,7 @@ from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health as conditions
 from agent.operations.health import Condition, Diagnosis
-from lvm import names, report
+from lvm import names, report, tuning
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health as usage
@@ -99,6 +99,8 @@ class Volume:
     health: tuple[Health, ...]
     encryption: str = ""
     renewal: str = ""
+    # The limits of its I/O at its size, as the kernel gets them; empty for none.
+    limits: str = ""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def _volume(
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
     own_tags = one.own_tags
+    io_max = tuning.limits(own_tags).io_max(one.capacity_bytes)
     raw = "raw block" if own_tags.get(tag.ACCESS) == "block" else ""
     return Volume(
         id=str(one.id),
@@ -252,6 +255,7 @@ def _volume(
         health=tuple(_health(found_wrong)),
         encryption=own_tags.get(tag.ENCRYPTION, ""),
         renewal=_renewal(kernel, one, device),
+        limits=io_max.words() if io_max else "",
     )
 
 

@@ -156,6 +156,11 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         for one in seen.volumes
         for at in one.places
     ]
+    lines += [
+        Text.assemble((one.name, "bold"), f" has limits of I/O: {one.limits}")
+        for one in seen.volumes
+        if one.limits
+    ]
     bad = [one.problem for one in seen.groups if one.problem]
     bad += [f"{one.name}: {why}" for one in seen.groups for why in one.ignored]
     health = [(one.name, one.health) for one in seen.volumes]

@@ -309,6 +309,13 @@ def _failures(scrape: Scrape) -> Samples:
             yield (one.tasks.kind, group), count
 
 
+def _io_limits(scrape: Scrape) -> Samples:
+    for one in scrape.service.context.limiter.limited:
+        for what, limit in vars(one.io_max).items():
+            if limit:
+                yield (one.volume_id, what), limit
+
+
 # fmt: off
 OF_PROCESS: tuple[Row, ...] = (
     Row("carver_build_info", "Carver's and Python's versions; always 1.", ("version", "python"),
@@ -325,6 +332,13 @@ OF_PROCESS: tuple[Row, ...] = (
         _failures, CounterMetricFamily),
     Row("carver_registration", "State of the registration with kubelet: 1 for one.", ("state",),
         lambda scrape: (((one.value,), one is scrape.registration.state) for one in State)),
+    Row("carver_volume_io_limit",
+        "Limit of a volume in use: read_bytes, write_bytes, reads or writes a second.",
+        ("volume", "limit"), _io_limits),
+    Row("carver_volume_io_limited_seconds",
+        "Time in which a volume's pods did as much as one of its limits allows.", ("volume",),
+        lambda scrape: (((one.volume_id,), one.limited_seconds)
+                        for one in scrape.service.context.limiter.limited), CounterMetricFamily),
     Row("carver_storage_health", "1 for each problem of the node's scrape.", ("status", "reason"),
         _storage_health),
 )

@@ -19,8 +19,9 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
 from lvm import blockdevices, groups, lvm2, report
 from lvm.report import Group, Report
+from mount import cgroups, filesystem, table
 from mount import errors as mount_errors
-from mount import filesystem, table
+from mount.cgroups import Cgroups
 from mount.command import Run
 from mount.kernel import Kernel
 from mount.programs import ENVIRONMENT, HOST_NAMESPACES
@@ -459,6 +460,28 @@ def _encryption(node: Node) -> Iterator[Seen]:
             )
 
 
+def _io_limits(node: Node) -> Iterator[Seen]:
+    """The pods' cgroup and its I/O controller, if a volume has limits."""
+    try:
+        found = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
+        yield _pass(f"I/O can be limited, in {found}")
+        return
+    except mount_errors.NoCgroup as error:
+        why = str(error)
+    limited = []
+    with suppress(mount_errors.CommandError, errors.NotReady):
+        every = (one for group in node.report().groups.values() for one in group.volumes.values())
+        limited = [one.name for one in every if one.tuning.is_limited]
+    if limited:
+        yield (
+            WARN,
+            f"{', '.join(limited)} are not limited: {why}",
+            "repair that, or lift the limits",
+        )
+    else:
+        yield _pass(f"no volume has limits of I/O, and none could: {why}")
+
+
 def _service(node: Node) -> Iterator[Seen]:
     """Whether a process serves the socket."""
     endpoint = node.settings.endpoint
@@ -499,6 +522,7 @@ CHECKS: dict[str, Check] = {
     "file systems": _file_systems,
     "thin tools": _thin_tools,
     "encryption": _encryption,
+    "limits of I/O": _io_limits,
     "service": _service,
 }
 CHEAP = ("device-mapper", "kubelet directory")

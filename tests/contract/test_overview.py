@@ -49,7 +49,8 @@ def test_places_and_usage_of_a_volume(
 ) -> None:
     capability = mounted(mode=Mode.SINGLE_NODE_MULTI_WRITER)
     claim = {"csi.storage.k8s.io/pvc/name": "db", "csi.storage.k8s.io/pvc/namespace": "shop"}
-    volume = client.create("pvc-1", 64 * MIB, capability, parameters=claim)
+    limits = {"writeIOPSPerGiB": "1600"}
+    volume = client.create("pvc-1", 64 * MIB, capability, parameters=claim, mutable=limits)
     client.stage(volume, staging, capability)
     client.publish(volume, staging, target, capability, read_only=True)
 
@@ -57,6 +58,8 @@ def test_places_and_usage_of_a_volume(
 
     assert (one.id, one.name, one.claim) == (volume.volume_id, "pvc-1", "shop/db")
     assert one.contents == "ext4"
+    assert one.limits == "rbps=max wbps=max riops=max wiops=100"
+    assert "pvc-1 has limits of I/O: rbps=max" in shown(look(host, config))
     assert set(one.places) == {Place(str(staging), False), Place(str(target), True)}
     assert one.total_bytes
     assert one.used_bytes is not None

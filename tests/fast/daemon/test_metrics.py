@@ -328,7 +328,11 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
-    volume = measured.client.create("pvc-1", 4 * MIB, block())
+    limit = {"writeIOPS": "100"}
+    volume = measured.client.create("pvc-1", 4 * MIB, block(), mutable=limit)
+    directory = measured.host.directory
+    measured.client.stage(volume, directory / "staging", block())
+    measured.client.publish(volume, directory / "staging", directory / "target", block())
     measured.client.snapshot("1", volume.volume_id)
     how = {"class": "thin", "carver/encryption": "luks2"}
     measured.client.create("pvc-2", 4 * MIB, block(), parameters=how)

@@ -18,9 +18,11 @@ from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Node
-from lvm import groups, lvm2, report
+from lvm import groups, lvm2, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout
+from lvm.tuning import Tuning
+from lvm.volumes import New
 from mount.command import Result
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
@@ -109,6 +111,8 @@ def place(tmp_path: Path) -> Place:
     made.file("/dev/mapper/control")
     made.file("/dev/loop-control")
     made.file("/run/udev/control")
+    made.file(f"{CGROUPS}/cgroup.controllers", "cpuset cpu io memory pids\n")
+    (made.root / CGROUPS.lstrip("/") / "kubepods.slice").mkdir()
     modules = "".join(f"kernel/drivers/md/{one}.ko: kernel/x.ko\n" for one in MODULES)
     made.file(f"/lib/modules/{RELEASE}/modules.dep", modules)
     for directory in ("plugins_registry", "pods", "plugins"):
@@ -118,6 +122,7 @@ def place(tmp_path: Path) -> Place:
     return made
 
 
+CGROUPS = "/sys/fs/cgroup"
 STATUS, DEPENDENCIES = "/proc/self/status", f"/lib/modules/{RELEASE}/modules.dep"
 
 
@@ -184,6 +189,20 @@ def encrypted(place: Place) -> None:
     place.file("/proc/cpuinfo", "flags\t\t: fpu vme aes\n")
 
 
+def limited(place: Place) -> None:
+    tuning = Tuning(read_iops=100)
+    new = New("vol-a", 4 << 20, {"name": "a", **tuning.tags()})
+    volumes.create(place.host.lvm, "group0", new)
+
+
+def without_pods(place: Place) -> None:
+    place.remove(f"{CGROUPS}/kubepods.slice")
+
+
+def without_controller(place: Place) -> None:
+    place.file(f"{CGROUPS}/cgroup.controllers", "cpuset cpu memory pids\n")
+
+
 PRIVATE = do("set_mount", 0, propagation=())
 ON_A_FILE = do("set", definitions=(GroupDefinition("data", file=BackingFile(Path("/x"))),))
 RAID = do("set_class", layout=Layout("raid1", mirrors=1))
@@ -226,6 +245,8 @@ LACKS: list[tuple[Sequence[Arrange], str, str, str]] = [
     ([encrypted, do("remove", "/sys/module/dm_crypt")], "encryption", FAIL, "no dm-crypt"),
     ([encrypted, do("remove", "/etc/key")], "encryption", WARN, "/etc/key is not there"),
     ([encrypted, NO_AES], "encryption", WARN, "no instructions for AES"),
+    ([limited, without_pods], "limits of I/O", WARN, "vol-a are not limited"),
+    ([limited, without_controller], "limits of I/O", WARN, "has no I/O controller"),
 ]
 
 
@@ -299,6 +320,8 @@ def test_only_a_disk_that_the_devices_file_hides_is_blamed_on_it(place: Place) -
         ([THIN], "thin tools", ""),
         ([THIN], "modules", ""),
         ([encrypted], "encryption", ""),
+        ([limited], "limits of I/O", "in"),
+        ([without_pods], "limits of I/O", "none could"),
     ],
 )
 def test_what_is_not_needed_or_is_there_passes(

@@ -1,0 +1,117 @@
+"""The pods' cgroup: found by its name, controlled, its limits and counts read and written."""
+
+from pathlib import Path
+
+import pytest
+
+from mount import cgroups, errors
+from mount.cgroups import UNLIMITED, Cgroups, IoCount, IoMax
+
+CONTROLLERS = "cpuset cpu io memory pids\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A hierarchy without pods."""
+    (tmp_path / "cgroup.controllers").write_text(CONTROLLERS)
+    (tmp_path / "cgroup.subtree_control").write_text("memory pids\n")
+    (tmp_path / "system.slice" / "carver.service").mkdir(parents=True)
+    return tmp_path
+
+
+def made(root: Path, path: str, *, is_populated: bool = True) -> Path:
+    """A cgroup, with its parents."""
+    found = root / path
+    found.mkdir(parents=True)
+    (found / "cgroup.events").write_text(f"populated {int(is_populated)}\nfrozen 0\n")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("kubepods.slice", "kubepods"),
+        # kind has these.
+        *("kubelet.slice/kubelet-kubepods.slice", "kubelet/kubepods"),
+    ],
+)
+def test_the_pods_are_found_where_kubelets_drivers_put_them(root: Path, path: str) -> None:
+    pods = made(root, path)
+    made(root, f"{path}/besteffort/kubepods")
+    assert Cgroups("", root).look() == pods
+
+
+def test_of_two_the_one_with_processes_is_taken_unless_one_is_configured(root: Path) -> None:
+    old, new = made(root, "kubepods", is_populated=False), made(root, "kubepods.slice")
+    assert Cgroups("", root).look() == new
+    assert Cgroups("/kubepods", root).look() == old
+    (old / "cgroup.events").write_text("populated 1\n")
+    with pytest.raises(errors.NoCgroup, match=f"{old}, {new}"):
+        Cgroups("", root).look()
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("pods", "none"),
+        ("configured", "/gone does not exist"),
+        ("controller", "no I/O controller"),
+        ("hierarchy", "no cgroup v2 hierarchy"),
+    ],
+)
+def test_what_is_missing_is_said(root: Path, missing: str, words: str) -> None:
+    if missing != "pods":
+        made(root, "kubepods.slice")
+    if missing == "controller":
+        (root / "cgroup.controllers").write_text("memory pids\n")
+    elif missing == "hierarchy":
+        (root / "cgroup.controllers").unlink()
+    with pytest.raises(errors.NoCgroup, match=words):
+        Cgroups("gone" if missing == "configured" else "", root).prepare()
+    assert (root / "cgroup.subtree_control").read_text() == "memory pids\n"
+
+
+def test_io_is_controlled_down_to_the_pods_and_not_without_throttling(root: Path) -> None:
+    pods = made(root, "kubelet.slice/kubelet-kubepods.slice")
+    (pods.parent / "cgroup.controllers").write_text(CONTROLLERS)
+    (pods.parent / "cgroup.subtree_control").write_text("io\n")
+    with pytest.raises(errors.NoCgroup, match="CONFIG_BLK_DEV_THROTTLING"):
+        Cgroups("", root).prepare()
+    # What is written there adds to what is there; a file has it in place of that.
+    assert (root / "cgroup.subtree_control").read_text().startswith("+io")
+    assert (pods.parent / "cgroup.subtree_control").read_text() == "io\n"
+    (pods / "io.max").touch()
+    assert Cgroups("", root).prepare() == pods
+
+
+def test_limits_are_read_as_they_are_written(root: Path) -> None:
+    pods, limit = made(root, "kubepods.slice"), IoMax(1 << 20, 0, 0, 100)
+    known = Cgroups("", root)
+    assert known.limits() == {}
+    (pods / "io.max").touch()
+    known.limit((252, 7), limit)
+    assert (pods / "io.max").read_text() == "252:7 rbps=1048576 wbps=max riops=max wiops=100"
+    assert known.limits() == {(252, 7): limit}
+    assert IoMax.parse(UNLIMITED.words().split()) == UNLIMITED
+    assert not UNLIMITED
+
+
+def test_counts_of_devices_without_any_have_no_line_of_their_own(root: Path) -> None:
+    pods = made(root, "kubepods.slice")
+    (pods / "io.max").touch()
+    (pods / "io.stat").write_text(
+        "252:1 252:0 rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0\n"
+        "8:0 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6 cost.usage=7\n"
+    )
+    counted = Cgroups("", root).counts()
+    assert counted == {(252, 0): IoCount(10, 20, 1, 2), (8, 0): IoCount(1, 2, 3, 4)}
+
+
+def test_a_device_that_is_gone_is_no_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (made(root, "kubepods.slice") / "io.max").touch()
+
+    def gone(path: Path, text: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(cgroups, "_write", gone)
+    Cgroups("", root).limit((1, 2), UNLIMITED)
