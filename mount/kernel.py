@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mount import blocks, calls
-from mount.block_devices import BlockDevices, LoopDevices
+from mount.disk_load import DiskLoads
 
 _EXT4_RESIZE_FS = calls.ioctl_number(1, ord("f"), 16, 8)
 # struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
@@ -100,7 +100,7 @@ _KEPT_BY_REMOUNT = 1 | 2 | 4 | 8 | 1024 | 2048
 _ST_NOSYMFOLLOW, _MS_NOSYMFOLLOW = 0x2000, 256
 
 
-class Kernel(BlockDevices, LoopDevices, Growth):
+class Kernel(DiskLoads, Growth):
     """The running kernel.
 
     Whatever looks at, makes, removes or mounts something at a path follows no symbolic link on the

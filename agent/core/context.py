@@ -8,6 +8,7 @@ from agent.core.holds import Holds
 from agent.core.inventory import Inventory
 from agent.core.limiter import Limiter
 from agent.core.locks import Admission, VolumeLocks
+from agent.core.pace import Paces
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from lvm.devices import Devices
@@ -28,6 +29,7 @@ class Context:
     stream: Stream
     allocators: Allocators
     limiter: Limiter
+    paces: Paces
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
     holds: Holds = field(default_factory=Holds)

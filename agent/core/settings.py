@@ -4,7 +4,7 @@ import argparse
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +33,49 @@ class GroupDefinition:
     fast: tuple[str, ...] = ()
 
 
+# What limits the background I/O of a group; None: it gives way to others (agent/core/pace.py).
+Bandwidth = Reserve | None
+_BANDWIDTH = "background_bandwidth"
+
 GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": values.parse_lvm_name,
     "devices": values.parse_device_names,
     "fast": values.parse_device_names,
     "file": values.parse_absolute_path,
     "file_size": values.parse_file_size,
+    _BANDWIDTH: values.parse_background_bandwidth,
 }
 
 
 def parse_groups(
     source: str, listed: object, classes: Sequence[DeviceClass]
-) -> tuple[GroupDefinition, ...]:
-    """Read the tables [[groups]], each of a group that a class uses; raises BadConfig."""
+) -> tuple[tuple[GroupDefinition, ...], Mapping[str, Bandwidth]]:
+    """Read the tables [[groups]], each of a group that a class uses; raises BadConfig.
+
+    Returns the groups to create, and what limits the background I/O of groups.
+    """
     used = {one.group for one in classes}
     found: list[GroupDefinition] = []
+    names: set[str] = set()
+    bandwidths: dict[str, Bandwidth] = {}
     places: set[str] = set()
     for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
+        if (name := table["name"]) not in used:
+            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {name}")
+        if name in names:
+            raise errors.BadConfig(source, f"{where}.name", f"{name} is listed twice")
+        names.add(name)
+        if _BANDWIDTH in table:
+            bandwidths[name] = table.pop(_BANDWIDTH)
+            if table.keys() == {"name"}:
+                continue  # a group that Carver does not create
         one = _definition(source, where, table)
-        if one.group not in used:
-            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {one.group}")
-        if one.group in {other.group for other in found}:
-            raise errors.BadConfig(source, f"{where}.name", f"{one.group} is listed twice")
         for place in (str(one.file.path),) if one.file else one.devices:
             if place in places:
                 raise errors.BadConfig(source, where, f"{place} is listed twice")
             places.add(place)
         found.append(one)
-    return tuple(found)
+    return tuple(found), bandwidths
 
 
 def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
@@ -171,6 +186,12 @@ SETTINGS: Mapping[str, Setting] = {
     "wipe": Setting(
         values.choice("zero", "none"), "zero", "what is done to a deleted volume's blocks"
     ),
+    _BANDWIDTH: Setting(
+        values.parse_background_bandwidth,
+        values.AUTO,
+        "background I/O of a group: auto, which gives way to others; a size a second, such as"
+        " 200MiB; a part of what the disks do, such as 30%; 0: no limit",
+    ),
     "oldest_kernel": Setting(
         values.parse_kernel,
         "4.18",
@@ -272,6 +293,9 @@ class Config:
     wipe: str
     classes: tuple[DeviceClass, ...]
     definitions: tuple[GroupDefinition, ...] = ()
+    background_bandwidth: Bandwidth = None
+    # Of groups that have their own.
+    bandwidths: Mapping[str, Bandwidth] = field(default_factory=dict)
     registration: str = "none"
     registration_directory: Path = REGISTRY
     metrics_address: Address | None = None
@@ -302,6 +326,10 @@ class Config:
             if one.name == name or (not name and one.default):
                 return one
         return None
+
+    def bandwidth_of(self, group: str) -> Bandwidth:
+        """What limits the background I/O of a group."""
+        return self.bandwidths.get(group, self.background_bandwidth)
 
     @property
     def here(self) -> dict[str, str]:
@@ -339,7 +367,7 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     table = _read(file, optional=optional)
     given = classes.parse(str(file), table.pop("classes", []))
     device_classes = given or (EMBEDDED_CLASS,)
-    definitions = parse_groups(str(file), table.pop("groups", []), device_classes)
+    definitions, bandwidths = parse_groups(str(file), table.pop("groups", []), device_classes)
     for key in table:
         if key not in SETTINGS:
             allowed = ", ".join([*SETTINGS, "classes", "groups"])
@@ -351,7 +379,7 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     embedded = BackingFile(found.pop("file"), found.pop("file_size"))
     if not given and not definitions:
         definitions = (GroupDefinition(EMBEDDED_CLASS.group, file=embedded),)
-    return Config(**found, classes=device_classes, definitions=definitions)
+    return Config(**found, classes=device_classes, definitions=definitions, bandwidths=bandwidths)
 
 
 def _read(file: Path, *, optional: bool) -> dict[str, Any]:

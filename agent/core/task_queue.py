@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent.core import errors
+from agent.core.pace import Progress
 from mount import command
 from mount.errors import CommandError, OutcomeUnknown
 
@@ -47,6 +48,7 @@ class Job:
     key: str
     on_record: bool = True
     running: bool = False
+    progress: Progress = field(default_factory=Progress)
     # The last error: the same again is not logged again.
     logged: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)

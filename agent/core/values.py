@@ -11,11 +11,14 @@ from lvm import layout, names, thin, tuning
 from lvm.layout import NO_RESERVE, Reserve
 
 HALF = "half"
+AUTO = "auto"
 # RFC 1123, and so a node of Kubernetes; CSI spec, NodeGetInfoResponse: at most 256 bytes.
 _MAXIMUM_NODE_ID = 253
 # CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
 _MAXIMUM_DRIVER_NAME = 63
 _MAXIMUM_PORT = 65535
+# Less background I/O in a second would take weeks for a disk.
+_LEAST_BANDWIDTH = 1 << 20
 # The shortest interval between scans, and the shortest grace period.
 _SHORTEST_SECONDS = 60
 _UNITS: Mapping[str, int] = {"": 1} | {
@@ -193,6 +196,19 @@ def parse_reserve(value: object) -> Reserve:
     """A size, or a percentage of the group."""
     percent = layout.parse_percent(str(value))
     return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
+
+
+def parse_background_bandwidth(value: object) -> Reserve | None:
+    """Bytes a second, or a part of what the disks do; 0 for no limit, None for `auto`."""
+    if value == AUTO:
+        return None
+    try:
+        found = parse_reserve(value)
+    except ValueError:
+        found = Reserve(size_bytes=1)
+    if found != NO_RESERVE and found.size_bytes < _LEAST_BANDWIDTH and found.percent < 1:
+        raise ValueError(f"{AUTO}, a size a second of 1MiB or more, 1% to 100%, or 0 for no limit")
+    return found
 
 
 def parse_part(value: object) -> Reserve:

@@ -18,6 +18,7 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.limiter import Limiter
+from agent.core.pace import Paces
 from agent.core.settings import Config
 from agent.core.trace import Trace, Traces
 from agent.core.volume_groups import VolumeGroups
@@ -109,6 +110,7 @@ class Service:
             host.stream,
             Allocators(config.classes, known),
             Limiter(host.cgroups, known, host.kernel),
+            Paces(config, host.kernel),
         )
         self.readiness = Readiness(known, self.node, context.admission)
         self.pool_remover = PoolRemover(context)

@@ -26,7 +26,6 @@ from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.task_queue import Job, TaskQueue
-from agent.operations.erase import chunks
 from agent.operations.snapshot import Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -113,15 +112,11 @@ class Copy(Job):
     volume: Volume
     # None for a volume that shares the blocks of its source, or has no source.
     source: Snapshot | None
-    copied_bytes: int = 0
 
     def __str__(self) -> str:
         if self.source is None and not _is_overwritten(self.volume):
             return "it is not grown yet"
-        size_bytes = self.volume.size_bytes if self.source is None else self.source.size_bytes
-        # The rest of the volume, which is overwritten, does not count.
-        percent = min(100, 100 * self.copied_bytes // size_bytes)
-        return f"{percent} % of {size_bytes} bytes"
+        return str(self.progress)
 
 
 class Copier:
@@ -129,7 +124,7 @@ class Copier:
 
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._inventory, self._paces = context.inventory, context.paces
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
@@ -337,10 +332,15 @@ class Copier:
             writing = self._inventory.activate(volume).path
         # Unwritten blocks of a thin volume read as zeroes.
         blank = volume.layout.is_thin
-        for offset, length in chunks(source.size_bytes):
-            self.jobs.check(job)
+        work = self._paces.of(volume.group.name).work(
+            "copy",
+            reading,
+            writing,
+            check=partial(self.jobs.check, job),
+            progress=job.progress,
+        )
+        for offset, length in work.chunks(source.size_bytes):
             self._kernel.copy(reading, writing, offset, length, blank=blank)
-            job.copied_bytes = offset + length
         if self._inventory.has_overflowed(source):
             # It may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
@@ -348,11 +348,15 @@ class Copier:
     def _overwrite(self, job: Copy, start_bytes: int) -> None:
         """Write zeroes to the part of a new volume that no data were copied to."""
         device = self._inventory.activate(job.volume).path
-        for offset, length in chunks(job.volume.size_bytes, start_bytes):
-            self.jobs.check(job)
+        work = self._paces.of(job.volume.group.name).work(
+            "zero",
+            device,
+            check=partial(self.jobs.check, job),
+            flush=partial(self._kernel.flush, device),
+            progress=job.progress,
+        )
+        for offset, length in work.chunks(job.volume.size_bytes, start_bytes):
             self._kernel.zero_out(device, offset, length)
-            job.copied_bytes = offset + length
-        self._kernel.flush(device)
 
     def _drop(self, source: Snapshot) -> None:
         """Remove the bridge of a complete volume."""

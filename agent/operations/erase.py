@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from agent.core import classes, errors, ids, tag, users
 from agent.core.context import Context
@@ -25,9 +26,6 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# A job can end between two chunks. CreateVolume, which may want a pool that is being zeroed, and
-# the end of the service wait for one at most.
-CHUNK_BYTES = 64 << 20
 # Zeroed of an encrypted volume without a tag that says how long its LUKS header is.
 _LONGEST_HEADER_BYTES = 128 << 20
 # Jobs that wait for a disk share one look at all groups for so long.
@@ -44,9 +42,10 @@ class ErasePolicy:
     | none           | left as it is                      | header zeroed                      |
 
     Zeroing punches a hole where the device guarantees that it reads as zeroes, else it uses
-    BLKZEROOUT (mount.blocks.zero_out), `CHUNK_BYTES` at a time, and ends with fsync(2). What lies
-    on a missing disk waits for that disk, or until an operator gives it up (tag `givenUp`); then
-    the group is tagged, and the free extents are zeroed before they are reused (mark_for_erase).
+    BLKZEROOUT (mount.blocks.zero_out), in pieces (agent/core/pace.py), each ended by fsync(2): a
+    power loss after the extents are free does not bring the data back. What lies on a missing disk
+    waits for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged,
+    and the free extents are zeroed before they are reused (mark_for_erase).
     """
 
     def __init__(self, context: Context) -> None:
@@ -88,12 +87,6 @@ class ErasePolicy:
     def waits_for_disk(volume: Volume) -> bool:
         """Whether a part of it may come back with a missing disk that was not given up."""
         return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
-
-
-def chunks(end_bytes: int, begin_bytes: int = 0) -> Iterator[tuple[int, int]]:
-    """The offsets and lengths in which a device is zeroed, in bytes."""
-    for offset in range(begin_bytes, end_bytes, CHUNK_BYTES):
-        yield offset, min(CHUNK_BYTES, end_bytes - offset)
 
 
 # Free extents to erase are on record as tags of their group: `sweep`, all of them; `sweepDisks`,
@@ -212,7 +205,7 @@ class Eraser:
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
-        self._mappings = Mappings(context)
+        self._paces, self._mappings = context.paces, Mappings(context)
         self.policy = ErasePolicy(context)
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
@@ -482,14 +475,18 @@ class Eraser:
             # Without its header it cannot be read, however long the rest takes.
             self._mappings.erase(volume)
         are_lost = True
-        for offset, length in chunks(size_bytes):
-            self.jobs.check(job)
+        work = self._paces.of(volume.group.name).work(
+            "erase",
+            device,
+            check=partial(self.jobs.check, job),
+            flush=partial(self._kernel.flush, device),
+            progress=job.progress,
+        )
+        for offset, length in work.chunks(size_bytes):
             if is_partial:
                 are_lost &= self._zero_present(volume, device, offset, length)
             else:
                 self._zero(volume, device, offset, length)
-        # A power loss after the extents are free must not bring the data back.
-        self._kernel.flush(device)
         if method == classes.ERASE_DISCARD:
             with suppress(OSError):  # the disk does not support it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from agent.core import errors, ids, tag
 from agent.core.allocation import Allocator, is_own_pool
@@ -28,11 +29,6 @@ class _Growth(Job):
     # The logical volume that has the extents, and its UUID.
     name: str
     uuid: str
-    size_bytes: int
-    done_bytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{100 * self.done_bytes // self.size_bytes} % of {self.size_bytes} bytes"
 
 
 def reservation_name(name: str) -> str:
@@ -46,6 +42,7 @@ class GrowthZeroer:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._paces = context.paces
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
         self._done: set[str] = set()
@@ -84,10 +81,9 @@ class GrowthZeroer:
                 group=group.name,
                 name=own,
                 uuid=reserved.uuid,
-                size_bytes=more_bytes,
             )
             job = self.jobs.start(growth)
-            raise errors.Overwriting(job.key, str(job))
+            raise errors.Overwriting(job.key, str(job.progress))
         volumes.remove(lvm, group.name, own)
         self._done.discard(reserved.uuid)
         return reserved.ranges
@@ -115,12 +111,15 @@ class GrowthZeroer:
 
     def _overwrite(self, job: _Growth) -> None:
         device = self._inventory.ensure_active(job.group, job.name).path
-        job.size_bytes = self._kernel.device_size_bytes(device)
-        for offset, length in erase.chunks(job.size_bytes):
-            self.jobs.check(job)
+        work = self._paces.of(job.group).work(
+            "zero",
+            device,
+            check=partial(self.jobs.check, job),
+            flush=partial(self._kernel.flush, device),
+            progress=job.progress,
+        )
+        for offset, length in work.chunks(self._kernel.device_size_bytes(device)):
             self._kernel.zero_out(device, offset, length)
-            job.done_bytes = offset + length
-        self._kernel.flush(device)
         self._done.add(job.uuid)
 
 
@@ -146,7 +145,7 @@ class FreedSpaceEraser:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
-        self._mappings = Mappings(context)
+        self._paces, self._mappings = context.paces, Mappings(context)
         self._policy = ErasePolicy(context)
         self.jobs = TaskQueue(
             "sweep",
@@ -191,10 +190,15 @@ class FreedSpaceEraser:
                 # An earlier process may have zeroed an unknown part of it: all is zeroed again.
                 uuid, done_bytes = taken.uuid, 0
             device = self._inventory.ensure_active(name, ids.SWEEP).path
-            for offset, length in erase.chunks(taken.size_bytes, done_bytes):
-                self.jobs.check(job)
+            work = self._paces.of(name).work(
+                "erase",
+                device,
+                check=partial(self.jobs.check, job),
+                flush=partial(self._kernel.flush, device),
+                progress=job.progress,
+            )
+            for offset, length in work.chunks(taken.size_bytes, done_bytes):
                 self._kernel.zero_out(device, offset, length)
-            self._kernel.flush(device)
             done_bytes = taken.size_bytes
 
     def _take(self, name: str) -> report.Group | None:

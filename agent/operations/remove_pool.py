@@ -18,13 +18,14 @@ import threading
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from agent.core import ids, tag
 from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
-from agent.operations.erase import ErasePolicy, chunks
+from agent.operations.erase import ErasePolicy
 from lvm import caches, names, report, tags, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
@@ -45,6 +46,7 @@ class PoolRemover:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._devices = context.inventory, context.devices
         self._lvm, self._policy = context.volume_groups.lvm, ErasePolicy(context)
+        self._paces = context.paces
         self.jobs = TaskQueue(
             "reclaim",
             self._erase_and_remove,
@@ -188,15 +190,16 @@ class PoolRemover:
 
     def _zero(self, job: _Removal, device: str, size_bytes: int, *, below: str = "") -> None:
         """Zero so much of a device, one that the pool uses `below` another; raises Stopping."""
-        for offset, length in chunks(size_bytes):
+        group = job.key.split("/")[0]
+        check = partial(self.jobs.check, job)
+        work = self._paces.of(group).work("erase", device, check=check, progress=job.progress)
+        for offset, length in work.chunks(size_bytes):
             with job.writing:
-                self.jobs.check(job)
+                check()
                 with self._kernel.opened(below) if below else nullcontext():
                     self._kernel.zero_out(device, offset, length, held=bool(below))
-        # On a thin volume this writes the pool's mapping of its chunks, too.
-        with job.writing:
-            self.jobs.check(job)
-            self._kernel.flush(device)
+                # On a thin volume this writes the pool's mapping of its chunks, too.
+                self._kernel.flush(device)
 
 
 def _is_wiping(logical: report.LogicalVolume) -> bool:

@@ -15,7 +15,7 @@ from agent.core import errors, settings, values
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from lvm.caches import Cache
-from lvm.layout import Reserve
+from lvm.layout import NO_RESERVE, Reserve
 from lvm.thin import Policy
 
 
@@ -233,6 +233,50 @@ def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("text", "bandwidth"),
+    [
+        ("auto", None),
+        ("200MiB", Reserve(size_bytes=200 << 20)),
+        ("30%", Reserve(percent=30.0)),
+        ("0", NO_RESERVE),
+    ],
+)
+def test_the_bandwidth_of_background_work_is_read(
+    tmp_path: Path, text: str, bandwidth: Reserve | None
+) -> None:
+    found = load(tmp_path, f'background_bandwidth = "{text}"')
+    assert found.bandwidth_of("carver") == bandwidth
+    assert load(tmp_path, "").bandwidth_of("carver") is None
+
+
+def test_a_group_that_carver_does_not_create_may_have_a_bandwidth_of_its_own(
+    tmp_path: Path,
+) -> None:
+    text = """
+        background_bandwidth = "30%"
+        classes = [{name = "a", group = "given"}, {name = "b", group = "made"}]
+        [[groups]]
+        name = "given"
+        background_bandwidth = "1GiB"
+        [[groups]]
+        name = "made"
+        devices = ["/dev/sdb"]
+        background_bandwidth = "auto"
+    """
+    found = load(tmp_path, text)
+    assert found.definitions == (settings.GroupDefinition("made", ("/dev/sdb",)),)
+    assert found.bandwidth_of("given") == Reserve(size_bytes=1 << 30)
+    assert found.bandwidth_of("made") is None
+    assert found.bandwidth_of("other") == Reserve(percent=30.0)
+
+
+@pytest.mark.parametrize("text", ["fast", "4KiB", "0.5%", "101%", "-1"])
+def test_a_bandwidth_that_would_never_end_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(errors.BadConfig, match="1MiB or more"):
+        load(tmp_path, f'background_bandwidth = "{text}"')
+
+
+@pytest.mark.parametrize(
     ("key", "value", "word"),
     [
         ("over_provisioning", "0.5", "1 or more"),
@@ -390,7 +434,7 @@ def test_any_value_of_groups_is_parsed_or_refused(tables: Any) -> None:
     found: tuple[settings.GroupDefinition, ...] = ()
     where = "groups"
     try:
-        found = settings.parse_groups("file", tables, device_classes)
+        found, _ = settings.parse_groups("file", tables, device_classes)
     except errors.BadConfig as refused:
         where = refused.key
     assert where.startswith("groups")

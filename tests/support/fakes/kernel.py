@@ -27,6 +27,7 @@ from fakes.devices import (
 
 from mount.block_devices import LoopStatus
 from mount.blocks import PIECE_BYTES, Bytes, Opened, Reader
+from mount.disk_load import DiskLoad
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel, XfsGeometry
 from mount.options import CONTEXT, SUPERBLOCK
@@ -51,6 +52,7 @@ LOOKING = frozenset(
         *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
         *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
         *("loop_devices", "loop_free", "loop_status", "error_counters"),
+        *("disks_below", "disk_load"),
         # Opened by commands, which the trials of streams kill.
         "opened",
     }
@@ -268,6 +270,13 @@ class FakeKernel(Kernel):
 
     def device_partitions(self, device: str) -> list[str]:
         return self._block_device(device).partitions
+
+    def disks_below(self, device: str) -> frozenset[str]:
+        self._present(device)
+        return frozenset()
+
+    def disk_load(self, disk: str) -> DiskLoad:
+        raise NotImplementedError(disk)  # no device stands on a disk here
 
     def device_holders(self, device: str) -> list[str]:
         return self._block_device(device).holders

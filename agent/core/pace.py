@@ -1,0 +1,407 @@
+"""Pace background I/O: one piece at a time for each volume group, giving way to other I/O.
+
+A piece is a part of a device that is erased, copied or compared. All workers of a group take turns,
+so they share its disks evenly. What is paused between two pieces, and how large they are, is the
+setting `background_bandwidth`.
+
+`auto` looks at the disks below the device before each piece (mount/disk_load.py). Between pieces
+none of the group's background I/O is on its way, so what is in flight then, or was completed since
+the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
+is followed by a pause as long as itself: others wait little, and the work keeps half of the disks'
+time. Each piece ends with a flush, or others' next fsync(2) would pay for it.
+"""
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from agent.core.settings import Config
+from lvm.layout import NO_RESERVE, Reserve
+from mount.disk_load import DiskLoad
+from mount.kernel import Kernel
+
+# A job can end between two pieces. CreateVolume, which may want a pool that is being zeroed, and
+# the end of the service wait for one at most.
+MOST_BYTES = 64 << 20
+# Smaller pieces cost a disk hardly less, and the work much more.
+LEAST_BYTES = 256 << 10
+# Where it is not known yet what others do.
+_FIRST_BYTES = 16 << 20
+# Others' I/O is looked for so long before the first piece.
+_FIRST_SECONDS = 0.002
+# Others are taken to be at work for so long after their last I/O.
+_OTHERS_SECONDS = 1.0
+# The longest pieces and pauses beside others; and those where it is not known how long others' I/O
+# takes.
+_LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
+_UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
+# Alone the pause, in which others are looked for, is a part of what the last piece took.
+_ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
+# Pieces under a limit, in seconds of it.
+_LIMITED_SECONDS = 0.1
+# What a piece takes at least, for its rate.
+_LEAST_SECONDS = 1e-5
+# How soon a worker that waits finds that it is called off.
+_CHECK_SECONDS = 0.1
+# A piece that takes so long bars the other workers no more: its disk may hang, and not theirs.
+_HANGING_SECONDS = 2.0
+# A rate is over so long.
+_RATE_SECONDS = 10.0
+# How much of a new measurement is taken over.
+_NEW_PART = 1 / 4
+
+
+class Progress:
+    """How far a job is, and how fast: `3.2 of 8 GiB, about 40 s at the present rate`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.done_bytes, self.of_bytes = 0, 0
+        self._clock = clock
+        # When how much was done.
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def begin(self, of_bytes: int, done_bytes: int = 0) -> None:
+        """Set what is to be done in all, and is done already."""
+        self.done_bytes, self.of_bytes = done_bytes, of_bytes
+        self._marks.clear()
+        self._marks.append((self._clock(), done_bytes))
+
+    def add(self, done_bytes: int) -> None:
+        """Count so much more."""
+        self.done_bytes += done_bytes
+        self._marks.append((self._clock(), self.done_bytes))
+        while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= _RATE_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def left_seconds(self) -> float | None:
+        """How long the rest takes at the present rate; None where that is not known."""
+        marks = list(self._marks)
+        if not marks or (done := self.done_bytes - marks[0][1]) <= 0:
+            return None
+        return (self.of_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / done
+
+    def __str__(self) -> str:
+        if not self.of_bytes:
+            return "it has not begun"
+        unit, name = next((one for one in _UNITS if self.of_bytes >= one[0]), (1, "bytes"))
+        done, whole = (round(one / unit, 1) for one in (self.done_bytes, self.of_bytes))
+        text = f"{done:.12g} of {whole:.12g} {name}"
+        left = self.left_seconds
+        return text if left is None else f"{text}, about {_duration(left)} at the present rate"
+
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{math.ceil(seconds)} s"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Background I/O of one kind on some disks; `Pace.work` makes it."""
+
+    pace: "Pace"
+    kind: str
+    disks: frozenset[str]
+    check: Callable[[], None]
+    flush: Callable[[], None] | None
+    progress: Progress
+
+    def chunks(self, end_bytes: int, begin_bytes: int = 0) -> Iterator[tuple[int, int]]:
+        """The offsets and lengths of pieces, in bytes; each is yielded when it is its turn.
+
+        A piece has ended when the caller comes for the next one. Call it with no lock held: a turn
+        may take long. Raises what `check` raises.
+        """
+        offset = begin_bytes
+        self.progress.begin(end_bytes, begin_bytes)
+        while offset < end_bytes:
+            with self.pace.turn(self, end_bytes - offset) as length:
+                yield offset, length
+            offset += length
+            self.progress.add(length)
+
+    @contextmanager
+    def turn(self, length_bytes: int) -> Iterator[None]:
+        """Wait for a turn for a piece of that length, as `chunks` does; it is done inside."""
+        with self.pace.turn(self, length_bytes, whole=True):
+            yield
+        self.progress.add(length_bytes)
+
+
+class _Rule(Protocol):
+    """How large pieces are, and what is paused between them; used by whose turn it is."""
+
+    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+        """Pause, by `pause` with seconds; return how many bytes the next piece may have."""
+
+    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        """Take account of the piece that has just ended, and took so long."""
+
+
+class _GivingWay:
+    """`auto`: small pieces and pauses while others use the disks."""
+
+    def __init__(self, kernel: Kernel, clock: Callable[[], float]) -> None:
+        self._kernel, self._clock = kernel, clock
+        self.paused_seconds = 0.0
+        self._length_bytes, self._ended_at = _FIRST_BYTES, -math.inf
+        # How fast pieces are where they need not wait for others, in bytes a second.
+        self._rates: dict[tuple[str, frozenset[str]], float] = {}
+        # What each disk had done when it was looked at last: since then the group's background
+        # work had nothing on its way there.
+        self._seen: dict[str, DiskLoad] = {}
+        # When others were seen last, and how long their I/O takes on average.
+        self._others_at, self._others_take_seconds = -math.inf, 0.0
+
+    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+        if not work.disks:  # there are no statistics
+            return MOST_BYTES
+        if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
+            # What others did meanwhile does not tell what they do now.
+            self._length_bytes = _FIRST_BYTES
+            self._seen |= self._loads(work)
+            pause(_FIRST_SECONDS)
+        for _ in range(2):
+            # The second time where others were seen in the pause, which is longer then.
+            self._look(work)
+            self._pause(work, pause)
+        most_bytes = 2 * self._length_bytes
+        if self._is_beside_others and (rate := self._rate(work)):
+            # Half: others' I/O may have waited for this work's.
+            seconds = min(self._others_take_seconds / 2 or _UNKNOWN_SECONDS, _LONGEST_SECONDS)
+            most_bytes = min(most_bytes, int(rate * seconds))
+        return _rounded(most_bytes)
+
+    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
+        is_alone = not self._is_beside_others
+        # Beside others a piece waits for theirs.
+        rate = _mean(rate, measured) if is_alone else max(rate, measured)
+        self._rates[work.kind, work.disks] = rate
+        self._length_bytes, self._ended_at = length_bytes, self._clock()
+        self._seen |= self._loads(work)
+
+    @property
+    def _is_beside_others(self) -> bool:
+        return self._clock() - self._others_at < _OTHERS_SECONDS
+
+    def _rate(self, work: Work) -> float:
+        return self._rates.get((work.kind, work.disks), 0.0)
+
+    def _pause(self, work: Work, pause: Callable[[float], None]) -> None:
+        """Pause, for others as long as a piece and one of theirs; alone only to look for others."""
+        if not (rate := self._rate(work)):
+            return
+        is_for_others, took_seconds = self._is_beside_others, self._length_bytes / rate
+        if is_for_others:
+            others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
+            seconds = min(max(took_seconds, others), _PAUSE_SECONDS)
+        else:
+            seconds = min(took_seconds * _ALONE_PART, _ALONE_SECONDS)
+        if (left_seconds := self._ended_at + seconds - self._clock()) > 0:
+            pause(left_seconds)
+            self.paused_seconds += is_for_others * left_seconds
+
+    def _look(self, work: Work) -> None:
+        """Look for I/O of others: completed since the last look, or on its way."""
+        for disk, now in self._loads(work).items():
+            before = self._seen[disk]
+            completed = now.completed - before.completed
+            if completed > 0:
+                waited_milliseconds = now.waited_milliseconds - before.waited_milliseconds
+                others, measured = self._others_take_seconds, waited_milliseconds / completed / 1000
+                self._others_take_seconds = _mean(others, measured)
+            if completed > 0 or now.in_flight:
+                self._others_at = self._clock()
+            self._seen[disk] = now
+
+    def _loads(self, work: Work) -> dict[str, DiskLoad]:
+        return {disk: self._kernel.disk_load(disk) for disk in work.disks}
+
+
+class _Limited:
+    """A size a second, or a part of the fastest piece of the same kind of work."""
+
+    def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
+        self._bandwidth, self._clock = bandwidth, clock
+        self._due_at = -math.inf
+        # Bytes a second by the kind of work.
+        self._best: dict[str, float] = {}
+
+    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+        if (left_seconds := self._due_at - self._clock()) > 0:
+            pause(left_seconds)
+        rate = self._rate(work)
+        return _FIRST_BYTES if rate is None else _rounded(int(rate * _LIMITED_SECONDS))
+
+    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        measured = length_bytes / max(seconds, _LEAST_SECONDS)
+        self._best[work.kind] = max(measured, self._best.get(work.kind, 0.0))
+        if rate := self._rate(work):
+            self._due_at = self._clock() - seconds + length_bytes / rate
+
+    def _rate(self, work: Work) -> float | None:
+        """Bytes a second; None before anything was measured."""
+        if not self._bandwidth.percent:
+            return self._bandwidth.size_bytes
+        best = self._best.get(work.kind)
+        return None if best is None else best * self._bandwidth.percent / 100
+
+
+class _Unlimited:
+    """`0`: pieces of the full length without a pause."""
+
+    def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
+        return MOST_BYTES
+
+    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        """Nothing follows from it."""
+
+
+def _mean(before: float, measured: float) -> float:
+    """A mean of measurements, the last ones above all; 0 for none before."""
+    return before + (measured - before) * _NEW_PART if before else measured
+
+
+def _rounded(length_bytes: int) -> int:
+    return min(max(length_bytes // LEAST_BYTES * LEAST_BYTES, LEAST_BYTES), MOST_BYTES)
+
+
+class Pace:
+    """Turns for the background I/O of one volume group."""
+
+    def __init__(
+        self,
+        bandwidth: Reserve | None,
+        kernel: Kernel,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._kernel, self._clock, self._sleep = kernel, clock, sleep
+        self._rule: _Rule = _Unlimited()
+        if bandwidth is None:
+            self._rule = _GivingWay(kernel, clock)
+        elif bandwidth != NO_RESERVE:
+            self._rule = _Limited(bandwidth, clock)
+        self._moved = threading.Condition()
+        self._queue: deque[object] = deque()
+        # When the piece that is under way counts as hanging.
+        self._hangs_at = math.inf
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def done_bytes(self) -> Mapping[str, int]:
+        """What was done until now, by the kind of work."""
+        return dict(self._bytes)
+
+    @property
+    def paused_seconds(self) -> float:
+        """How long work was paused for others."""
+        return self._rule.paused_seconds if isinstance(self._rule, _GivingWay) else 0.0
+
+    def work(
+        self,
+        kind: str,
+        *devices: str,
+        check: Callable[[], None],
+        flush: Callable[[], None] | None = None,
+        progress: Progress | None = None,
+    ) -> Work:
+        """Make work on devices, by their paths, which waits for its turns here.
+
+        `check` raises where it is called off. `flush` has on the disks what was written; leave it
+        out for what only reads, or flushes itself.
+        """
+        disks = set[str]()
+        for one in devices if isinstance(self._rule, _GivingWay) else ():
+            # The work itself says what is wrong with a device.
+            with suppress(OSError):
+                disks |= self._kernel.disks_below(one)
+        return Work(self, kind, frozenset(disks), check, flush, progress or Progress(self._clock))
+
+    @contextmanager
+    def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[int]:
+        """Wait for a turn; yield how many bytes of what is left are its piece, done inside."""
+        work.check()
+        with self._place(work.check):
+            piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
+            length_bytes = left_bytes if whole else min(left_bytes, piece_bytes)
+            begun_at = self._clock()
+            with self._moved:
+                self._hangs_at = begun_at + _HANGING_SECONDS
+            yield length_bytes
+            if work.flush is not None:
+                work.flush()
+            self._rule.end(work, length_bytes, self._clock() - begun_at)
+            self._bytes[work.kind] += length_bytes
+
+    @contextmanager
+    def _place(self, check: Callable[[], None]) -> Iterator[None]:
+        """Wait in the queue; be the first in it inside."""
+        if isinstance(self._rule, _Unlimited):
+            yield
+            return
+        own = object()
+        with self._moved:
+            self._queue.append(own)
+        try:
+            while not self._is_first(own):
+                check()
+            yield
+        finally:
+            with self._moved:
+                with suppress(ValueError):  # it hung
+                    self._queue.remove(own)
+                self._moved.notify_all()
+
+    def _is_first(self, own: object) -> bool:
+        """Wait a moment to be the first; one that hangs is first no more."""
+        with self._moved:
+            if self._queue[0] is not own:
+                self._moved.wait(_CHECK_SECONDS)
+            if self._queue[0] is not own and self._clock() >= self._hangs_at:
+                self._queue.popleft()
+            if self._queue[0] is not own:
+                return False
+            self._hangs_at = math.inf
+            return True
+
+    def _pause(self, check: Callable[[], None], seconds: float) -> None:
+        until = self._clock() + seconds
+        while (left_seconds := until - self._clock()) > 0:
+            check()
+            self._sleep(min(left_seconds, _CHECK_SECONDS))
+        check()
+
+
+class Paces:
+    """The Pace of each volume group, by the configuration."""
+
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        self._config, self._kernel = config, kernel
+        self._guard = threading.Lock()
+        self._paces: dict[str, Pace] = {}
+
+    def of(self, group: str) -> Pace:
+        """The one of a group, also of one that no class names any more."""
+        with self._guard:
+            if group not in self._paces:
+                self._paces[group] = Pace(self._config.bandwidth_of(group), self._kernel)
+            return self._paces[group]
+
+    def every(self) -> Mapping[str, Pace]:
+        """Those that were asked for, by their groups."""
+        with self._guard:
+            return dict(self._paces)

@@ -1,0 +1,61 @@
+"""What the disks below a block device are at, by sysfs: /sys/block/DISK/stat."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mount.block_devices import BlockDevices, LoopDevices, attribute
+
+# Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
+_COMPLETED, _TICKS, _IN_FLIGHT = (0, 4, 11, 15), (3, 7, 14, 16), 8
+_FIELDS = 17
+
+
+@dataclass(frozen=True)
+class DiskLoad:
+    """I/O that a disk completed since it was attached, and how much is at its driver now.
+
+    `waited_milliseconds` is the sum of the times from submission to completion.
+    """
+
+    completed: int = 0
+    waited_milliseconds: int = 0
+    in_flight: int = 0
+
+
+class DiskLoads(BlockDevices, LoopDevices):
+    """The disks of `mount.kernel.Kernel`, by their names in /sys/block."""
+
+    def disks_below(self, device: str) -> frozenset[str]:
+        """The whole disks that a block device stands on, through dm, md, partitions and loops.
+
+        A loop device counts beside the disk of its backing file. Raises OSError.
+        """
+        return frozenset(self._below(*self.device_number(device)))
+
+    def disk_load(self, disk: str) -> DiskLoad:
+        """What a disk is at; nothing for one that is gone or has no statistics."""
+        found = [int(one) for one in attribute(f"/sys/block/{disk}/stat").split()]
+        found += [0] * (_FIELDS - len(found))  # older kernels have fewer
+        return DiskLoad(
+            sum(found[at] for at in _COMPLETED), sum(found[at] for at in _TICKS), found[_IN_FLIGHT]
+        )
+
+    def _below(self, major: int, minor: int) -> Iterator[str]:
+        # A file system without a block device of its own, such as tmpfs and btrfs, has none.
+        with suppress(FileNotFoundError):
+            place = Path(f"/sys/dev/block/{major}:{minor}").resolve(strict=True)
+            if (place / "partition").exists():
+                place = place.parent
+            if below := list(place.glob("slaves/*/dev")):
+                for one in below:
+                    own_major, _, own_minor = one.read_text().strip().partition(":")
+                    yield from self._below(int(own_major), int(own_minor))
+                return
+            yield place.name
+            if (place / "loop").exists():
+                status = self.loop_status(f"/dev/{place.name}")
+                backing = status.backing_device or status.device
+                yield from self._below(os.major(backing), os.minor(backing))

@@ -1,0 +1,289 @@
+"""Background I/O takes turns, gives way to others, and keeps to its limit."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+
+from agent.core import pace
+from agent.core.pace import LEAST_BYTES, MOST_BYTES, Pace, Progress, Work
+from lvm.layout import NO_RESERVE, Reserve
+from mount.disk_load import DiskLoad
+from mount.kernel import Kernel
+
+MIB = 1 << 20
+
+
+class Disk:
+    """A disk and a clock: it does one thing at a time, and time goes on by it and by pauses.
+
+    A neighbour writes again and again, `neighbour_seconds` for each, with `pause_seconds` between.
+    What is submitted first is done first.
+    """
+
+    def __init__(self, bytes_per_second: float = 512 * MIB) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.now = 1000.0
+        self.neighbour_seconds = 0.0
+        self.pause_seconds = 0.0
+        self.latencies: list[float] = []
+        self._completed, self._milliseconds = 0, 0.0
+        # When the neighbour's write was submitted, and will be done.
+        self._submitted = self._due = 0.0
+        self.pieces: list[tuple[float, int]] = []
+
+    def begin_neighbour(self, seconds: float, pause_seconds: float = 0.0) -> None:
+        self.neighbour_seconds, self.pause_seconds = seconds, pause_seconds
+        self._submitted, self._due = self.now, self.now + seconds
+
+    def end_neighbour(self) -> None:
+        self.neighbour_seconds = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Time goes by; the neighbour has the disk."""
+        assert seconds > 0
+        until = self.now + seconds
+        while self.neighbour_seconds and self._due <= until:
+            self._complete()
+        self.now = until
+
+    def write(self, length_bytes: int) -> None:
+        """A piece comes after what the neighbour has on its way, and before its next write."""
+        self.pieces.append((self.now, length_bytes))
+        if self.neighbour_seconds and self._submitted <= self.now:
+            self.now = self._due
+            self._complete()
+        self.now += length_bytes / self.bytes_per_second
+        if self.neighbour_seconds and self._submitted < self.now:
+            self._due = self.now + self.neighbour_seconds
+
+    def _complete(self) -> None:
+        latency = self._due - self._submitted
+        self.latencies.append(latency)
+        self._completed += 1
+        self._milliseconds += latency * 1000
+        self._submitted = self._due + self.pause_seconds
+        self._due = self._submitted + self.neighbour_seconds
+
+    def load(self) -> DiskLoad:
+        in_flight = int(bool(self.neighbour_seconds) and self._submitted <= self.now)
+        return DiskLoad(self._completed, int(self._milliseconds), in_flight)
+
+
+class OneDisk(Kernel):
+    """Every device stands on one disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__()
+        self.disk = disk
+
+    def disks_below(self, device: str) -> frozenset[str]:
+        return frozenset({"sda"})
+
+    def disk_load(self, disk: str) -> DiskLoad:
+        return self.disk.load()
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+def paced(disk: Disk, bandwidth: Reserve | None = None) -> Pace:
+    return Pace(bandwidth, OneDisk(disk), disk.clock, disk.sleep)
+
+
+def work_of(one: Pace, check: Callable[[], None] = lambda: None, kind: str = "erase") -> Work:
+    return one.work(kind, "/dev/data/a", check=check)
+
+
+def erase(disk: Disk, one: Pace, size_bytes: int, kind: str = "erase") -> float:
+    """Erase so much; returns how long it took."""
+    begun = disk.now
+    for _, length in work_of(one, kind=kind).chunks(size_bytes):
+        disk.write(length)
+    return disk.now - begun
+
+
+def test_pieces_cover_all_once(disk: Disk) -> None:
+    disk.begin_neighbour(0.002)
+    found = list(work_of(paced(disk)).chunks(1000 * MIB + 4096, 3 * MIB))
+    assert found[0][0] == 3 * MIB
+    ends = [offset + length for offset, length in found]
+    assert [offset for offset, _ in found[1:]] == ends[:-1]
+    assert ends[-1] == 1000 * MIB + 4096
+    assert all(length <= MOST_BYTES for _, length in found)
+
+
+def test_alone_pieces_are_long_and_nearly_all_of_the_time_is_used(disk: Disk) -> None:
+    seconds = erase(disk, paced(disk), 4096 * MIB)
+    assert max(length for _, length in disk.pieces) == MOST_BYTES
+    assert seconds < 1.1 * 4096 * MIB / disk.bytes_per_second
+
+
+@pytest.mark.parametrize("neighbour_seconds", [0.001, 0.004, 0.01])
+def test_a_neighbour_waits_little_and_a_good_part_of_the_disk_stays(
+    disk: Disk, neighbour_seconds: float
+) -> None:
+    one = paced(disk)
+    disk.begin_neighbour(neighbour_seconds)
+    seconds = erase(disk, one, 1024 * MIB)
+    late = sorted(disk.latencies)[int(0.99 * len(disk.latencies))]
+    assert late <= 2 * neighbour_seconds
+    # It has the disk all the time by itself.
+    assert seconds < 5 * 1024 * MIB / disk.bytes_per_second
+    assert one.paused_seconds > seconds / 8
+
+
+def test_a_neighbour_that_writes_seldom_is_seen(disk: Disk) -> None:
+    disk.begin_neighbour(0.002, pause_seconds=0.1)
+    erase(disk, paced(disk), 1024 * MIB)
+    late = [one for one in disk.latencies if one > 2 * 0.002]
+    assert len(late) <= 2
+
+
+def test_pieces_grow_again_once_the_neighbour_is_gone(disk: Disk) -> None:
+    one = paced(disk)
+    disk.begin_neighbour(0.002)
+    erase(disk, one, 512 * MIB)
+    assert disk.pieces[-1][1] < 2 * MIB
+    disk.end_neighbour()
+    erase(disk, one, 2048 * MIB)
+    assert disk.pieces[-2][1] == MOST_BYTES
+
+
+def test_a_neighbour_that_never_leaves_the_disk_does_not_stop_the_work(disk: Disk) -> None:
+    disk.begin_neighbour(30.0)
+    begun = disk.now
+    for offset, length in work_of(paced(disk)).chunks(16 * MIB):
+        # Its queue is long: a piece takes two seconds, whatever it has.
+        disk.sleep(2.0)
+        assert length >= LEAST_BYTES
+        assert offset < 16 * MIB
+    assert disk.now - begun <= 3 * 16 * MIB / LEAST_BYTES
+
+
+@pytest.mark.parametrize("rate", [8 * MIB, 200 * MIB])
+def test_a_limit_is_kept(disk: Disk, rate: int) -> None:
+    seconds = erase(disk, paced(disk, Reserve(size_bytes=rate)), 400 * MIB)
+    assert seconds == pytest.approx(400 * MIB / rate, rel=0.1)
+
+
+def test_a_part_of_the_fastest_piece_is_kept_for_each_kind_of_work(disk: Disk) -> None:
+    one = paced(disk, Reserve(percent=25.0))
+    assert erase(disk, one, 1024 * MIB) == pytest.approx(8.0, rel=0.1)
+    disk.bytes_per_second /= 2
+    assert erase(disk, one, 1024 * MIB, "copy") == pytest.approx(16.0, rel=0.1)
+
+
+def test_without_a_limit_there_is_no_pause(disk: Disk) -> None:
+    disk.begin_neighbour(0.002)
+    assert erase(disk, paced(disk, NO_RESERVE), 1024 * MIB) < 2.05
+
+
+def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
+    one = paced(disk, Reserve(size_bytes=MIB))
+    left = iter(range(5))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise KeyError
+
+    with one.work("erase", check=lambda: None).turn(3600 * MIB):
+        pass
+    with pytest.raises(KeyError):
+        list(work_of(one, check).chunks(MIB))
+    assert disk.now < 1000 + 5
+
+
+def test_two_workers_have_the_same_share(disk: Disk) -> None:
+    one, order, begun = paced(disk), list[str](), threading.Event()
+
+    def run(kind: str, pieces: int) -> None:
+        for count, (_, length) in enumerate(work_of(one, kind=kind).chunks(8192 * MIB)):
+            while not count and len(one._queue) < 2:
+                begun.wait(0.01)
+            disk.write(length)
+            order.append(kind)
+            if count == pieces:
+                return
+
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(run, ("erase", "copy"), (20, 20)))
+    # From when both have begun until the first has ended they take turns.
+    first = next(at for at in range(len(order)) if order[at] != order[0])
+    last = min(len(order) - order[::-1].index(kind) for kind in ("erase", "copy"))
+    shared = order[first:last]
+    assert len(shared) > 10
+    assert all(this != after for this, after in pairwise(shared))
+
+
+@pytest.fixture
+def busy(disk: Disk) -> Iterator[Pace]:
+    """A piece is under way inside, and does not end."""
+    one = paced(disk)
+    with work_of(one).turn(MIB):
+        yield one
+
+
+def test_a_worker_that_waits_for_its_turn_ends_when_it_is_called_off(busy: Pace) -> None:
+    def check() -> None:
+        if len(calls) == 2:
+            raise KeyError
+        calls.append(1)
+
+    calls = list[int]()
+    with pytest.raises(KeyError):
+        list(work_of(busy, check).chunks(MIB))
+
+
+def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
+    disk.now += 2 * pace._HANGING_SECONDS
+    assert list(work_of(busy).chunks(MIB)) == [(0, MIB)]
+
+
+def test_a_failed_piece_ends_its_turn(disk: Disk) -> None:
+    one = paced(disk)
+
+    def fail() -> None:
+        for _ in work_of(one).chunks(MIB):
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
+    assert list(work_of(one).chunks(MIB)) == [(0, MIB)]
+    assert one.done_bytes == {"erase": MIB}
+
+
+def test_each_piece_is_flushed_within_its_turn(disk: Disk) -> None:
+    flushed = list[float]()
+
+    def flush() -> None:
+        flushed.append(disk.now)
+        disk.now += 0.5
+
+    work = paced(disk).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
+    begun = [disk.now for _ in work.chunks(64 * MIB)]
+    assert len(flushed) == len(begun) > 1
+    assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
+
+
+def test_progress_has_the_rest_at_the_present_rate(disk: Disk) -> None:
+    progress = Progress(disk.clock)
+    assert str(progress) == "it has not begun"
+    progress.begin(8 << 30)
+    assert str(progress) == "0 of 8 GiB"
+    for _ in range(32):
+        disk.now += 1.0
+        progress.add(100 * MIB)
+    disk.now += 1.0
+    assert str(progress) == "3.1 of 8 GiB, about 55 s at the present rate"
+    for _ in range(12):
+        disk.now += 10.0
+        progress.add(100 * MIB)
+    assert str(progress) == "4.3 of 8 GiB, about 6 min at the present rate"
