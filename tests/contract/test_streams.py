@@ -12,6 +12,7 @@ import pytest
 from clocks import Clock
 from google.protobuf.message import Message
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
+from real.any import logical
 
 from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
@@ -127,7 +128,8 @@ def test_random_histories_are_sent_to_the_byte(
 
 
 def test_a_received_file_system_is_checked_and_used(here: Node, there: Node) -> None:
-    volume = here.client.create("db", 64 * MIB, mounted("ext4"))
+    limit = {"writeIOPS": "300", "readBandwidthPerGiB": "1MiB"}
+    volume = here.client.create("db", 64 * MIB, mounted("ext4"), mutable=limit)
     here.client.stage(volume, here.directory / "staging", mounted("ext4"))
     here.client.snapshot("1", volume.volume_id)
     receive_first(here, there)
@@ -138,6 +140,8 @@ def test_a_received_file_system_is_checked_and_used(here: Node, there: Node) -> 
     assert "fsck.ext4" in {words[0] for words in there.host.commands}
     [copy] = there.client.volumes()
     assert copy.volume_id != volume.volume_id
+    has = logical(there.host, there.group, "vol-copy").tuning
+    assert (has.write_iops, has.read_bandwidth_per_gib) == (300, MIB)
     assert copy.volume_context == volume.volume_context
     here.client.unstage(volume.volume_id, here.directory / "staging")
     place = there.directory / "staging"
@@ -434,6 +438,7 @@ def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
         ({"mountOptions": "suid_dumpable"}, "mountOptions"),
         ({"fsType": "ext4", "mkfsOptions": "-E root_owner=1"}, "mkfsOptions"),
         ({"capabilities": "x" * 2000}, "capabilities"),
+        ({"readIOPS": "1"}, "readIOPS"),
     ],
 )
 def test_the_facts_of_a_stream_are_checked(

@@ -8,7 +8,7 @@ from agent.core import errors, records, tag
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
-from agent.core.parameters import IN_CONTEXT, Parameters
+from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters
 from agent.core.records import Snapshot
 from agent.core.requests import BLOCK, MOUNT
 from agent.extras.changed_blocks.activations import Activations
@@ -18,8 +18,8 @@ from agent.operations import plan
 from lvm import report, tags
 from mount import filesystem, luks
 
-# Tags of the parameters that staging needs.
-PARAMETERS = tuple(row.tag for row in IN_CONTEXT)
+# Tags of the parameters that staging needs, and of the limits of I/O.
+PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
 # The tags of a volume that a stream carries: the rest is its node's, or is made anew.
 SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
