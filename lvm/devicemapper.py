@@ -249,6 +249,8 @@ class DeviceMapper:
         self._ioctl = ioctl or self._real_ioctl
         # What the last list of all devices took, so that the next is had at once.
         self._list_bytes = _FIRST_BUFFER_BYTES
+        # That list and what it says: among hundreds of snapshots most are equal to the last.
+        self._last: tuple[bytes, Mapping[str, Events]] = b"", {}
 
     def events(self) -> Mapping[str, Events]:
         """The events of all devices, by their names; empty where there is no answer. One ioctl."""
@@ -258,7 +260,11 @@ class DeviceMapper:
         except OSError:
             return {}
         self._list_bytes = len(answer)
-        return dict(_listed(answer))
+        before, events = self._last
+        if answer != before:
+            events = dict(_listed(answer))
+            self._last = bytes(answer), events
+        return events
 
     def status(self, name: str) -> tuple[Status, ...]:
         """What stands out in a device and in all that it stands on, from above to below.

@@ -128,6 +128,8 @@ class Devices:
 
     def __init__(self, mapper: DeviceMapper | None = None) -> None:
         self._mapper = mapper or DeviceMapper()
+        # Of each group the last list of all devices, and what of it is the group's.
+        self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
 
     def find(self, group: str, name: str) -> Device | None:
         """Find a volume's device; None where it is not active on this node, or not there.
@@ -176,10 +178,13 @@ class Devices:
 
     def events(self, group: str) -> Mapping[str, Events]:
         """The event counters of a group's active volumes, by name. One ioctl."""
-        prefix = names.device(group, "")
         every = self._mapper.events()
-        own = ((names.of_device(group, one), every[one]) for one in every if one.startswith(prefix))
-        return {name: one for name, one in own if name}
+        before, own = self._events.get(group, ({}, {}))
+        if every is not before:
+            named = ((names.of_device(group, one), events) for one, events in every.items())
+            own = {name: events for name, events in named if name}
+            self._events[group] = every, own
+        return own
 
     def written(self, group: str) -> Mapping[str, Written]:
         """How much was written to the COW stores of a group's active snapshots; None if unknown.

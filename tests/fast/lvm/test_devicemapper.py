@@ -252,6 +252,13 @@ def test_the_events_of_all_devices_are_read_at_once(driver: Driver, mapper: Devi
     lists = driver.lists
     assert mapper.events() == expected
     assert driver.lists == lists + 1, "the size of the answer is known by then"
+    # One event more, or a device less, is seen.
+    driver.devices["data-web7"].events += 1
+    number = driver.devices["data-web7"].number
+    assert mapper.events()["data-web7"] == (number, driver.devices["data-web7"].events)
+    assert Devices(mapper).events("data")["web7"] == mapper.events()["data-web7"]
+    del driver.devices["data-web7"]
+    assert "data-web7" not in mapper.events()
 
 
 def test_the_status_of_a_device_alone_is_one_ioctl(driver: Driver, mapper: DeviceMapper) -> None:
