@@ -5,13 +5,13 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mount import blocks, calls
-from mount.blocks import Opened, Reader
+from mount import blocks, calls, stacks
+from mount.blocks import By, Opened, Reader
 from mount.calls import Calls
 
 # What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
@@ -126,7 +126,10 @@ _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
 _BLKSSZGET = calls.ioctl_number(0, 0x12, 104, 0)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
-_BLKDISCARD = calls.ioctl_number(0, 0x12, 119, 0)
+
+# What is read of a disk to see whether it is zero, and put there to know that it is not.
+SAMPLE_BYTES = 4096
+MARK = b"deleted data".ljust(SAMPLE_BYTES, b"\xff")
 
 # What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
 _PIECE_BYTES = 64 << 10
@@ -137,8 +140,26 @@ def _asked(device: str, request: int, form: str) -> int:
     return int(number)
 
 
+def _file_system_below(loop: str, path: str) -> int:
+    """The magic number of the file system of a loop device's file; OSError if that is not there.
+
+    The path is that of sysfs, and may lead to another file in this process's mounts.
+    """
+    status, found = LoopDevices().loop_status(loop), os.stat(path)  # noqa: PTH116
+    if (found.st_dev, found.st_ino) != (status.device, status.inode) or not stat.S_ISREG(
+        found.st_mode
+    ):
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return calls.file_system_kind(path)
+
+
 class BlockDevices(Calls):
     """The block devices of `mount.kernel.Kernel`, by the paths of their nodes."""
+
+    def __init__(self, *, old_calls: bool = False) -> None:
+        super().__init__(old_calls=old_calls)
+        # Which ways of zeroing are not to be used on which disks.
+        self._distrusted: set[tuple[str, By]] = set()
 
     def device_number(self, path: str) -> tuple[int, int]:
         """(major, minor) of the block device node at `path`, links followed; else ENOTBLK."""
@@ -196,12 +217,81 @@ class BlockDevices(Calls):
         """What the device itself bears, as libblkid finds it there (libblkid.signatures)."""
         return calls.signatures(device)
 
-    def zero_out(
-        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
-    ) -> None:
-        """The range reads as zeroes afterwards (blocks.zero_out). EBUSY while mounted or held.
+    def stack(self, device: str) -> stacks.Stack:
+        """What is below it, by sysfs."""
+        return stacks.read(self._sysfs(device))
 
-        With `held` also where the kernel holds it, as device-mapper does what a device stands on.
+    def discard_doubts(self, device: str) -> Mapping[str, str]:
+        """Why it is not certain that a discard leaves zeroes, by disk (stacks.discard_doubts)."""
+        return stacks.discard_doubts(self._sysfs(device), _file_system_below)
+
+    def zeroing(self, device: str) -> By:
+        """How it is zeroed: by a hole only where all of its stack takes REQ_OP_WRITE_ZEROES.
+
+        Where the disks were seen not to zero so, BLKZEROOUT would have them do the same.
+        """
+        try:
+            stack = self.stack(device)
+        except OSError:
+            return By.ZEROES
+        if not stack.has_write_zeroes:
+            return By.ZEROES
+        return By.WRITES if self.is_distrusted(stack, By.HOLE) else By.HOLE
+
+    def is_distrusted(self, stack: stacks.Stack, by: By) -> bool:
+        """Whether a disk below is not to be zeroed in that way."""
+        return any((disk, by) in self._distrusted for disk in stack.disks)
+
+    def distrust(self, disks: Iterable[str], by: By) -> Sequence[str]:
+        """Not zero these disks in that way, as long as this process runs; returns the new ones."""
+        new = sorted(one for one in disks if (one, by) not in self._distrusted)
+        self._distrusted.update((one, by) for one in new)
+        return new
+
+    def zero_out(
+        self,
+        device: str,
+        offset_bytes: int,
+        length_bytes: int,
+        *,
+        held: bool = False,
+        by: By | None = None,
+    ) -> None:
+        """The range reads as zeroes afterwards, by `zeroing` unless another way is given.
+
+        See blocks.zero_out. EBUSY while it is mounted or held; with `held` also where the kernel
+        holds it, as device-mapper does what a device stands on.
+        """
+        by = by or self.zeroing(device)
+        mode = os.O_WRONLY | (os.O_DIRECT if by is By.WRITES else 0)
+        with self._writing(device, mode, held=held) as descriptor:
+            blocks.zero_out(descriptor, device, offset_bytes, length_bytes, by)
+
+    def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
+        """Overwrite those of these blocks of 4 KiB that are zero, past the page cache.
+
+        What then reads as zeroes was zeroed since. A block that cannot be read or written is left
+        as it is. EBUSY as above.
+        """
+        with self._writing(device, os.O_RDWR | os.O_DIRECT, held=held) as descriptor:
+            opened = Opened(device, descriptor)
+            for offset in offsets:
+                with suppress(OSError):
+                    if not any(opened.read(offset, SAMPLE_BYTES)):
+                        opened.write(offset, MARK)
+
+    def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
+        """Whether blocks of that size can be read, past the page cache, and are zero."""
+        zeroes = bytes(size_bytes)
+        with self.opened(device) as opened:
+            try:
+                return all(opened.read(offset, size_bytes) == zeroes for offset in offsets)
+            except OSError:
+                return False
+
+    @contextmanager
+    def _writing(self, device: str, mode: int, *, held: bool) -> Iterator[int]:
+        """A descriptor of a device for writing.
 
         udev does not come to know: it would have a look at what is about to be removed, and lvm2,
         which meets that look, tries again 0.2 s later only (retry_deactivation, lvm.conf(5)).
@@ -209,14 +299,14 @@ class BlockDevices(Calls):
         with self._unwatched(device) as (node, directory):
             try:
                 descriptor = (
-                    os.open(node, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+                    os.open(node, mode | os.O_CLOEXEC, dir_fd=directory)
                     if held
-                    else blocks.open_exclusively(node, directory)
+                    else blocks.open_exclusively(node, directory, mode)
                 )
             except OSError as error:
                 raise OSError(error.errno, error.strerror, device) from error
             with blocks.closing(descriptor):
-                blocks.zero_out(descriptor, device, offset_bytes, length_bytes)
+                yield descriptor
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKDISCARD: the disk may forget the range; reads there are undefined. EBUSY as above.
@@ -225,11 +315,7 @@ class BlockDevices(Calls):
         """
         descriptor = blocks.open_exclusively(device)
         with blocks.closing(descriptor):
-            span = struct.pack("=2Q", offset_bytes, length_bytes)
-            try:
-                fcntl.ioctl(descriptor, _BLKDISCARD, bytearray(span))
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, device) from error
+            blocks.discard(descriptor, device, offset_bytes, length_bytes)
 
     def flush(self, device: str) -> None:
         """fsync(2): what was written or zeroed stays so when the power fails.
@@ -267,7 +353,7 @@ class BlockDevices(Calls):
         Where the source has zeroes nothing is written: the target is zeroed there, or left alone
         where it is `blank`. EBUSY while the target is mounted or held.
         """
-        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with blocks.closing(reading):
             writing = blocks.open_exclusively(target)
             with blocks.closing(writing):
@@ -279,12 +365,12 @@ class BlockDevices(Calls):
                         zeroes += len(data)
                     else:
                         if not blank:
-                            blocks.zero_out(writing, target, at - zeroes, zeroes)
+                            blocks.zero_out(writing, target, at - zeroes, zeroes, by)
                         blocks.write(writing, target, at, data)
                         zeroes = 0
                     at += len(data)
                 if not blank:
-                    blocks.zero_out(writing, target, end - zeroes, zeroes)
+                    blocks.zero_out(writing, target, end - zeroes, zeroes, by)
                 os.fsync(writing)
                 # Neither is read again soon; the workloads' pages are worth more.
                 for descriptor in (reading, writing):
@@ -296,12 +382,14 @@ class BlockDevices(Calls):
 
         What is written by it is not flushed at the end.
         """
+        by = By.ZEROES
         if to_write:
+            by = self.zeroing(device)
             descriptor = blocks.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
         else:
             descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         with blocks.closing(descriptor):
-            yield Opened(device, descriptor)
+            yield Opened(device, descriptor, by)
 
     def _sysfs(self, device: str) -> Path:
         major, minor = self.device_number(device)

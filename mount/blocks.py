@@ -1,5 +1,6 @@
 """Block devices by descriptors: open, read past the page cache, write, zero."""
 
+import enum
 import errno
 import fcntl
 import itertools
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from mount import calls
 
 # <linux/fs.h>, by <asm-generic/ioctl.h>.
-_BLKZEROOUT = 0x127F
+_BLKDISCARD, _BLKZEROOUT = 0x1277, 0x127F
 
 # What direct I/O is in whole numbers of, on any disk (open(2), O_DIRECT).
 _BLOCK_BYTES = 4096
@@ -69,25 +70,64 @@ def _require(done_bytes: int, length_bytes: int, offset_bytes: int, device: str)
         raise OSError(errno.EIO, f"{done_bytes} of {length_bytes} bytes at {offset_bytes}", device)
 
 
-def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
+class By(enum.Enum):
+    """How a range of a block device is made to read as zeroes."""
+
+    # BLKDISCARD: what is read afterwards is for the device to say (mount.stacks).
+    DISCARD = "a discard"
+    # fallocate(2), FALLOC_FL_PUNCH_HOLE: the device zeroes, and may unmap.
+    HOLE = "write zeroes"
+    # BLKZEROOUT: the device zeroes without unmapping, or the kernel writes zeroes.
+    ZEROES = "zeroes written by the kernel"
+    # Zeroes written like any data.
+    WRITES = "zeroes written as data"
+
+
+def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int, by: By) -> None:
     """Have a range of a block device read as zeroes; nothing where the range is empty.
 
-    By a hole where the device guarantees that it reads as zeroes: nothing is written to flash, and
-    the file below a loop device gets its blocks back. Else, and where that fails, by BLKZEROOUT.
-    Either drops the range from the page cache, and is on the disk after fsync(2).
+    BLKZEROOUT follows where a hole or a discard fails. Each drops the range from the page cache,
+    and is on the disk after fsync(2). By writes, the range is whole logical blocks if the
+    descriptor is for direct I/O.
     """
     if not length_bytes:
         return
+    if by is By.WRITES:
+        _write_zeroes(descriptor, device, offset_bytes, length_bytes)
+        return
     # Of a file the hole would be made whatever it is.
-    if stat.S_ISBLK(os.fstat(descriptor).st_mode):
+    if stat.S_ISBLK(os.fstat(descriptor).st_mode) and by is not By.ZEROES:
+        ask = calls.punch_hole if by is By.HOLE else discard
         with suppress(OSError):
-            calls.punch_hole(descriptor, device, offset_bytes, length_bytes)
+            ask(descriptor, device, offset_bytes, length_bytes)
             return
+    _ask(_BLKZEROOUT, descriptor, device, offset_bytes, length_bytes)
+
+
+def discard(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
+    """BLKDISCARD: the disk may forget the range; reads there are undefined.
+
+    EOPNOTSUPP where the disk does not know it.
+    """
+    _ask(_BLKDISCARD, descriptor, device, offset_bytes, length_bytes)
+
+
+def _ask(request: int, descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
     span = struct.pack("=2Q", offset_bytes, length_bytes)
     try:
-        fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
+        fcntl.ioctl(descriptor, request, bytearray(span))
     except OSError as error:
         raise OSError(error.errno, error.strerror, device) from error
+
+
+# One request of most disks (max_sectors_kb in sysfs), in memory that no one writes to.
+_ZEROES = memoryview(mmap.mmap(-1, 1 << 20))
+
+
+def _write_zeroes(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
+    end = offset_bytes + length_bytes
+    for at in range(offset_bytes, end, len(_ZEROES)):
+        write(descriptor, device, at, _ZEROES[: end - at])
 
 
 class Opened:
@@ -97,9 +137,10 @@ class Opened:
     and the workloads' pages stay where they are.
     """
 
-    def __init__(self, device: str, descriptor: int) -> None:
+    def __init__(self, device: str, descriptor: int, by: By = By.ZEROES) -> None:
         self._device = device
         self._descriptor = descriptor
+        self._by = by
         self._odd = threading.Lock()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -142,7 +183,7 @@ class Opened:
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
         """Have a range read as zeroes, as `zero_out` does."""
-        zero_out(self._descriptor, self._device, offset_bytes, length_bytes)
+        zero_out(self._descriptor, self._device, offset_bytes, length_bytes, self._by)
 
     def flush(self) -> None:
         """What was written is on the disk (fsync(2))."""

@@ -82,11 +82,21 @@ def syncfs(descriptor: int, path: str) -> None:
         raise _error(path)
 
 
+def file_system_kind(path: str) -> int:
+    """The magic number of the file system that a file lies in (statfs(2), f_type)."""
+    # struct statfs begins with it, a long, and is shorter than this on any platform.
+    found = (ctypes.c_ulong * 64)()
+    if _libc.statfs(os.fsencode(path), found) == -1:
+        raise _error(path)
+    return int(found[0])
+
+
 def punch_hole(descriptor: int, path: str, offset_bytes: int, length_bytes: int) -> None:
     """Have a range read as zeroes without them being written (fallocate(2), FALLOC_FL_PUNCH_HOLE).
 
-    EOPNOTSUPP for a block device that does not guarantee those zeroes (write_zeroes_max_bytes is 0
-    in sysfs); the kernel writes none in its place (BLKDEV_ZERO_NOFALLBACK, block/fops.c).
+    On a block device this is REQ_OP_WRITE_ZEROES, which may unmap; EOPNOTSUPP without that
+    (write_zeroes_max_bytes is 0 in sysfs), as the kernel then writes none in its place
+    (BLKDEV_ZERO_NOFALLBACK, blkdev_fallocate() of block/fops.c, so in 4.18 as in 6.17).
     """
     mode = _PUNCH_HOLE | _KEEP_SIZE
     if _libc.fallocate64(descriptor, mode, offset_bytes, length_bytes) == -1:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mount import stacks
 from mount.block_devices import BlockDevices, LoopDevices, attribute
 
 # Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
@@ -46,16 +47,10 @@ class DiskLoads(BlockDevices, LoopDevices):
     def _below(self, major: int, minor: int) -> Iterator[str]:
         # A file system without a block device of its own, such as tmpfs and btrfs, has none.
         with suppress(FileNotFoundError):
-            place = Path(f"/sys/dev/block/{major}:{minor}").resolve(strict=True)
-            if (place / "partition").exists():
-                place = place.parent
-            if below := list(place.glob("slaves/*/dev")):
-                for one in below:
-                    own_major, _, own_minor = one.read_text().strip().partition(":")
-                    yield from self._below(int(own_major), int(own_minor))
-                return
-            yield place.name
-            if (place / "loop").exists():
-                status = self.loop_status(f"/dev/{place.name}")
-                backing = status.backing_device or status.device
-                yield from self._below(os.major(backing), os.minor(backing))
+            found = Path(f"/sys/dev/block/{major}:{minor}").resolve(strict=True)
+            for place in stacks.leaves(found):
+                yield place.name
+                if (place / "loop").exists():
+                    status = self.loop_status(f"/dev/{place.name}")
+                    backing = status.backing_device or status.device
+                    yield from self._below(os.major(backing), os.minor(backing))

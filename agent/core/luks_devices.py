@@ -1,6 +1,7 @@
 """Close dm-crypt devices, erase LUKS2 headers, and back them up."""
 
 import logging
+import math
 import os
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ from agent.core.records import Volume
 from lvm import thin
 from lvm.devices import Device
 from mount import luks, table
+from mount.blocks import By
 from mount.errors import CryptFailed
 from mount.kernel import Kernel
 from mount.luks import Cryptsetup, Header
@@ -107,8 +109,9 @@ class Mappings:
     def erase(self, volume: Volume) -> None:
         """Overwrite a volume's header and key slots, so that it cannot be opened again.
 
-        The backup is removed first. One command if the volume is inactive. In a thin pool that is
-        full or read-only, the header is not overwritten, and goes with its chunk.
+        The backup is removed first. All of it is read back, and written where it is not zero: it
+        opens whatever else is left of the volume. One command if the volume is inactive. In a thin
+        pool that is full or read-only, the header is not overwritten, and goes with its chunk.
         """
         active = self._inventory.activate(volume)
         self.copies.forget(active.logical.uuid)
@@ -118,7 +121,11 @@ class Mappings:
             return
         device = active.path
         length = volume.header_bytes or 2 * luks.METADATA_BYTES
-        self._kernel.zero_out(device, 0, min(length, self._kernel.device_size_bytes(device)))
+        length = min(length, self._kernel.device_size_bytes(device))
+        self._kernel.zero_out(device, 0, length)
+        step = math.gcd(length, 1 << 20)
+        if not self._kernel.are_zero(device, range(0, length, step), step):
+            self._kernel.zero_out(device, 0, length, by=By.WRITES)
         self._kernel.flush(device)
 
 

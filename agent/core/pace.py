@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +118,9 @@ class Work:
     flush: Callable[[], None] | None
     progress: Progress
 
-    def chunks(self, end_bytes: int, begin_bytes: int = 0) -> Iterator[tuple[int, int]]:
+    def chunks(
+        self, end_bytes: int, begin_bytes: int = 0
+    ) -> Generator[tuple[int, int], None, None]:
         """The offsets and lengths of pieces, in bytes; each is yielded when it is its turn.
 
         A piece has ended when the caller comes for the next one. Call it with no lock held: a turn

@@ -184,7 +184,10 @@ SETTINGS: Mapping[str, Setting] = {
         "confine lvm2 to these block devices; empty: to each group's own disks",
     ),
     "wipe": Setting(
-        values.choice("zero", "none"), "zero", "what is done to a deleted volume's blocks"
+        values.choice("zero", "discard", "discard-unguaranteed", "none"),
+        "zero",
+        "what is done to a deleted volume's blocks; discard: only on disks that are certain to read"
+        " as zeroes then; discard-unguaranteed: on all, after a look at a sample",
     ),
     _BANDWIDTH: Setting(
         values.parse_background_bandwidth,

@@ -26,6 +26,7 @@ from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.task_queue import Job, TaskQueue
+from agent.operations.erase import ErasePolicy
 from agent.operations.snapshot import Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -125,6 +126,7 @@ class Copier:
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._paces = context.inventory, context.paces
+        self._policy = ErasePolicy(context)
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
@@ -355,8 +357,11 @@ class Copier:
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
-        for offset, length in work.chunks(job.volume.size_bytes, start_bytes):
-            self._kernel.zero_out(device, offset, length)
+        size_bytes = job.volume.size_bytes
+        for offset, length, by in self._policy.pieces(
+            work, device, size_bytes, start_bytes, discards=False
+        ):
+            self._kernel.zero_out(device, offset, length, by=by)
 
     def _drop(self, source: Snapshot) -> None:
         """Remove the bridge of a complete volume."""

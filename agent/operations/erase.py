@@ -8,21 +8,24 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import classes, errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
+from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from lvm import caches, groups, names, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
+from mount.block_devices import SAMPLE_BYTES
+from mount.blocks import By
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +35,40 @@ _LONGEST_HEADER_BYTES = 128 << 20
 _CACHE_SECONDS = 1.0
 
 
+# How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all.
+# Each is read twice, and written once where it was zero before.
+_SAMPLE = 16
+
+
+# Values of the setting `wipe`; the other is "zero".
+_NONE, _DISCARD, _DISCARD_UNGUARANTEED = "none", "discard", "discard-unguaranteed"
+
+
 class ErasePolicy:
     """How deleted data is erased; the only reader of the setting `wipe`.
 
-    | setting `wipe` | a volume, thin pool or free extent | an encrypted volume                |
-    | -------------- | ---------------------------------- | ---------------------------------- |
-    | zero           | zeroed                             | header zeroed, then by its class's |
-    |                |                                    | `erase`: zero, crypto or discard   |
-    | none           | left as it is                      | header zeroed                      |
+    | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
+    | -------------------- | ------------------------------------- | ----------------------------- |
+    | zero                 | zeroed                                | header zeroed, then by its    |
+    |                      |                                       | class's `erase`: zero, crypto |
+    |                      |                                       | or discard                    |
+    | discard              | discarded where zeroes are certain    | as with zero                  |
+    |                      | after that, else zeroed               |                               |
+    | discard-unguaranteed | discarded                             | as with zero                  |
+    | none                 | left as it is                         | header zeroed                 |
 
-    Zeroing punches a hole where the device guarantees that it reads as zeroes, else it uses
-    BLKZEROOUT (mount.blocks.zero_out), in pieces (agent/core/pace.py), each ended by fsync(2): a
-    power loss after the extents are free does not bring the data back. What lies on a missing disk
-    waits for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged,
-    and the free extents are zeroed before they are reused (mark_for_erase).
+    Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
+    in part, and a thin pool keeps its chunks' data. `ways` says which of the kernel's ways are
+    taken, `pieces` proves them. Each piece (agent/core/pace.py) ends with fsync(2): a power loss
+    after the extents are free does not bring the data back. What lies on a missing disk waits for
+    that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and the
+    free extents are zeroed before they are reused (mark_for_erase).
     """
 
     def __init__(self, context: Context) -> None:
-        self.zeroes = context.config.wipe == "zero"
-        self._classes = context.config.classes
+        self._wipe = context.config.wipe
+        self.zeroes = self._wipe != _NONE
+        self._classes, self._kernel = context.config.classes, context.kernel
 
     def erases(self, one: Volume | Snapshot) -> bool:
         """Whether any of it is overwritten: all, or at least a LUKS header."""
@@ -83,10 +101,89 @@ class ErasePolicy:
             return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
         return size_bytes
 
+    def ways(self, device: str, *, discards: bool = True) -> Sequence[By]:
+        """The ways by which a device is zeroed, each where the one before was not proved.
+
+        `discards` says whether the setting may have it discarded.
+        """
+        default = self._kernel.zeroing(device)
+        ways = [default, By.WRITES] if default is By.HOLE else [default]
+        return [By.DISCARD, *ways] if discards and self._is_discarded(device) else ways
+
+    def _is_discarded(self, device: str) -> bool:
+        if self._wipe not in (_DISCARD, _DISCARD_UNGUARANTEED):
+            return False
+        stack = self._kernel.stack(device)
+        if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
+            return False
+        doubts = self._kernel.discard_doubts(device) if self._wipe == _DISCARD else {}
+        for disk in self._kernel.distrust(doubts, By.DISCARD):
+            _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
+        return not doubts
+
+    def pieces(
+        self,
+        work: Work,
+        device: str,
+        end_bytes: int,
+        begin_bytes: int = 0,
+        *,
+        held: bool = False,
+        discards: bool = True,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Iterator[tuple[int, int, By]]:
+        """Offsets and lengths, in bytes, for the caller to zero by the way given with each.
+
+        Where the device zeroes by itself, or discards, blocks that are known not to be zero are
+        looked at after the first piece and after the last (`_SAMPLE`, 64 reads in all, and up to
+        32 writes). If one is not zero, its disks are never asked again to do so, and all pieces
+        come once more, for the next way. The device is looked at inside `within`, and opened
+        as by Kernel.zero_out.
+        """
+        if end_bytes <= begin_bytes:
+            return
+        for by in self.ways(device, discards=discards):
+            is_proved = by in (By.ZEROES, By.WRITES)
+            every = sample(begin_bytes, end_bytes)
+            with closing(work.chunks(end_bytes, begin_bytes)) as chunks:
+                for offset, length in chunks:
+                    is_first, is_last = offset == begin_bytes, offset + length == end_bytes
+                    first = sample(offset, offset + length) if is_first else []
+                    if is_first and not is_proved:
+                        with within():
+                            self._kernel.mark(device, sorted({*first, *every}), held=held)
+                    yield offset, length, by
+                    if is_proved or not (is_first or is_last):
+                        continue
+                    with within():
+                        if not self._kernel.are_zero(device, every if is_last else first):
+                            break
+                else:
+                    return
+            self._distrust(device, by)
+
+    def _distrust(self, device: str, by: By) -> None:
+        disks = self._kernel.stack(device).disks
+        if new := self._kernel.distrust(disks, by):
+            _log.error(
+                "%s: data were still there after %s on %s, which reported success; they are"
+                " overwritten, and this is not tried there again. Look for newer firmware",
+                *(device, by.value, ", ".join(new)),
+            )
+
     @staticmethod
     def waits_for_disk(volume: Volume) -> bool:
         """Whether a part of it may come back with a missing disk that was not given up."""
         return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
+
+
+def sample(begin_bytes: int, end_bytes: int) -> Sequence[int]:
+    """Where blocks are looked at in a range, from its first to its last, spread evenly."""
+    last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
+    steps = min(_SAMPLE - 1, last)
+    if steps <= 0:
+        return [begin_bytes] * (last == 0)
+    return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]
 
 
 # Free extents to erase are on record as tags of their group: `sweep`, all of them; `sweepDisks`,
@@ -482,11 +579,15 @@ class Eraser:
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
-        for offset, length in work.chunks(size_bytes):
+        with _unused(volume):
             if is_partial:
-                are_lost &= self._zero_present(volume, device, offset, length)
+                for offset, length in work.chunks(size_bytes):
+                    are_lost &= self._zero_present(volume, device, offset, length)
             else:
-                self._zero(volume, device, offset, length)
+                for offset, length, by in self.policy.pieces(
+                    work, device, size_bytes, discards=not job.volume.is_encrypted
+                ):
+                    self._kernel.zero_out(device, offset, length, by=by)
         if method == classes.ERASE_DISCARD:
             with suppress(OSError):  # the disk does not support it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
@@ -501,7 +602,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._zero(volume, device, offset, size)
+                self._kernel.zero_out(device, offset, size, by=By.WRITES)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:
@@ -510,13 +611,16 @@ class Eraser:
             offset += size
         return are_lost
 
-    def _zero(self, volume: Volume, device: str, offset: int, length: int) -> None:
-        try:
-            self._kernel.zero_out(device, offset, length)
-        except OSError as error:
-            if error.errno == errno.EBUSY:
-                raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
-            raise
+
+@contextmanager
+def _unused(volume: Volume) -> Iterator[None]:
+    """Raise VolumeInUse where its device cannot be had alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
+        raise
 
 
 def _detached_caches(volume: Volume) -> list[str]:

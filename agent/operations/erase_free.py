@@ -42,7 +42,7 @@ class GrowthZeroer:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
-        self._paces = context.paces
+        self._paces, self._policy = context.paces, ErasePolicy(context)
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
         self._done: set[str] = set()
@@ -118,8 +118,9 @@ class GrowthZeroer:
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
-        for offset, length in work.chunks(self._kernel.device_size_bytes(device)):
-            self._kernel.zero_out(device, offset, length)
+        size_bytes = self._kernel.device_size_bytes(device)
+        for offset, length, by in self._policy.pieces(work, device, size_bytes, discards=False):
+            self._kernel.zero_out(device, offset, length, by=by)
         self._done.add(job.uuid)
 
 
@@ -197,8 +198,10 @@ class FreedSpaceEraser:
                 flush=partial(self._kernel.flush, device),
                 progress=job.progress,
             )
-            for offset, length in work.chunks(taken.size_bytes, done_bytes):
-                self._kernel.zero_out(device, offset, length)
+            for offset, length, by in self._policy.pieces(
+                work, device, taken.size_bytes, done_bytes
+            ):
+                self._kernel.zero_out(device, offset, length, by=by)
             done_bytes = taken.size_bytes
 
     def _take(self, name: str) -> report.Group | None:

@@ -15,8 +15,9 @@ meanwhile is kept: the job ends at its next chunk, and its volume is removed.
 """
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -193,11 +194,20 @@ class PoolRemover:
         group = job.key.split("/")[0]
         check = partial(self.jobs.check, job)
         work = self._paces.of(group).work("erase", device, check=check, progress=job.progress)
-        for offset, length in work.chunks(size_bytes):
+        held = bool(below)
+
+        @contextmanager
+        def writing() -> Iterator[None]:
             with job.writing:
                 check()
                 with self._kernel.opened(below) if below else nullcontext():
-                    self._kernel.zero_out(device, offset, length, held=bool(below))
+                    yield
+
+        for offset, length, by in self._policy.pieces(
+            work, device, size_bytes, held=held, within=writing
+        ):
+            with writing():
+                self._kernel.zero_out(device, offset, length, held=held, by=by)
                 # On a thin volume this writes the pool's mapping of its chunks, too.
                 self._kernel.flush(device)
 

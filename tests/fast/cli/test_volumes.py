@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import configured
 import grpc
@@ -340,9 +341,9 @@ class TestAClassThatOverwrites:
         waits, zero_out = threading.Event(), fake.kernel.zero_out
         service.copier.grace_seconds = service.growth_zeroer.grace_seconds = 0.05
 
-        def slow(device: str, offset_bytes: int, length_bytes: int) -> None:
+        def slow(device: str, offset_bytes: int, length_bytes: int, **how: Any) -> None:
             assert waits.wait(20)
-            zero_out(device, offset_bytes, length_bytes)
+            zero_out(device, offset_bytes, length_bytes, **how)
 
         monkeypatch.setattr(fake.kernel, "zero_out", slow)
         monkeypatch.setattr(volumes, "sleep", lambda _seconds: waits.set())

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import configured
@@ -36,7 +37,7 @@ def main(directory: Path) -> int:
     config = configured.carver(directory, kubelet_dir=(str(directory),), classes=CLASSES)
     zero_out = fake.kernel.zero_out
 
-    def hang(device: str, offset_bytes: int, length_bytes: int, **how: bool) -> None:
+    def hang(device: str, offset_bytes: int, length_bytes: int, **how: Any) -> None:
         if "/a-" in device:
             print("hangs", flush=True)
             threading.Event().wait()

@@ -245,7 +245,7 @@ def test_a_failing_lvm2_is_reported_and_not_asked_again_for_a_minute(
 def test_wipes_are_counted_by_state(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, let_go = threading.Semaphore(0), threading.Event()
 
-    def fail(device: str, offset_bytes: int, length_bytes: int) -> None:
+    def fail(device: str, offset_bytes: int, length_bytes: int, **how: object) -> None:
         reached.release()
         assert let_go.wait(20)
         raise OSError(5, "Input/output error")

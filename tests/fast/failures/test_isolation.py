@@ -366,9 +366,9 @@ def test_an_erase_that_hangs_delays_no_other_group_s(
     other = client.create("of-b", 4 * MIB, block(), parameters=SOUND)
     real, over = fake.kernel.zero_out, threading.Event()
 
-    def zero_out(device: str, offset_bytes: int, length_bytes: int, **how: bool) -> None:
+    def zero_out(device: str, offset_bytes: int, length_bytes: int, **how: Any) -> None:
         assert "/b-" in device or over.wait(60)
-        real(device, offset_bytes, length_bytes)
+        real(device, offset_bytes, length_bytes, **how)
 
     monkeypatch.setattr(fake.kernel, "zero_out", zero_out)
     for one in (*doomed, other):

@@ -20,7 +20,7 @@ import pytest
 from changed_blocks import blocks
 from fakes.devices import Media
 from fakes.host import FakeHost
-from fakes.kernel import CHANGING, LOOKING, FakeKernel
+from fakes.kernel import CHANGING, DECIDING, LOOKING, FakeKernel
 from fakes.lvm import FakePool
 from model import operations as do
 from model.cases import AHEAD, CASES, EXTENTS, INLINE, Case, reboot
@@ -298,8 +298,10 @@ def test_every_call_of_the_model_is_killed() -> None:
 def test_every_operation_of_the_kernel_is_faked_and_changes_or_looks() -> None:
     public = {name for name in dir(Kernel) if not name.startswith("_")}
     real = {name for name in public if getattr(FakeKernel, name) is getattr(Kernel, name)}
-    # Target paths are real.
-    assert real == {"make_directory", "make_file"}, "FakeKernel of tests/support/fakes/kernel.py"
+    # Target paths are real, and how a device is zeroed follows from what is faked.
+    assert real == {"make_directory", "make_file", *DECIDING}, (
+        "FakeKernel of tests/support/fakes/kernel.py"
+    )
     assert public == CHANGING | LOOKING, "CHANGING, LOOKING of tests/support/fakes/kernel.py"
 
 

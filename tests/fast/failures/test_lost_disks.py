@@ -231,10 +231,10 @@ def test_a_disk_that_is_there_and_fails_is_not_given_up_with_a_lost_one(
 ) -> None:
     zero_out = fake.kernel.zero_out
 
-    def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
+    def refuse(device: str, offset: int, length: int, **how: Any) -> None:
         if offset <= SIZE - EXTENT < offset + length:
             raise OSError(errno.EIO, "I/O error", device)
-        zero_out(device, offset, length, held=held)
+        zero_out(device, offset, length, **how)
 
     node.create()
     node.lose()

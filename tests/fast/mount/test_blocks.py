@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mount import blocks, calls
-from mount.blocks import PIECE_BYTES
+from mount.blocks import PIECE_BYTES, By
 from mount.kernel import Kernel
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
 
 
@@ -63,7 +63,9 @@ class Zeroing:
         self.asked: list[str] = []
         monkeypatch.setattr("mount.blocks.stat.S_ISBLK", lambda _mode: True)
         monkeypatch.setattr(calls, "punch_hole", lambda *_: self._ask("hole", hole))
-        monkeypatch.setattr("mount.blocks.fcntl.ioctl", lambda *_: self._ask("zeroes", zeroes))
+        self._failures = {0x1277: ("discard", hole), 0x127F: ("zeroes", zeroes)}
+        ioctl = "mount.blocks.fcntl.ioctl"
+        monkeypatch.setattr(ioctl, lambda _, request, __: self._ask(*self._failures[request]))
 
     def _ask(self, what: str, failure: int) -> None:
         self.asked.append(what)
@@ -71,18 +73,23 @@ class Zeroing:
             raise OSError(failure, os.strerror(failure))
 
 
-def zero_out(disk: Path) -> None:
-    with Kernel().opened(str(disk), to_write=True) as opened:
-        opened.zero_out(0, 4096)
+def zero_out(disk: Path, by: By = By.HOLE, length: int = 4096) -> None:
+    descriptor = os.open(disk, os.O_RDWR | (os.O_DIRECT if by is By.WRITES else 0))
+    with blocks.closing(descriptor):
+        blocks.zero_out(descriptor, str(disk), 0, length, by)
 
 
+@pytest.mark.parametrize(
+    ("by", "asked"), [(By.HOLE, "hole"), (By.DISCARD, "discard"), (By.ZEROES, "zeroes")]
+)
 @pytest.mark.parametrize("failure", [0, errno.EOPNOTSUPP, errno.EINVAL, errno.EREMOTEIO])
-def test_only_a_device_without_zeroes_in_a_hole_has_them_written(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, failure: int
+def test_where_a_device_refuses_the_kernel_zeroes(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, failure: int, by: By, asked: str
 ) -> None:
     device = Zeroing(monkeypatch, failure)
-    zero_out(disk)
-    assert device.asked == (["hole", "zeroes"] if failure else ["hole"])
+    zero_out(disk, by)
+    refused = failure and by is not By.ZEROES
+    assert device.asked == ([asked, "zeroes"] if refused else [asked])
 
 
 def test_a_device_that_takes_neither_is_an_error(
@@ -94,11 +101,20 @@ def test_a_device_that_takes_neither_is_an_error(
     assert caught.value.errno == errno.EIO
 
 
-def test_nothing_but_a_block_device_is_zeroed(disk: Path) -> None:
+@pytest.mark.parametrize("by", [By.HOLE, By.DISCARD, By.ZEROES])
+def test_nothing_but_a_block_device_is_zeroed_by_the_kernel(disk: Path, by: By) -> None:
     before = disk.read_bytes()
     with pytest.raises(OSError, match="disk"):
-        zero_out(disk)
+        zero_out(disk, by)
     assert disk.read_bytes() == before
+
+
+@pytest.mark.parametrize("length", [4096, SIZE, 3 * MIB + 4096])
+def test_zeroes_are_written_as_data_up_to_the_end_of_the_range(tmp_path: Path, length: int) -> None:
+    disk = tmp_path / "disk"
+    disk.write_bytes(b"x" * (length + 8192))
+    zero_out(disk, By.WRITES, length)
+    assert disk.read_bytes() == bytes(length) + b"x" * 8192
 
 
 @pytest.fixture

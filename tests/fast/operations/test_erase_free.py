@@ -5,6 +5,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import configured
 import expect
@@ -96,10 +97,10 @@ class Failing:
         self.fails = True
         zero_out = fake.kernel.zero_out
 
-        def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
+        def refuse(device: str, offset: int, length: int, **how: Any) -> None:
             if self.fails and device.endswith("-sweep"):
                 raise OSError(errno.EIO, "I/O error", device)
-            zero_out(device, offset, length, held=held)
+            zero_out(device, offset, length, **how)
 
         monkeypatch.setattr(fake.kernel, "zero_out", refuse)
 

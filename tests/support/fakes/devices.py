@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from mount.blocks import By
 from mount.filesystem import Signature
+from mount.stacks import Stack
 
 DEVICE_MAPPER_MAJOR = 253
 LOOP_MAJOR = 7
@@ -125,6 +127,12 @@ class FakeDevice:
     media: Media = field(default_factory=Media)
     # What of it lies on a missing disk: offset and length.
     missing: list[tuple[int, int]] = field(default_factory=list)
+    # What sysfs tells of it.
+    stack: Stack = field(default_factory=lambda: Stack(has_write_zeroes=True))
+    # Why zeroes after a discard are not certain, by disk.
+    doubts: dict[str, str] = field(default_factory=dict)
+    # Ways of zeroing that succeed, and leave what was there.
+    lies: set[By] = field(default_factory=set)
     # Suspended by device-mapper: writers wait.
     suspended: bool = False
     # Of a dm-crypt device: what it is of.

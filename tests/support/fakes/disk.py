@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 from fakes.host import FakeHost
 
+from mount.blocks import By
+
 
 class Disk:
     """Writes of zeroes wait, fail or go through, as the test says."""
@@ -19,12 +21,18 @@ class Disk:
         monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
 
     def _zero_out(
-        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
+        self,
+        device: str,
+        offset_bytes: int,
+        length_bytes: int,
+        *,
+        held: bool = False,
+        by: By | None = None,
     ) -> None:
         self.reached.set()
         assert self.free.wait(20)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
-        self._real(device, offset_bytes, length_bytes, held=held)
+        self._real(device, offset_bytes, length_bytes, held=held, by=by)
         self.written.append((device, offset_bytes, length_bytes))

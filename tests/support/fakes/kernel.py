@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +25,13 @@ from fakes.devices import (
     Media,
 )
 
-from mount.block_devices import LoopStatus
-from mount.blocks import PIECE_BYTES, Bytes, Opened, Reader
+from mount.block_devices import MARK, SAMPLE_BYTES, LoopStatus
+from mount.blocks import PIECE_BYTES, By, Bytes, Opened, Reader
 from mount.disk_load import DiskLoad
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel, XfsGeometry
 from mount.options import CONTEXT, SUPERBLOCK
+from mount.stacks import Stack
 from mount.table import Mount
 
 _DEVTMPFS = (0, 6)
@@ -41,10 +42,12 @@ CHANGING = frozenset(
     {
         *("make_directory", "make_file", "remove_directory", "remove_file"),
         *("mount", "bind", "unmount", "grow_ext4", "grow_xfs", "grow_btrfs"),
-        *("zero_out", "flush", "copy", "write", "sync_btrfs", "sync", "discard"),
+        *("zero_out", "flush", "copy", "write", "sync_btrfs", "sync", "discard", "mark"),
         *("loop_configure", "loop_clear", "loop_set_capacity"),
     }
 )
+# Those that decide by what others say.
+DECIDING = frozenset({"zeroing", "is_distrusted", "distrust"})
 LOOKING = frozenset(
     {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
@@ -53,6 +56,7 @@ LOOKING = frozenset(
         *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
         *("loop_devices", "loop_free", "loop_status", "error_counters"),
         *("disks_below", "disk_load"),
+        *("stack", "discard_doubts", "are_zero", *DECIDING),
         # Opened by commands, which the trials of streams kill.
         "opened",
     }
@@ -291,8 +295,20 @@ class FakeKernel(Kernel):
             _fail(errno.EIO, device)
         return filesystems.tags(self.devices.get(device))
 
+    def stack(self, device: str) -> Stack:
+        return self._block_device(device).stack
+
+    def discard_doubts(self, device: str) -> Mapping[str, str]:
+        return self._block_device(device).doubts
+
     def zero_out(
-        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
+        self,
+        device: str,
+        offset_bytes: int,
+        length_bytes: int,
+        *,
+        held: bool = False,
+        by: By | None = None,
     ) -> None:
         found = self._writable(device, held=held)
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
@@ -300,9 +316,22 @@ class FakeKernel(Kernel):
         if found.is_missing(offset_bytes, length_bytes):
             _fail(errno.EIO, device)
         found.media.zeroed.append((offset_bytes, length_bytes))
+        if (by or self.zeroing(device)) in found.lies:
+            return
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
+
+    def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
+        media = self._writable(device, held=held).media
+        for offset in offsets:
+            if offset // BLOCK_BYTES not in media.blocks:
+                media.write(offset, MARK)
+
+    def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
+        found = self._present(device)
+        parts = (_part(found.media, one, size_bytes) for one in offsets)
+        return not found.unreadable and not any(map(any, parts))
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         found = self._present(device)

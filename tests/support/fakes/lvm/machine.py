@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from fakes.devices import FakeDevices
+from fakes.devices import FakeDevice, FakeDevices
 from fakes.lvm.arguments import Arguments
 from fakes.lvm.records import (
     Failure,
@@ -16,6 +16,7 @@ from fakes.lvm.records import (
 )
 
 from lvm import names
+from mount.stacks import Stack
 
 LABEL = "LVM2_member"
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
@@ -122,14 +123,35 @@ class Machine:
             listed = self._settings.get("activation/read_only_volume_list") == group.name
             device.read_only = volume.read_only or listed
             device.missing = lost_ranges(group, volume)
+            self._stand(device, group, volume)
             volume.active = True
             self._watch(volume)
             if isinstance(volume, FakePool):
                 # Held by the pool, so that nobody has it alone.
                 data = data_node_of(group.name, volume.name)
-                self.devices.add(data, size, volume.media).held = 1
+                self._stand(added := self.devices.add(data, size, volume.media), group, volume)
+                added.held = 1
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
+
+    def _stand(self, device: FakeDevice, group: FakeGroup, volume: FakeVolume) -> None:
+        """Have a device be as its disks are, where its blocks are theirs."""
+        is_data = isinstance(volume, FakePool) and device.path.endswith("_tdata")
+        below = [self.devices.get(one) for one in volume.extents if self.devices.knows(one)]
+        is_plain = is_data or not (
+            isinstance(volume, FakeThin | FakePool)
+            or volume.layout.is_raid
+            or volume.cache is not None
+            or volume.origin
+            or self._snapshots(group, volume)
+        )
+        device.stack = Stack(
+            has_write_zeroes=is_plain and all(one.stack.has_write_zeroes for one in below),
+            is_plain=is_plain,
+            disks=frozenset(volume.extents),
+        )
+        device.doubts = {one.path: why for one in below for why in one.doubts.values()}
+        device.lies = {lie for one in below for lie in one.lies}
 
     def _watch(self, volume: FakeVolume) -> None:
         """Have dmeventd watch what it can, as each command does that resumes such a device."""
