@@ -360,7 +360,9 @@ def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(S
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
     for key in keys:
         flag = f"--{key.replace('_', '-')}"
-        parser.add_argument(flag, metavar=key.upper(), help=SETTINGS[key].help)
+        # argparse formats it.
+        described = SETTINGS[key].help.replace("%", "%%")
+        parser.add_argument(flag, metavar=key.upper(), help=described)
 
 
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
