@@ -59,12 +59,13 @@ def leaves(place: Path) -> Iterator[Path]:
 
 
 def discard_doubts(place: Path, file_system: LoopFile) -> Mapping[str, str]:
-    """Why it is not certain that a discard leaves zeroes, by the disk or device directly below.
+    """Why it is not certain that a discard leaves zeroes on a disk, or on those below a volume.
 
-    Of a device on top of nothing, by its own name. Only what can be looked up here is certain.
+    By the disks' names. Only what can be looked up here is certain.
     """
     place = place.resolve()
-    judged = [_whole(one) for one in _below(place) or [place]]
+    is_volume = _word(place, "dm/uuid").startswith(_VOLUME_UUID)
+    judged = [_whole(one) for one in (_below(place) if is_volume else [place])]
     return {one.name: why for one in judged if (why := _doubt(one, file_system))}
 
 

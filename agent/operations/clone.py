@@ -126,7 +126,7 @@ class Copier:
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._paces = context.inventory, context.paces
-        self._policy = ErasePolicy(context)
+        self._policy = ErasePolicy(context.config, context.kernel)
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0

@@ -19,6 +19,7 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
+from agent.core.settings import Config
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from lvm import caches, groups, names, report, tags, volumes
 from lvm.devicemapper import Raid
@@ -26,6 +27,7 @@ from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 from mount.block_devices import SAMPLE_BYTES
 from mount.blocks import By
+from mount.kernel import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -65,10 +67,10 @@ class ErasePolicy:
     free extents are zeroed before they are reused (mark_for_erase).
     """
 
-    def __init__(self, context: Context) -> None:
-        self._wipe = context.config.wipe
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        self._wipe = config.wipe
         self.zeroes = self._wipe != _NONE
-        self._classes, self._kernel = context.config.classes, context.kernel
+        self._classes, self._kernel = config.classes, kernel
 
     def erases(self, one: Volume | Snapshot) -> bool:
         """Whether any of it is overwritten: all, or at least a LUKS header."""
@@ -120,6 +122,19 @@ class ErasePolicy:
         for disk in self._kernel.distrust(doubts, By.DISCARD):
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
+
+    def way_on(self, disk: str) -> tuple[By | None, str]:
+        """The first of the ways for plain volumes on a disk; None where they are not erased.
+
+        With what speaks against a discard, where the setting asks for it.
+        """
+        if not self.zeroes:
+            return None, ""
+        asked = self._wipe in (_DISCARD, _DISCARD_UNGUARANTEED)
+        doubts = self._kernel.discard_doubts(disk) if asked else {}
+        is_discarded = asked and (not doubts or self._wipe == _DISCARD_UNGUARANTEED)
+        way = By.DISCARD if is_discarded else self._kernel.zeroing(disk)
+        return way, "; ".join(doubts.values())
 
     def pieces(
         self,
@@ -303,7 +318,7 @@ class Eraser:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
-        self.policy = ErasePolicy(context)
+        self.policy = ErasePolicy(context.config, context.kernel)
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
         self._cached = -math.inf, report.Report({})

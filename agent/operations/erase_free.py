@@ -42,7 +42,7 @@ class GrowthZeroer:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
-        self._paces, self._policy = context.paces, ErasePolicy(context)
+        self._paces, self._policy = context.paces, ErasePolicy(context.config, context.kernel)
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
         self._done: set[str] = set()
@@ -147,7 +147,7 @@ class FreedSpaceEraser:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
-        self._policy = ErasePolicy(context)
+        self._policy = ErasePolicy(context.config, context.kernel)
         self.jobs = TaskQueue(
             "sweep",
             self._work,

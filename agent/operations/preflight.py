@@ -17,10 +17,12 @@ from agent.core import errors, sockets
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
+from agent.operations.erase import ErasePolicy
 from lvm import blockdevices, groups, lvm2, report
 from lvm.report import Group, Report
 from mount import cgroups, filesystem, table
 from mount import errors as mount_errors
+from mount.blocks import By
 from mount.cgroups import Cgroups
 from mount.command import Run
 from mount.kernel import Kernel
@@ -296,6 +298,7 @@ def _of_group(
             f"volume group {name} is whole, with {len(group.disks)} disks; its metadata area is"
             f" {fill:.0f} % full"
         )
+    yield from _erasing(node, group)
     if fill >= _NEARLY_FULL_PERCENT:
         yield (
             WARN,
@@ -304,6 +307,30 @@ def _of_group(
             "delete volumes or snapshots, or see `A group's metadata area is full` in"
             " docs/operations.md",
         )
+
+
+def _erasing(node: Node, group: Group) -> Iterator[Seen]:
+    """How deleted data are erased on each disk of a group that is present."""
+    policy, ways = ErasePolicy(node.settings, node.kernel), dict[str, list[str]]()
+    for disk in group.disks:
+        try:
+            way, doubt = policy.way_on(disk.name)
+        except OSError:
+            continue  # it is missing
+        said = disk.name
+        if doubt and way is By.DISCARD:
+            said += f" ({doubt})"
+        elif doubt:
+            yield (
+                WARN,
+                f"volume group {group.name}: deleted data on {disk.name} are zeroed, not discarded:"
+                f" {doubt}",
+                "nothing need be done; see `How deleted data are erased` in docs/security.md",
+            )
+        ways.setdefault("not at all" if way is None else f"by {way.value}", []).append(said)
+    if ways:
+        said = "; ".join(f"{', '.join(disks)} {way}" for way, disks in ways.items())
+        yield _pass(f"deleted data of volume group {group.name} are erased on {said}")
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:

@@ -46,7 +46,10 @@ class PoolRemover:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._devices = context.inventory, context.devices
-        self._lvm, self._policy = context.volume_groups.lvm, ErasePolicy(context)
+        self._lvm, self._policy = (
+            context.volume_groups.lvm,
+            ErasePolicy(context.config, context.kernel),
+        )
         self._paces = context.paces
         self.jobs = TaskQueue(
             "reclaim",

@@ -54,7 +54,7 @@ class Repairer:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._allocators = context.allocators
-        self._policy, self._freed = ErasePolicy(context), freed
+        self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
         """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.

@@ -39,7 +39,7 @@ class Replacement:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._repairer = repairer
-        self._policy, self._freed = erase.ErasePolicy(context), freed
+        self._policy, self._freed = erase.ErasePolicy(context.config, context.kernel), freed
         # By the UUIDs of both disks: the extents allocated on the new one when all of the old one
         # lies there, if no earlier move left data on it. Its free extents are clean then.
         self._filled: dict[tuple[str, str], int] = {}

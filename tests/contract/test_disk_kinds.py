@@ -185,7 +185,7 @@ def test_the_doctor_reports_a_group_of_mixed_block_sizes(
     host.lvm("vgextend", "--quiet", "--quiet", "--", group, usual, settings=forced)
     config, known = configured.carver(tmp_path, group), report.read(host.lvm)
     node = preflight.Node(config, host.kernel, host.run, lambda: known, tmp_path)
-    (verdict, message, remedy), (whole, *_) = preflight.CHECKS["groups"](node)
+    (verdict, message, remedy), (whole, *_), *_ = preflight.CHECKS["groups"](node)
     assert (verdict, whole) == (WARN, PASS)
     for word in (f"512 bytes: {usual}", "4096 bytes", "pvmove"):
         assert word in message + remedy

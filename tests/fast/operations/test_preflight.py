@@ -26,6 +26,7 @@ from lvm.volumes import New
 from mount.command import Result
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
+from mount.stacks import Stack
 
 RELEASE = "6.1.0-test"
 PROGRAMS = ("nsenter", *(name for one in FILE_SYSTEMS.values() for name in one.programs))
@@ -307,7 +308,7 @@ def test_only_a_disk_that_the_devices_file_hides_is_blamed_on_it(place: Place) -
     place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
     assert "some of which the node's devices file does not list" in place.one("groups").message
     place.host.lose_disk(group, 1)
-    assert "attach them again" in place.one("groups").remedy
+    assert "attach them again" in place.of("groups")[0].remedy
     place.host.lvm2.groups.clear()
     assert "is not on this node" in place.one("groups").message
 
@@ -397,3 +398,45 @@ def test_the_doctor_suggests_to_start_the_service_before_its_file_exists(
     Path(file).write_text(f'kubelet_dir = ["/kubelet"]\nfile = "{tmp_path}/carver.img"\n')
     assert cli.main(["doctor", "--config", file]) == 1
     assert "start the service" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def zeroing(place: Place) -> Callable[..., None]:
+    """A group of two disks, of which the first is certain to read as zeroes after a discard."""
+    group = place.host.new_group(10, 10)
+    first, second = (one.name for one in place.host.lvm2.groups[group].disks)
+    for path in (first, second):
+        place.host.block.add(path, 10 << 22, major=8)
+    place.host.block.get(second).doubts = {"sdb": "nothing tells"}
+    place.host.block.get(second).stack = Stack(has_write_zeroes=False)
+
+    def set_wipe(wipe: str) -> None:
+        place.settings = configured.carver(place.root, group, wipe=wipe)
+
+    return set_wipe
+
+
+@pytest.mark.parametrize(
+    ("wipe", "said", "warned"),
+    [
+        ("none", ["{0}, {1} not at all"], []),
+        ("zero", ["{0} by write zeroes; {1} by zeroes written by the kernel"], []),
+        (
+            "discard",
+            ["{0} by a discard; {1} by zeroes written by the kernel"],
+            ["{1} are zeroed, not discarded: nothing tells"],
+        ),
+        ("discard-unguaranteed", ["{0}, {1} (nothing tells) by a discard"], []),
+    ],
+)
+def test_how_deleted_data_are_erased_is_said_for_each_disk(
+    place: Place, zeroing: Callable[..., None], wipe: str, said: list[str], warned: list[str]
+) -> None:
+    zeroing(wipe)
+    disks = [one.name for one in place.host.lvm2.groups["group1"].disks]
+    for verdict, texts in ((PASS, said), (WARN, warned)):
+        found = [one for one in place.of("groups") if one.verdict == verdict]
+        messages = [one.message for one in found if "deleted data" in one.message]
+        assert [one.partition(" on ")[2] for one in messages] == [
+            text.format(*disks) for text in texts
+        ]

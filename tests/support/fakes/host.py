@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -27,12 +27,34 @@ from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import table
+from mount.blocks import By
 from mount.cgroups import Cgroups
 from mount.command import Result
 from mount.filesystem import Signature
 from mount.kernel import Kernel
+from mount.stacks import Stack
 
 _DISK_MAJOR = 8
+
+
+@dataclass(frozen=True)
+class Zeroing:
+    """How a kind of disk zeroes: `lies` has the ways that leave data where they were."""
+
+    has_write_zeroes: bool = True
+    lies: Sequence[By] = ()
+    # Why a discard of it is not certain to leave zeroes.
+    doubt: str = ""
+
+
+# As tests/support/real/kinds.py has them.
+ZEROING = {
+    "loop": Zeroing(),
+    "no write zeroes": Zeroing(has_write_zeroes=False, doubt="it is made of other devices"),
+    "LBPRZ": Zeroing(),
+    "no LBPRZ": Zeroing(lies=(By.DISCARD,), doubt="LBPRZ"),
+    "false LBPRZ": Zeroing(lies=(By.DISCARD, By.HOLE)),
+}
 
 
 class FakeHost:
@@ -121,6 +143,10 @@ class FakeHost:
         if kind == "partition":
             whole, disk = disk, self.block.add(f"{disk.path}p1", size_bytes, major=_DISK_MAJOR)
             whole.partitions.append(Path(disk.path).name)
+        if kind in ZEROING:
+            disk.lies = set(ZEROING[kind].lies)
+            disk.stack = Stack(has_write_zeroes=ZEROING[kind].has_write_zeroes)
+            disk.doubts = {disk.path: ZEROING[kind].doubt} if ZEROING[kind].doubt else {}
         for _ in range({"LUKS": 1, "MD": 2}.get(kind, 0)):
             self.block.get(self.new_device(size_bytes)).holders.append(Path(disk.path).name)
         yield disk.path

@@ -93,9 +93,55 @@ def _md(directory: Path, size_bytes: int) -> Iterator[str]:
             _run("mdadm", "--zero-superblock", first, second)
 
 
+@contextmanager
+def _usual(directory: Path, size_bytes: int) -> Iterator[str]:
+    with _loop(directory, size_bytes) as device:
+        yield device
+
+
+@contextmanager
+def _without_write_zeroes(directory: Path, size_bytes: int) -> Iterator[str]:
+    """A disk below dm-delay, which delays nothing and takes no REQ_OP_WRITE_ZEROES."""
+    name = _name()
+    with _loop(directory, size_bytes) as disk:
+        table = f"0 {size_bytes // _SECTOR_BYTES} delay {disk} 0 0"
+        _run("dmsetup", "create", name, "--table", table)
+        try:
+            yield f"/dev/mapper/{name}"
+        finally:
+            _run("dmsetup", "remove", "--retry", name)
+
+
+@contextmanager
+def _scsi(lbprz: int, size_bytes: int, *, falsely: bool = False) -> Iterator[str]:
+    """A SCSI disk in memory, unmapped by WRITE SAME, with or without the promise of zeroes.
+
+    Without it, unmapped blocks keep their data (drivers/scsi/scsi_debug.c, unmap_region()). Made
+    `falsely`, the kernel takes such a disk for one that promises zeroes, and zeroes by unmapping.
+    """
+    given = {"dev_size_mb": size_bytes >> 20, "lbpws": 1, "lbprz": lbprz, "delay": 0}
+    _run("modprobe", "scsi_debug", *(f"{name}={value}" for name, value in given.items()))
+    try:
+        _run("udevadm", "settle")
+        [host] = Path("/sys/bus/pseudo/drivers/scsi_debug").glob("adapter*/host*")
+        [disk] = host.glob("target*/*/block/*")
+        if falsely:
+            [driver] = host.glob("target*/*/scsi_disk/*")
+            (driver / "zeroing_mode").write_text("writesame_16_unmap")
+        yield f"/dev/{disk.name}"
+    finally:
+        _run("udevadm", "settle")
+        _run("modprobe", "--remove", "--wait", "10000", "scsi_debug")
+
+
 KINDS: Mapping[str, Callable[[Path, int], AbstractContextManager[str]]] = {
     "4 KiB": _of_4_kib,
     "partition": _partition,
     "LUKS": _luks,
     "MD": _md,
+    "loop": _usual,
+    "no write zeroes": _without_write_zeroes,
+    "LBPRZ": lambda _, size_bytes: _scsi(1, size_bytes),
+    "no LBPRZ": lambda _, size_bytes: _scsi(0, size_bytes),
+    "false LBPRZ": lambda _, size_bytes: _scsi(0, size_bytes, falsely=True),
 }
