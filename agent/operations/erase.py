@@ -37,9 +37,10 @@ _LONGEST_HEADER_BYTES = 128 << 20
 _CACHE_SECONDS = 1.0
 
 
-# How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all.
-# Each is read twice, and written once where it was zero before.
-_SAMPLE = 16
+# How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
+# and how many where its disks were proved before. Each is read twice, and written once where it was
+# zero before.
+_SAMPLE, _SAMPLE_AGAIN = 16, 2
 
 
 # Values of the setting `wipe`; the other is "zero".
@@ -71,6 +72,8 @@ class ErasePolicy:
         self._wipe = config.wipe
         self.zeroes = self._wipe != _NONE
         self._classes, self._kernel = config.classes, kernel
+        # Disks that were seen to zero so.
+        self._proved: set[tuple[str, By]] = set()
 
     def erases(self, one: Volume | Snapshot) -> bool:
         """Whether any of it is overwritten: all, or at least a LUKS header."""
@@ -150,20 +153,23 @@ class ErasePolicy:
         """Offsets and lengths, in bytes, for the caller to zero by the way given with each.
 
         Where the device zeroes by itself, or discards, blocks that are known not to be zero are
-        looked at after the first piece and after the last (`_SAMPLE`, 64 reads in all, and up to
-        32 writes). If one is not zero, its disks are never asked again to do so, and all pieces
-        come once more, for the next way. The device is looked at inside `within`, and opened
-        as by Kernel.zero_out.
+        looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to
+        32 writes, the first time; then 8 and 4). If one is not zero, its disks are never asked
+        again to do so, and all pieces come once more, for the next way. The device is looked at
+        inside `within`, and opened as by Kernel.zero_out.
         """
         if end_bytes <= begin_bytes:
             return
         for by in self.ways(device, discards=discards):
             is_proved = by in (By.ZEROES, By.WRITES)
-            every = sample(begin_bytes, end_bytes)
+            disks = () if is_proved else self._kernel.stack(device).disks
+            tried = {(disk, by) for disk in disks}
+            blocks = _SAMPLE_AGAIN if tried and tried <= self._proved else _SAMPLE
+            every = sample(begin_bytes, end_bytes, blocks)
             with closing(work.chunks(end_bytes, begin_bytes)) as chunks:
                 for offset, length in chunks:
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
-                    first = sample(offset, offset + length) if is_first else []
+                    first = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not is_proved:
                         with within():
                             self._kernel.mark(device, sorted({*first, *every}), held=held)
@@ -174,11 +180,12 @@ class ErasePolicy:
                         if not self._kernel.are_zero(device, every if is_last else first):
                             break
                 else:
+                    self._proved |= tried
                     return
-            self._distrust(device, by)
+            self._proved -= tried
+            self._distrust(device, by, disks)
 
-    def _distrust(self, device: str, by: By) -> None:
-        disks = self._kernel.stack(device).disks
+    def _distrust(self, device: str, by: By, disks: Iterable[str]) -> None:
         if new := self._kernel.distrust(disks, by):
             _log.error(
                 "%s: data were still there after %s on %s, which reported success; they are"
@@ -192,10 +199,10 @@ class ErasePolicy:
         return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
-def sample(begin_bytes: int, end_bytes: int) -> Sequence[int]:
-    """Where blocks are looked at in a range, from its first to its last, spread evenly."""
+def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[int]:
+    """Where so many blocks are looked at in a range, from its first to its last, spread evenly."""
     last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
-    steps = min(_SAMPLE - 1, last)
+    steps = min(blocks - 1, last)
     if steps <= 0:
         return [begin_bytes] * (last == 0)
     return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]

@@ -150,6 +150,30 @@ def test_a_disk_that_lies_further_on_is_found_in_the_end(
     assert not media.blocks
 
 
+def test_disks_that_were_proved_are_looked_at_in_fewer_places_and_still_found_out(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    real = node.host.kernel.mark
+
+    def mark(device: str, offsets: Sequence[int], **how: Any) -> None:
+        looks.append(len(offsets))
+        real(device, offsets, **how)
+
+    monkeypatch.setattr(node.host.kernel, "mark", mark)
+    with node.served("zero") as (_, client):
+        for name in ("a", "b"):
+            volume, _ = node.written(client, name)
+            client.delete(volume)
+        assert looks[0] > 20
+        assert looks[1] == 3
+        node.disks(lies=[By.HOLE])
+        volume, media = node.written(client, "c")
+        client.delete(volume)
+    assert node.asked == [(*WHOLE[0], By.HOLE), *by(By.WRITES)]
+    assert not media.blocks
+
+
 def test_a_volume_that_was_never_written_shows_the_lie_too(node: Node) -> None:
     node.disks(lies=[By.HOLE])
     with node.served("zero") as (_, client):
