@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import struct
@@ -140,6 +141,13 @@ def _asked(device: str, request: int, form: str) -> int:
     return int(number)
 
 
+@contextmanager
+def _buffer(size_bytes: int) -> Iterator[tuple[mmap.mmap, memoryview]]:
+    """Memory that direct I/O reads into at once, and a view of it for that."""
+    with mmap.mmap(-1, size_bytes) as buffer, memoryview(buffer) as place:
+        yield buffer, place
+
+
 def _file_system_below(loop: str, path: str) -> int:
     """The magic number of the file system of a loop device's file; OSError if that is not there.
 
@@ -274,20 +282,27 @@ class BlockDevices(Calls):
         as it is. EBUSY as above.
         """
         with self._writing(device, os.O_RDWR | os.O_DIRECT, held=held) as descriptor:
-            opened = Opened(device, descriptor)
-            for offset in offsets:
-                with suppress(OSError):
-                    if not any(opened.read(offset, SAMPLE_BYTES)):
-                        opened.write(offset, MARK)
+            opened, zeroes = Opened(device, descriptor), bytes(SAMPLE_BYTES)
+            with _buffer(SAMPLE_BYTES) as (buffer, place):
+                for offset in offsets:
+                    with suppress(OSError):
+                        opened.read_into(offset, place)
+                        if buffer[:] == zeroes:
+                            place[:] = MARK
+                            opened.write(offset, place)
 
     def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
         """Whether blocks of that size can be read, past the page cache, and are zero."""
         zeroes = bytes(size_bytes)
-        with self.opened(device) as opened:
-            try:
-                return all(opened.read(offset, size_bytes) == zeroes for offset in offsets)
-            except OSError:
-                return False
+        with self.opened(device) as opened, _buffer(size_bytes) as (buffer, place):
+            for offset in offsets:
+                try:
+                    opened.read_into(offset, place)
+                except OSError:
+                    return False
+                if buffer[:] != zeroes:
+                    return False
+        return True
 
     @contextmanager
     def _writing(self, device: str, mode: int, *, held: bool) -> Iterator[int]:

@@ -118,17 +118,20 @@ def _scsi(lbprz: int, size_bytes: int, *, falsely: bool = False) -> Iterator[str
 
     Without it, unmapped blocks keep their data (drivers/scsi/scsi_debug.c, unmap_region()). Made
     `falsely`, the kernel takes such a disk for one that promises zeroes, and zeroes by unmapping.
+    It is a partition: udev has the kernel look anew at whole disks that were written to
+    (BLKRRPART, sd_need_revalidate()).
     """
-    given = {"dev_size_mb": size_bytes >> 20, "lbpws": 1, "lbprz": lbprz, "delay": 0}
+    given = {"dev_size_mb": (size_bytes >> 20) + 1, "lbpws": 1, "lbprz": lbprz, "delay": 0}
+    given["num_parts"] = 1
     _run("modprobe", "scsi_debug", *(f"{name}={value}" for name, value in given.items()))
     try:
         _run("udevadm", "settle")
         [host] = Path("/sys/bus/pseudo/drivers/scsi_debug").glob("adapter*/host*")
-        [disk] = host.glob("target*/*/block/*")
+        [partition] = host.glob("target*/*/block/*/*1")
         if falsely:
             [driver] = host.glob("target*/*/scsi_disk/*")
             (driver / "zeroing_mode").write_text("writesame_16_unmap")
-        yield f"/dev/{disk.name}"
+        yield f"/dev/{partition.name}"
     finally:
         _run("udevadm", "settle")
         _run("modprobe", "--remove", "--wait", "10000", "scsi_debug")
