@@ -38,8 +38,8 @@ _CACHE_SECONDS = 1.0
 
 
 # How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
-# and how many where its disks were proved before. Each is read twice, and written once where it was
-# zero before.
+# and how many where its disks were proved before. Not after a discard, of which a disk may ignore
+# some. Each is read twice, and written once where it was zero before.
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
 
 
@@ -154,9 +154,9 @@ class ErasePolicy:
 
         Where the device zeroes by itself, or discards, blocks that are known not to be zero are
         looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to
-        32 writes, the first time; then 8 and 4). If one is not zero, its disks are never asked
-        again to do so, and all pieces come once more, for the next way. The device is looked at
-        inside `within`, and opened as by Kernel.zero_out.
+        32 writes; 8 and 4 once its disks were seen to zero). If one is not zero, its disks are
+        never asked again to do so, and all pieces come once more, for the next way. The device is
+        looked at inside `within`, and opened as by Kernel.zero_out.
         """
         if end_bytes <= begin_bytes:
             return
@@ -164,7 +164,8 @@ class ErasePolicy:
             is_proved = by in (By.ZEROES, By.WRITES)
             disks = () if is_proved else self._kernel.stack(device).disks
             tried = {(disk, by) for disk in disks}
-            blocks = _SAMPLE_AGAIN if tried and tried <= self._proved else _SAMPLE
+            is_known = by is By.HOLE and bool(tried) and tried <= self._proved
+            blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
             every = sample(begin_bytes, end_bytes, blocks)
             with closing(work.chunks(end_bytes, begin_bytes)) as chunks:
                 for offset, length in chunks:
