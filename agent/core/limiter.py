@@ -17,6 +17,7 @@ from agent.core import users
 from agent.core.background import PeriodicTask
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
+from lvm.devices import Device
 from lvm.tuning import PLAIN, Tuning, limits
 from mount import errors as mount_errors
 from mount import table
@@ -105,7 +106,7 @@ class Limiter:
         if not said.is_limited and not self._limited:
             return
         device = self._inventory.device(str(volume.id))
-        if device is None or not users.places(self._kernel, table.read(self._kernel), device):
+        if device is None or not self._is_used(device):
             return
         new = Limited(str(volume.id), device.number, said, volume.capacity_bytes)
         with self._guard:
@@ -126,12 +127,24 @@ class Limiter:
                     one.size_bytes = size_bytes
                     self._set(one, one.io_max)
 
-    def lift(self, volume_id: str) -> None:
-        """Remove a volume's limits: before its last unmount, which writes what is left."""
-        with self._guard:
-            for one in self._of(volume_id):
-                del self._limited[one.number]
-                self._set(one, UNLIMITED)
+    @contextmanager
+    def leaving(self, volume_id: str, *, is_last: bool) -> Iterator[None]:
+        """Unmount a volume within the `with`; then limits are gone unless it is in use still.
+
+        `is_last`: without limits meanwhile, as the last unmount writes what is left.
+        """
+        with self.lifted(*[volume_id] * is_last):
+            try:
+                yield
+            finally:
+                self._forget_unused(volume_id)
+
+    def _forget_unused(self, volume_id: str) -> None:
+        for one in self._of(volume_id):
+            if not self._is_used(self._inventory.device(volume_id)):
+                with self._guard:
+                    self._limited.pop(one.number, None)
+                    self._set(one, UNLIMITED)
 
     @contextmanager
     def lifted(self, *volume_ids: str) -> Iterator[None]:
@@ -203,6 +216,11 @@ class Limiter:
         self._measured_seconds, counts = time.monotonic(), self._cgroups.counts()
         for one in self.limited:
             one.measure(counts.get(one.number, one.count))
+
+    def _is_used(self, device: Device | None) -> bool:
+        return device is not None and bool(
+            users.places(self._kernel, table.read(self._kernel), device)
+        )
 
     def _of(self, volume_id: str) -> Sequence[Limited]:
         """The volume, if it is limited; by its device, as an inline volume's id is the CO's."""

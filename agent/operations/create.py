@@ -149,7 +149,8 @@ class VolumeCreator:
         lvm = self._volume_groups.lvm(volume.group.name)
         # Crash points: after lvcreate, before the cache or before the rates of recovery.
         self._allocators.of(one).finish(lvm, volume)
-        modify.ensure(lvm, volume, call.tuning)
+        # Crash point: on record and not set; the next start, or this call again, sets it.
+        self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning))
 
     def _make(
         self,

@@ -19,14 +19,13 @@ def modify(context: Context, call: ModifyVolume) -> None:
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
         volume = context.inventory.require(call.volume_id)
-        ensure(context.volume_groups.lvm(volume.group.name), volume, call.tuning)
+        tuned = ensure(context.volume_groups.lvm(volume.group.name), volume, call.tuning)
         # Crash point: on record and not set; the next start, or this call again, sets it.
-        present = volume.group.volume(volume.name).tuning
-        context.limiter.apply(volume, call.tuning.over(present))
+        context.limiter.apply(volume, tuned)
 
 
-def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
-    """Change what a volume lacks of its parameters: one metadata write, or none.
+def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> Tuning:
+    """Change what a volume lacks of its parameters, and return all: one metadata write, or none.
 
     The group's lock is held. Raises BadField, HasSnapshots; then nothing is changed.
     """
@@ -34,13 +33,14 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
     check(wanted, volume.layout, present)
     lacking = wanted.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
-        return
+        return present
     held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
     if held and lacking.read_ahead_bytes is not None:
         raise errors.HasSnapshots(
             str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
         )
     tuning.change(lvm, group.name, volume.name, lacking, present)
+    return wanted.over(present)
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:

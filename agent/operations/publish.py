@@ -182,8 +182,7 @@ class Publisher:
     def unpublish(self, call: VolumeAt) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
         call = replace(call, path=self._volumes.place(call.path))
-        if ids.is_inline(call.volume_id):
-            self._limiter.lift(call.volume_id)
-        self._volumes.ensure_unmounted(call)
+        with self._limiter.leaving(call.volume_id, is_last=ids.is_inline(call.volume_id)):
+            self._volumes.ensure_unmounted(call)
         # Crash point: unmounted, and the path is left; kubelet repeats the call.
         target.ensure_absent(self._kernel, call.path)

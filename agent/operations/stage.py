@@ -256,8 +256,8 @@ class Stager:
         stops, and goes on when the volume is staged next.
         """
         path = self._volumes.place(call.path)
-        self._limiter.lift(call.volume_id)
-        self._volumes.ensure_unmounted(replace(call, path=path))
+        with self._limiter.leaving(call.volume_id, is_last=True):
+            self._volumes.ensure_unmounted(replace(call, path=path))
         seen = self._inventory.cached(call.volume_id)
         if seen is not None and tag.REMOUNT in seen.own_tags:
             # A publish was to mount it again, and the next one must not.

@@ -1,7 +1,7 @@
 """Limits of I/O: kept as tags, set for the pods' cgroup while a volume is in use, never without."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chosen
@@ -118,6 +118,30 @@ def test_limits_hold_from_the_first_pod_to_the_last(
     client.delete(pod.id)
 
 
+def test_limits_hold_as_long_as_a_volume_is_in_use_anywhere(
+    client: Client, host: AnyHost, service: Service
+) -> None:
+    pod = pod_of(client, host)
+    pod.begin()
+    # Not in kubelet's order.
+    client.unstage(pod.id, host.directory / "staging")
+    assert limits(host, service, pod.volume) == IS_FOUR
+    pod.end()
+    assert not host.cgroups.limits()
+
+
+def test_a_raw_volume_that_is_published_nowhere_is_not_limited(
+    client: Client, host: AnyHost
+) -> None:
+    pod = pod_of(client, host, "raw")
+    pod.begin()
+    client.unpublish(pod.id, pod.target)
+    assert not host.cgroups.limits()
+    client.publish(pod.volume, host.directory / "staging", pod.target, pod.capability)
+    assert list(host.cgroups.limits().values()) == [IS_FOUR]
+    pod.end()
+
+
 @pytest.mark.parametrize("kind", chosen.kinds(KINDS, usual=["mounted", "raw"]))
 def test_limits_change_while_a_pod_has_the_volume(
     kind: str, client: Client, host: AnyHost, service: Service, group: str
@@ -174,6 +198,16 @@ def test_a_volume_has_its_storage_classs_limits_but_for_what_another_class_says(
         client.create("pvc-1", SIZE, block(), parameters=parameters, mutable={"readIOPS": "50"})
     found = logical(host, group, "vol-pvc-1").tuning
     assert (found.read_iops, found.write_iops) == (50, 100)
+
+
+def test_a_repeated_creation_with_other_limits_changes_them_in_use(
+    client: Client, host: AnyHost, service: Service
+) -> None:
+    pod = pod_of(client, host)
+    pod.begin()
+    client.create("pvc-1", SIZE, pod.capability, mutable={"writeIOPS": "60"})
+    assert limits(host, service, pod.volume) == replace(IS_FOUR, writes=60)
+    pod.end()
 
 
 def test_an_inline_volume_is_limited_as_long_as_its_pod_lives(
