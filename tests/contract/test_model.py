@@ -82,6 +82,7 @@ def _own_staging(volume: str) -> str:
 _read_aheads = st.sampled_from(("auto", "0", "64KiB", "1MiB", "1MiB", "1000", "much"))
 _mutable = st.one_of(
     st.tuples(st.tuples(st.just("carver/readAhead"), _read_aheads)),
+    st.tuples(st.tuples(st.just("carver/writeIOPS"), st.sampled_from(("0", "9", "50", "60")))),
     st.sampled_from((None, (("carver/maximumRecoveryRate", "1MiB"),), (("unheard", "of"),))).map(
         lambda one: one or ()
     ),

@@ -15,6 +15,8 @@ BLOCK = Use("block", do.MULTI_WRITER)
 EXTENTS = 300
 
 AHEAD = (("carver/readAhead", "1MiB"),)
+LIMIT, OTHER_LIMIT = (("carver/writeIOPS", "50"),), (("carver/writeIOPS", "60"),)
+NO_LIMIT = (("carver/writeIOPS", "0"),)
 CREATE = do.Create("a", 320 * MIB, 0, EXT4)
 STAGE = do.Stage("a", "staging", EXT4)
 UNSTAGE = do.Unstage("a", "staging")
@@ -47,6 +49,9 @@ TOO_LARGE = do.NodeExpand("a", "staging", 1 << 42)
 RAW_LATER = do.NodeExpand("a", "target", 64 * MIB)
 STAGE_COPY = do.Stage("copy", "staging", EXT4)
 STAGE_SEALED_COPY = replace(STAGE_COPY, key="sesame")
+LIMITED = replace(CREATE, mutable=LIMIT)
+LIMITED_RAW = replace(RAW, mutable=LIMIT)
+LIMITED_SEALED = replace(SEALED_CREATE, mutable=LIMIT)
 # What was done before a call.
 STAGED = (CREATE, STAGE)
 USED = (*STAGED, UNSTAGE)
@@ -98,6 +103,24 @@ CASES = {
     "modify": Case(do.Modify("a", AHEAD), (CREATE,)),
     "modify, in use": Case(do.Modify("a", AHEAD), (*STAGED, PUBLISH)),
     "modify, inactive": Case(do.Modify("a", AHEAD), (CREATE,), deactivate),
+    "create, limited": Case(LIMITED),
+    "create again, with another limit": Case(
+        replace(CREATE, mutable=OTHER_LIMIT), (LIMITED, STAGE, PUBLISH)
+    ),
+    "modify, limited from now on": Case(do.Modify("a", LIMIT), (*STAGED, PUBLISH)),
+    "modify, with another limit": Case(do.Modify("a", OTHER_LIMIT), (LIMITED, STAGE, PUBLISH)),
+    "modify, without a limit": Case(do.Modify("a", NO_LIMIT), (LIMITED, STAGE, PUBLISH)),
+    "modify, limited and inactive": Case(do.Modify("a", LIMIT), (CREATE,), deactivate),
+    "stage, limited": Case(STAGE, (LIMITED,)),
+    "stage, encrypted, limited": Case(SEALED_STAGE, (LIMITED_SEALED,)),
+    "stage, limited, after a reboot": Case(STAGE, (LIMITED, STAGE), reboot),
+    "publish, limited, raw": Case(RAW_WRITER, (LIMITED_RAW, RAW_STAGE)),
+    "unpublish, limited, raw": Case(
+        do.Unpublish("a", "other"), (LIMITED_RAW, RAW_STAGE, RAW_WRITER)
+    ),
+    "unstage, limited": Case(UNSTAGE, (LIMITED, STAGE)),
+    "snapshot, limited": Case(SNAPSHOT, (LIMITED, STAGE)),
+    "expand on the node, limited": Case(LATER, (LIMITED, STAGE)),
     "delete": Case(do.Delete("a"), (CREATE,)),
     "delete, formatted": Case(do.Delete("a"), USED),
     "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),

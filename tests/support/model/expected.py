@@ -19,7 +19,9 @@ CLASS = "plain"
 DEFAULT_FS_TYPE = "ext4"
 ENCRYPTION, REENCRYPT = "carver/encryption", "carver/reencrypt"
 HEADER_BYTES = 4 * MIB
+AHEAD, LIMIT = "carver/readAhead", "carver/writeIOPS"
 RATE = "carver/maximumRecoveryRate"
+LEAST_IOPS = 10
 LEAST_BYTES = {key: one.minimum_bytes for key, one in FILE_SYSTEMS.items()}
 
 
@@ -39,6 +41,8 @@ class Volume:
     active: bool = True
     source: tuple[str, str] = do.NO_SOURCE
     read_ahead: str = "auto"
+    # How many writes its pods may do in a second; 0 for any number.
+    write_iops: int = 0
     # What it was to grow to and could not, as long as nothing less is asked for.
     wanted_bytes: int = 0
     # The same, where only a call grows it; where it has that size, what uses it has not.
@@ -125,11 +129,15 @@ class Model:
                 "ready",
                 self.volumes[one.source].active,
                 "auto",
+                0,
             )
             for name, one in self.snapshots.items()
         )
         volumes = (
-            (name, one.size_bytes, one.formatted, "ready", one.active, one.read_ahead)
+            (
+                *(name, one.size_bytes, one.formatted, "ready", one.active),
+                *(one.read_ahead, one.write_iops),
+            )
             for name, one in self.volumes.items()
         )
         places = ((path, one.volume, one.kind, one.read_only) for path, one in self.places.items())
@@ -141,6 +149,11 @@ class Model:
             entries=do.ordered(self.entries.items()),
             free_bytes=self.free_bytes,
             mappings=do.ordered(mappings),
+            limits=do.ordered(
+                (name, one.write_iops)
+                for name, one in self.volumes.items()
+                if one.write_iops and self.of(name)
+            ),
         )
 
     def apply(self, call: do.Call) -> Outcome:
@@ -221,7 +234,7 @@ class Model:
             _refuse("INVALID_ARGUMENT")
         _refuse_if(REENCRYPT in parameters and ENCRYPTION not in parameters, "INVALID_ARGUMENT")
         _refuse_if(parameters.get("carver/class", CLASS) != CLASS, "INVALID_ARGUMENT")
-        read_ahead = _read_ahead(call.mutable)
+        read_ahead, write_iops = _tuning(call.mutable)
         _refuse_rates(call.mutable)
         there = self.volumes.get(call.volume)
         _refuse_if(there is not None and there.source != call.source, "ALREADY_EXISTS")
@@ -257,13 +270,13 @@ class Model:
                 bridge = _area(was.size_bytes, 20)
             _refuse_if(planned + bridge > self.free_bytes, "RESOURCE_EXHAUSTED")
             there = self.volumes[call.volume] = made
-            made.read_ahead = read_ahead or "auto"
+            made.read_ahead, made.write_iops = read_ahead or "auto", write_iops or 0
             if was is not None:
                 self.volumes[self._volume_of(call.source)].active = True
         _refuse_if((there.use, there.fs_type) != (made.use, made.fs_type), "ALREADY_EXISTS")
         if (encrypted, made.reencrypts) != (bool(there.header_bytes), there.reencrypts):
             _refuse("ALREADY_EXISTS")
-        self._tune(call.volume, read_ahead)
+        self._tune(call.volume, read_ahead, write_iops)
         context = {"carver/class": CLASS}
         if there.fs_type:
             context["carver/fsType"] = there.fs_type
@@ -274,19 +287,20 @@ class Model:
         return there.capacity_bytes, context
 
     def _modify(self, call: do.Modify) -> None:
-        read_ahead = _read_ahead(call.mutable)
+        read_ahead, write_iops = _tuning(call.mutable)
         _refuse_if(not call.mutable, "INVALID_ARGUMENT")
         self._require(call.volume)
         _refuse_rates(call.mutable)
-        self._tune(call.volume, read_ahead)
+        self._tune(call.volume, read_ahead, write_iops)
 
-    def _tune(self, name: str, read_ahead: str) -> None:
-        """Snapshots that need the volume keep it as it is."""
+    def _tune(self, name: str, read_ahead: str, write_iops: int | None) -> None:
+        """Snapshots that need the volume keep its read-ahead as it is."""
         volume = self.volumes[name]
-        if read_ahead in ("", volume.read_ahead):
-            return
-        _refuse_if(self.has_snapshots(name), "FAILED_PRECONDITION")
-        volume.read_ahead = read_ahead
+        if read_ahead not in ("", volume.read_ahead):
+            _refuse_if(self.has_snapshots(name), "FAILED_PRECONDITION")
+            volume.read_ahead = read_ahead
+        if write_iops is not None:
+            volume.write_iops = write_iops
 
     def _source(self, call: do.Create) -> Volume | None:
         """What a new volume is made of, as it was then."""
@@ -604,13 +618,15 @@ class Model:
         _refuse_if(self.entries.setdefault(path, kind) != kind, "FAILED_PRECONDITION")
 
 
-def _read_ahead(mutable: tuple[tuple[str, str], ...]) -> str:
-    """What parameters say of it, empty for nothing."""
+def _tuning(mutable: tuple[tuple[str, str], ...]) -> tuple[str, int | None]:
+    """The read-ahead and the limit of writes that parameters say; empty and None for nothing."""
     known = {"auto": "auto", "0": "0", "1MiB": str(MIB), "64KiB": str(64 << 10)}
     given = dict(mutable)
-    if given.keys() - {"carver/readAhead", RATE} or not set(given.values()) <= known.keys():
+    limit = given.pop(LIMIT, None)
+    if given.keys() - {AHEAD, RATE} or not set(given.values()) <= known.keys():
         _refuse("INVALID_ARGUMENT")
-    return known.get(given.get("carver/readAhead", ""), "")
+    _refuse_if(limit is not None and 0 < int(limit) < LEAST_IOPS, "INVALID_ARGUMENT")
+    return known.get(given.get(AHEAD, ""), ""), None if limit is None else int(limit)
 
 
 def _is_within(call: do.Create, size_bytes: int) -> bool:

@@ -78,7 +78,7 @@ class Machine:
             self.host.disks,
             switch.converse(self.converse) if self.converse else None,
             stream=switch.stream(self.host.stream),
-            cgroups=self.host.cgroups,
+            cgroups=switch.cgroups(self.host.cgroups),
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         service = self.service
@@ -99,6 +99,7 @@ class Machine:
             for extra in service.extras.values():
                 for resume in extra.recoveries().values():
                     resume()
+            service.context.limiter.resume()
         service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True
@@ -358,6 +359,10 @@ class Machine:
             entries=do.ordered((one.name, _kind(one)) for one in self.host.directory.iterdir()),
             free_bytes=self._free_extents(group) * group.extent_size_bytes,
             mappings=do.ordered(mappings),
+            limits=do.ordered(
+                (names.get(number, "?"), one.writes)
+                for number, one in self.host.cgroups.limits().items()
+            ),
         )
 
     def _free_extents(self, group: report.Group) -> int:
@@ -400,13 +405,13 @@ class Machine:
 
 def _described(
     volumes: Iterable[report.LogicalVolume],
-) -> Iterator[tuple[str, int, str, str, bool, str]]:
+) -> Iterator[tuple[str, int, str, str, bool, str, int]]:
     for one in volumes:
         own_tags = tags.decode(one.tags)
         name = own_tags.get("name", f"?{one.name}")
         formatted, state = own_tags.get("formatted", ""), own_tags.get("state", "")
-        ahead = str(one.tuning.read_ahead_bytes)
-        yield name, one.size_bytes, formatted, state, one.active, ahead
+        ahead, writes = str(one.tuning.read_ahead_bytes), one.tuning.write_iops or 0
+        yield name, one.size_bytes, formatted, state, one.active, ahead, writes
 
 
 def die(service: Service) -> None:

@@ -211,15 +211,17 @@ def ordered(rows: Iterable[T]) -> tuple[T, ...]:
 class State:
     """What a machine has of Carver, in words that the model and a real machine share.
 
-    `volumes` are (name, bytes, formatted with, state, active, bytes that are read ahead or auto);
+    `volumes` are (name, bytes, formatted with, state, active, bytes that are read ahead or auto,
+    writes a second or 0);
     `places` (path, volume, fs or block, read-only), as often as mounted; `loops` (volume, loop
     devices over it); `entries` (path, dir or file); `mappings` (volume, bytes) what is open of
-    encrypted ones.
+    encrypted ones; `limits` (volume, writes a second) what the kernel allows pods.
     """
 
-    volumes: tuple[tuple[str, int, str, str, bool, str], ...]
+    volumes: tuple[tuple[str, int, str, str, bool, str, int], ...]
     places: tuple[tuple[str, str, str, bool], ...]
     loops: tuple[tuple[str, int], ...]
     entries: tuple[tuple[str, str], ...]
     free_bytes: int
     mappings: tuple[tuple[str, int], ...] = ()
+    limits: tuple[tuple[str, int], ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from fakes.kernel import CHANGING
 
 from lvm.devices import Devices
+from mount.cgroups import Cgroups
 from mount.command import Conversation, Converse, Result, Runner, Stream
 from mount.errors import CommandTimedOut
 from mount.kernel import Kernel
@@ -24,6 +25,8 @@ T = TypeVar("T")
 CHANGING_DEVICES = frozenset(
     {"suspend", "resume", "reserve_metadata", "release_metadata", "close_leftovers"}
 )
+# Of cgroups.
+CHANGING_CGROUPS = frozenset({"limit"})
 
 
 # Whether a process is also killed after a step that another follows: see `--every`.
@@ -131,6 +134,10 @@ class Switch:
         """The seam `lvm.devices.Devices`, through the switch."""
         return cast(Devices, _Through(devices, self))
 
+    def cgroups(self, cgroups: Cgroups) -> Cgroups:
+        """The seam `mount.cgroups.Cgroups`, through the switch."""
+        return cast(Cgroups, _Through(cgroups, self))
+
     def _step(self, name: str, take: Callable[[], T], *, changes: bool = True) -> T:
         if not changes:
             # It may hang, on a disk that is dead: the others go on.
@@ -208,7 +215,7 @@ class _Through:
             return self._switch._step(
                 name,
                 lambda: operation(*words, **named),
-                changes=name in CHANGING | CHANGING_DEVICES,
+                changes=name in CHANGING | CHANGING_DEVICES | CHANGING_CGROUPS,
             )
 
         return through
