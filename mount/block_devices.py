@@ -366,30 +366,29 @@ class BlockDevices(Calls):
         """Copy a part of one block device to the same place on another; it is on the disk then.
 
         Where the source has zeroes nothing is written: the target is zeroed there, or left alone
-        where it is `blank`. EBUSY while the target is mounted or held.
+        where it is `blank`. EBUSY while the target is mounted or held. udev does not come to know,
+        as with `zero_out`: it would look at the target after each part.
         """
         reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
-        with blocks.closing(reading):
-            writing = blocks.open_exclusively(target)
-            with blocks.closing(writing):
-                at, end = offset_bytes, offset_bytes + length_bytes
-                zeroes = 0  # so many bytes before `at`
-                while at < end:
-                    data = blocks.read(reading, source, at, min(_PIECE_BYTES, end - at))
-                    if data == bytes(len(data)):
-                        zeroes += len(data)
-                    else:
-                        if not blank:
-                            blocks.zero_out(writing, target, at - zeroes, zeroes, by)
-                        blocks.write(writing, target, at, data)
-                        zeroes = 0
-                    at += len(data)
-                if not blank:
-                    blocks.zero_out(writing, target, end - zeroes, zeroes, by)
-                os.fsync(writing)
-                # Neither is read again soon; the workloads' pages are worth more.
-                for descriptor in (reading, writing):
-                    os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+        with blocks.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
+            at, end = offset_bytes, offset_bytes + length_bytes
+            zeroes = 0  # so many bytes before `at`
+            while at < end:
+                data = blocks.read(reading, source, at, min(_PIECE_BYTES, end - at))
+                if data == bytes(len(data)):
+                    zeroes += len(data)
+                else:
+                    if not blank:
+                        blocks.zero_out(writing, target, at - zeroes, zeroes, by)
+                    blocks.write(writing, target, at, data)
+                    zeroes = 0
+                at += len(data)
+            if not blank:
+                blocks.zero_out(writing, target, end - zeroes, zeroes, by)
+            os.fsync(writing)
+            # Neither is read again soon; the workloads' pages are worth more.
+            for descriptor in (reading, writing):
+                os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:

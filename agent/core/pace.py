@@ -1,6 +1,6 @@
 """Pace background I/O: one piece at a time for each volume group, giving way to other I/O.
 
-A piece is a part of a device that is erased, copied or compared. All workers of a group take turns,
+A piece is a part of a device that is erased, zeroed or copied. All workers of a group take turns,
 so they share its disks evenly. What is paused between two pieces, and how large they are, is the
 setting `background_bandwidth`.
 
@@ -29,8 +29,8 @@ from mount.kernel import Kernel
 # A job can end between two pieces. CreateVolume, which may want a pool that is being zeroed, and
 # the end of the service wait for one at most.
 MOST_BYTES = 64 << 20
-# Smaller pieces cost a disk hardly less, and the work much more.
-LEAST_BYTES = 256 << 10
+# Smaller ones spare others little: a disk takes as long to find the place.
+LEAST_BYTES = 1 << 20
 # Where it is not known yet what others do.
 _FIRST_BYTES = 16 << 20
 # Others' I/O is looked for so long before the first piece.
@@ -158,7 +158,7 @@ class _GivingWay:
     def __init__(self, kernel: Kernel, clock: Callable[[], float]) -> None:
         self._kernel, self._clock = kernel, clock
         self.paused_seconds = 0.0
-        self._length_bytes, self._ended_at = _FIRST_BYTES, -math.inf
+        self._length_bytes, self._took_seconds, self._ended_at = _FIRST_BYTES, 0.0, -math.inf
         # How fast pieces are where they need not wait for others, in bytes a second.
         self._rates: dict[tuple[str, frozenset[str]], float] = {}
         # What each disk had done when it was looked at last: since then the group's background
@@ -172,13 +172,13 @@ class _GivingWay:
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
             # What others did meanwhile does not tell what they do now.
-            self._length_bytes = _FIRST_BYTES
+            self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
             self._seen |= self._loads(work)
             pause(_FIRST_SECONDS)
         for _ in range(2):
             # The second time where others were seen in the pause, which is longer then.
             self._look(work)
-            self._pause(work, pause)
+            self._pause(pause)
         most_bytes = 2 * self._length_bytes
         if self._is_beside_others and (rate := self._rate(work)):
             # Half: others' I/O may have waited for this work's.
@@ -192,7 +192,8 @@ class _GivingWay:
         # Beside others a piece waits for theirs.
         rate = _mean(rate, measured) if is_alone else max(rate, measured)
         self._rates[work.kind, work.disks] = rate
-        self._length_bytes, self._ended_at = length_bytes, self._clock()
+        self._length_bytes, self._took_seconds = length_bytes, seconds
+        self._ended_at = self._clock()
         self._seen |= self._loads(work)
 
     @property
@@ -202,16 +203,13 @@ class _GivingWay:
     def _rate(self, work: Work) -> float:
         return self._rates.get((work.kind, work.disks), 0.0)
 
-    def _pause(self, work: Work, pause: Callable[[float], None]) -> None:
+    def _pause(self, pause: Callable[[float], None]) -> None:
         """Pause, for others as long as a piece and one of theirs; alone only to look for others."""
-        if not (rate := self._rate(work)):
-            return
-        is_for_others, took_seconds = self._is_beside_others, self._length_bytes / rate
-        if is_for_others:
+        if is_for_others := self._is_beside_others:
             others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
-            seconds = min(max(took_seconds, others), _PAUSE_SECONDS)
+            seconds = min(max(self._took_seconds, others), _PAUSE_SECONDS)
         else:
-            seconds = min(took_seconds * _ALONE_PART, _ALONE_SECONDS)
+            seconds = min(self._took_seconds * _ALONE_PART, _ALONE_SECONDS)
         if (left_seconds := self._ended_at + seconds - self._clock()) > 0:
             pause(left_seconds)
             self.paused_seconds += is_for_others * left_seconds

@@ -21,6 +21,8 @@ from mount.errors import CommandError, OutcomeUnknown
 
 _log = logging.getLogger(__name__)
 
+# Jobs with more are long: two of them must not keep a short one waiting for hours.
+LONG_BYTES = 4 << 30
 # A cancelled job is at a safe point by then, unless the disk hangs.
 _ENDING_SECONDS = 10.0
 # How long `find` may take for all jobs of a group that are retried together.
@@ -43,9 +45,11 @@ class Job:
     """Work on the volume, pool or group with the id `key`; `ended` has the outcome.
 
     `on_record`: tags record it, and its caller has had an answer, so the queue has to retry it.
+    `size_bytes` is what it erases or copies; long jobs have workers of their own.
     """
 
     key: str
+    size_bytes: int = 0
     on_record: bool = True
     running: bool = False
     progress: Progress = field(default_factory=Progress)
@@ -63,7 +67,8 @@ class TaskQueue(Generic[J]):
 
     A failed job that is on record is retried: `find` gives the job that is due for a key by the
     fresh state, and raises NoSuchVolume where nothing is, which alone ends the retries. Failed jobs
-    of one group are retried together, by one state. `workers` run at once for each group.
+    of one group are retried together, by one state. `workers` run at once for each group, and as
+    many long ones beside them.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class TaskQueue(Generic[J]):
         self._stopping = threading.Event()
         self._kind, self._workers = kind, workers
         # A few threads for each group: a disk that hangs delays no other group's jobs.
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[tuple[str, bool], ThreadPoolExecutor] = {}
         self._guard = threading.Lock()
         self._jobs: dict[str, J] = {}
         self._barred: set[str] = set()
@@ -285,10 +290,10 @@ class TaskQueue(Generic[J]):
         if self._stopping.is_set():
             return job
         try:
-            group = _group_of(job.key)
-            if group not in self._pools:
-                self._pools[group] = ThreadPoolExecutor(self._workers, f"{self._kind} {group}")
-            self._pools[group].submit(self._run, job)
+            lane = group, _ = _group_of(job.key), job.size_bytes > LONG_BYTES
+            if lane not in self._pools:
+                self._pools[lane] = ThreadPoolExecutor(self._workers, f"{self._kind} {group}")
+            self._pools[lane].submit(self._run, job)
         except RuntimeError:
             # The pool keeps it, and may come to it when it has a thread.
             job.cancelled.set()

@@ -316,6 +316,17 @@ def _io_limits(scrape: Scrape) -> Samples:
                 yield (one.volume_id, what), limit
 
 
+def _background_bytes(scrape: Scrape) -> Samples:
+    for group, pace in scrape.service.context.paces.every().items():
+        for kind, done_bytes in pace.done_bytes.items():
+            yield (group, kind), done_bytes
+
+
+def _background_paused(scrape: Scrape) -> Samples:
+    for group, pace in scrape.service.context.paces.every().items():
+        yield (group,), pace.paused_seconds
+
+
 # fmt: off
 OF_PROCESS: tuple[Row, ...] = (
     Row("carver_build_info", "Carver's and Python's versions; always 1.", ("version", "python"),
@@ -328,6 +339,10 @@ OF_PROCESS: tuple[Row, ...] = (
         lambda service: service.reencrypter.jobs.counts()),
     Row("carver_extensions", "Automatic extensions of pools and snapshots.", ("kind", "outcome"),
         lambda scrape: scrape.service.autoextender.counts().items(), CounterMetricFamily),
+    Row("carver_background_bytes", "What background I/O did, by the kind of work.",
+        ("group", "kind"), _background_bytes, CounterMetricFamily),
+    Row("carver_background_paused_seconds", "Time that background I/O was paused for others.",
+        ("group",), _background_paused, CounterMetricFamily),
     Row("carver_round_failures", "Failed background scans; they are retried.", ("kind", "group"),
         _failures, CounterMetricFamily),
     Row("carver_registration", "State of the registration with kubelet: 1 for one.", ("state",),

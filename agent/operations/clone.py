@@ -259,7 +259,7 @@ class Copier:
         if source is not None:
             self._unused.pop(str(source.id), None)
             source = replace(source, group=source.group.only(source.name))
-        return Copy(key=str(volume.id), volume=volume, source=source)
+        return Copy(key=str(volume.id), volume=volume, source=source, size_bytes=volume.made_bytes)
 
     def _find(self, volume_id: str) -> Copy:
         known = self._inventory.state(ids.group_of(volume_id))

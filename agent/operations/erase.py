@@ -354,7 +354,7 @@ class Eraser:
         is_kept = self.policy.erases(volume) or volume.layout.is_thin
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
-            self._put_on_record(_wipe_of(volume))
+            self._put_on_record(self._wipe_of(volume))
             self._start(replace(volume, own_tags={**volume.own_tags, tag.STATE: tag.WIPING}))
             return
         job = self._start(volume)
@@ -400,12 +400,12 @@ class Eraser:
             every = self._inventory.doomed(self._inventory.state(*own, resume=True))
             left = [one for one in every if one.group.name in own]
             for volume in left:
-                self.jobs.start(_wipe_of(volume))
+                self.jobs.start(self._wipe_of(volume))
         return len(left)
 
     def _start(self, volume: Volume) -> _Wipe:
         """Start a job, or find the running one; raises Stopping while a called-off one ends."""
-        job = self.jobs.start(_wipe_of(volume))
+        job = self.jobs.start(self._wipe_of(volume))
         if job.cancelled.is_set():
             raise Stopping(job.key)
         return job
@@ -418,11 +418,27 @@ class Eraser:
         with suppress(errors.NoSuchVolume, errors.OtherGroup):
             volume = self._inventory.doomed_one(known, volume_id)
             if self.policy.waits_for_disk(volume):
-                return _wipe_of(volume)
-        return _wipe_of(
+                return self._wipe_of(volume)
+        return self._wipe_of(
             self._inventory.doomed_one(
                 self._inventory.state(ids.group_of(volume_id), resume=True), volume_id
             )
+        )
+
+    def _wipe_of(self, volume: Volume) -> _Wipe:
+        # Many jobs may wait, and each would keep a report of all volumes.
+        upon = [one.name for one in volume.group.made_of(volume.name)]
+        found = volume.group.volumes.get(volume.name)
+        pool = "" if found is None else found.pool
+        parted = caches.parted(volume.group, volume.name)
+        group = volume.group.only(volume.name, parted, pool, *upon)
+        volume = replace(volume, group=group)
+        is_overwritten = self.policy.erases(volume) and not pool
+        return _Wipe(
+            key=str(volume.id),
+            volume=volume,
+            size_bytes=self.policy.zeroed_bytes(volume, volume.size_bytes) * is_overwritten,
+            on_record=volume.wiping,
         )
 
     def _work(self, job: _Wipe) -> None:
@@ -683,13 +699,3 @@ def _about_disks(volume: Volume) -> str:
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"
         f" up: `lvchange --addtag {tags.format_one(tag.GIVEN_UP, 'yes')} {path}`"
     )
-
-
-def _wipe_of(volume: Volume) -> _Wipe:
-    # Many jobs may wait, and each would keep a report of all volumes.
-    upon = [one.name for one in volume.group.made_of(volume.name)]
-    pool = volume.group.volumes[volume.name].pool if volume.name in volume.group.volumes else ""
-    parted = caches.parted(volume.group, volume.name)
-    group = volume.group.only(volume.name, parted, pool, *upon)
-    volume = replace(volume, group=group)
-    return _Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping)

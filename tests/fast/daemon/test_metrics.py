@@ -329,6 +329,7 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
     limit = {"writeIOPS": "100"}
+    measured.client.delete(measured.client.create("pvc-0", 4 * MIB, block()).volume_id)
     volume = measured.client.create("pvc-1", 4 * MIB, block(), mutable=limit)
     directory = measured.host.directory
     measured.client.stage(volume, directory / "staging", block())
@@ -479,3 +480,11 @@ def test_a_snapshot_s_area_is_measured_and_copies_are_counted(measured: Measured
     found = measured.samples()
     assert found["carver_snapshot_used_ratio", snapshot.snapshot_id] == 0.25
     assert [found["carver_copies", one] for one in ("queued", "running", "failed")] == [0, 0, 0]
+
+
+def test_background_work_is_counted_by_group_and_kind(measured: Measured) -> None:
+    volume = measured.client.create("pvc-1", 8 * MIB, block())
+    measured.client.delete(volume.volume_id)
+    samples = measured.samples()
+    assert samples["carver_background_bytes_total", "data", "erase"] == 8 * MIB
+    assert samples["carver_background_paused_seconds_total", "data"] == 0
