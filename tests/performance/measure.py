@@ -29,7 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import agent  # noqa: F401  isort: skip
 
 import grpc
-from performance import bare, document, floor, group, rows, service, streamed, tables, throughput
+from performance import (
+    bare,
+    beside,
+    document,
+    floor,
+    group,
+    rows,
+    service,
+    streamed,
+    tables,
+    throughput,
+)
 from performance.bare import Bare, Life
 from performance.group import Group
 from performance.rows import Row, Samples
@@ -50,6 +61,8 @@ _ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 15, 7, 25
 _LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.25}
 _AT_ONCE_SHARE = 0.15
 _DELTAS_SHARE, _STREAMS_SHARE, _THROUGHPUT_SHARE = 0.05, 0.1, 0.12
+# Its group is written once beforehand, for which a short pass has no time.
+_BESIDE_SHARE, _LEAST_BESIDE = 0.08, 30.0
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
@@ -128,6 +141,8 @@ class Pass:
             ):
                 if self._limit.left_seconds():
                     yield from rows.of_pairs(more(self._limit.share(share)))
+            if (beside_seconds := self._limit.share(_BESIDE_SHARE).left_seconds()) > _LEAST_BESIDE:
+                yield from rows.of_neighbour(self._beside_work(beside_seconds))
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -228,6 +243,13 @@ class Pass:
         samples = Samples()
         with self._served() as carver:
             throughput.measure(carver.client, self._place, limit.rounds(_ROUNDS), samples)
+        return samples
+
+    def _beside_work(self, seconds: float) -> Samples:
+        """A neighbour's writes beside an erase and a copy, on a disk of their own."""
+        self._say("a neighbour of background work")
+        samples = Samples()
+        beside.measure(self._place, self._settings, seconds, samples)
         return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:

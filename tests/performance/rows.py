@@ -66,6 +66,12 @@ BESIDE = {
     },
 }
 
+# A neighbour on the disk on which Carver works in the background (beside.py).
+WRITES_ALONE, ERASED_ALONE = "the same without Carver's work", "a GiB erased, alone"
+WRITES_ERASING = "p99 of writes of 4 KiB with fsync, beside an erase"
+WRITES_COPYING = "p99 of writes of 4 KiB with fsync, beside a copy"
+ERASED_BESIDE = "a GiB erased, beside such writes"
+
 # Copy-on-write, active, of one volume; and how busy an idle service is beside them.
 SNAPSHOTS = 500
 AMONG_SNAPSHOTS = f"{CAPACITY}: growth from 0 to {SNAPSHOTS} snapshots"
@@ -131,6 +137,9 @@ PROMISES = (
         # What the other two are beside it is what they are chosen by.
         for kind, target in ((ENCRYPTED, 1.05), (BYPASSED, None), (PLAIN, None))
     ),
+    Promise(WRITES_ERASING, WRITES_ALONE, target=2),
+    Promise(WRITES_COPYING, WRITES_ALONE, target=2),
+    Promise(ERASED_BESIDE, ERASED_ALONE, target=2),
     Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),
     *(
         Promise(grown(call, volumes), "lvcreate's own", target=1.2)
@@ -249,6 +258,23 @@ def of_growth(volumes: int, empty: Samples, full: Samples) -> Iterator[Row]:
             beside = full.median(LVCREATE) / empty.median(LVCREATE)
             seconds = full.median(call), full.median(LVCREATE)
             yield _row(grown(call, volumes), carver / beside, len(full.seconds[call]), seconds)
+
+
+def of_neighbour(samples: Samples) -> Iterator[Row]:
+    """How late a neighbour's writes are beside background work, and how slow that is."""
+    for name, beside, of in (
+        (WRITES_ERASING, WRITES_ALONE, late),
+        (WRITES_COPYING, WRITES_ALONE, late),
+        (ERASED_BESIDE, ERASED_ALONE, median),
+    ):
+        if samples.has(name, beside):
+            found, alone = of(samples.seconds[name]), of(samples.seconds[beside])
+            yield _row(name, found / alone, len(samples.seconds[name]), (found, alone))
+
+
+def late(seconds: Sequence[float]) -> float:
+    """The 99th percentile."""
+    return sorted(seconds)[len(seconds) * 99 // 100]
 
 
 def of_snapshots(empty: Samples, full: Samples, idle_percent: float) -> Iterator[Row]:

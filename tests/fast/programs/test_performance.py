@@ -442,3 +442,15 @@ def test_a_stream_is_timed_beside_dd_and_nothing_of_it_stays(
 
 def refuse(*_words: object) -> None:
     raise RuntimeError("it wants no more")
+
+
+def test_a_neighbour_s_latest_writes_are_compared() -> None:
+    samples = Samples()
+    samples.seconds[rows.WRITES_ALONE] = [0.001] * 98 + [0.002, 0.004]
+    samples.seconds[rows.WRITES_ERASING] = [0.001] * 90 + [0.006] * 10
+    samples.seconds[rows.ERASED_ALONE], samples.seconds[rows.ERASED_BESIDE] = [2.0], [3.0]
+    found = {one.name: one for one in rows.of_neighbour(samples)}
+    assert found[rows.WRITES_ERASING].value == pytest.approx(1.5)
+    assert found[rows.WRITES_ERASING].is_met is True
+    assert found[rows.ERASED_BESIDE].value == pytest.approx(1.5)
+    assert rows.WRITES_COPYING not in found

@@ -1,0 +1,154 @@
+"""A neighbour's fsync'ed writes beside Carver's background I/O, on one disk.
+
+The group is on dm-delay over a file: as a disk without an offload for zeroes, which is written.
+"""
+
+import mmap
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from performance import rows, service
+from performance.bare import run
+from performance.rows import Samples
+
+from agent.csi.client import Client, block, of_volume
+from lvm import names
+from mount import block_devices
+
+NAME = "carver_beside"
+_GIB, _MIB = 1 << 30, 1 << 20
+_FILE_BYTES, _ERASED_BYTES = 12 * _GIB, 8 * _GIB
+_COPIED_BYTES, _NEIGHBOUR_BYTES = 1 * _GIB, 256 * _MIB
+_WRITE_BYTES, _SECTOR_BYTES, _BEGINS_SECTORS = 4096, 512, 2048
+# Parts of the time: the neighbour alone, the erase alone, both, the neighbour beside a copy.
+_ALONE, _ERASING, _BOTH, _COPYING = 0.25, 0.1, 0.35, 0.3
+_SETTLED_SECONDS = 1.0
+
+
+@contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """An empty group; afterwards nothing is left of it."""
+    file = directory / "beside"
+    run("truncate", "--size", str(_FILE_BYTES), str(file))
+    try:
+        disk = run("losetup", "--find", "--show", "--direct-io=on", str(file)).strip()
+        try:
+            # Not from the beginning, or lvm2 would see the disk twice.
+            sectors = _FILE_BYTES // _SECTOR_BYTES - _BEGINS_SECTORS
+            table = f"0 {sectors} delay {disk} {_BEGINS_SECTORS} 0"
+            run("dmsetup", "create", NAME, "--table", table)
+            try:
+                run("vgcreate", "--yes", "--", NAME, f"/dev/mapper/{NAME}")
+                try:
+                    yield
+                finally:
+                    run("vgremove", "--force", "--force", "--yes", "--", NAME)
+            finally:
+                run("dmsetup", "remove", "--retry", NAME)
+        finally:
+            run("losetup", "--detach", disk)
+    finally:
+        file.unlink()
+
+
+def measure(place: Path, settings: str, seconds: float, samples: Samples) -> None:
+    """Latencies of a neighbour's writes, and what a GiB takes, by the names of the rows."""
+    with made(place), service.served(place, NAME, settings) as carver:
+        client = carver.client
+        client.create("neighbour", _NEIGHBOUR_BYTES, block())
+        _fill("neighbour", _NEIGHBOUR_BYTES)
+        samples.seconds[rows.WRITES_ALONE] += _writes(seconds * _ALONE / 2)
+        doomed = client.create("doomed", _ERASED_BYTES, block())
+        erased = Written(_path("doomed"))
+        client.delete(doomed.volume_id)
+        time.sleep(_SETTLED_SECONDS)
+        for name, part in ((rows.ERASED_ALONE, _ERASING), (rows.ERASED_BESIDE, _BOTH)):
+            erased.begin()
+            if name == rows.ERASED_ALONE:
+                time.sleep(seconds * part)
+                erased.look()
+            else:
+                found = _writes(seconds * part, erased.look)
+                samples.seconds[rows.WRITES_ERASING] += found
+            samples.seconds[name] += erased.seconds_for_gib()
+        source = client.create("source", _COPIED_BYTES, block())
+        _fill("source", _COPIED_BYTES)
+        with ThreadPoolExecutor(1) as pool:
+            words = ("copy", _COPIED_BYTES, block())
+            copying = pool.submit(client.create, *words, source=of_volume(source.volume_id))
+            while not Path(_path("copy")).exists() and not copying.done():
+                time.sleep(0.05)
+            found = _writes(seconds * _COPYING, copying.done)
+            samples.seconds[rows.WRITES_COPYING] += found
+            copied = copying.result()
+        for one in (copied, source):
+            client.delete(one.volume_id)
+        _await_idle(client)
+        samples.seconds[rows.WRITES_ALONE] += _writes(seconds * _ALONE / 2)
+
+
+def _await_idle(client: Client) -> None:
+    """Wait until the group has its room again."""
+    while client.capacity().available_capacity < _FILE_BYTES - _COPIED_BYTES:
+        time.sleep(0.2)
+
+
+def _writes(seconds: float, ends: Callable[[], bool] = lambda: False) -> list[float]:
+    """How long each write of 4 KiB and its fsync(2) takes, one after the other, for so long."""
+    found, chance = list[float](), random.Random(4096)
+    data = mmap.mmap(-1, _WRITE_BYTES)
+    data.write(os.urandom(_WRITE_BYTES))
+    descriptor = os.open(_path("neighbour"), os.O_WRONLY | os.O_DIRECT)
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not ends():
+            at = chance.randrange(_NEIGHBOUR_BYTES // _WRITE_BYTES) * _WRITE_BYTES
+            begun = time.monotonic()
+            os.pwritev(descriptor, [data], at)
+            os.fsync(descriptor)
+            found.append(time.monotonic() - begun)
+    finally:
+        os.close(descriptor)
+    return found
+
+
+class Written:
+    """How fast a device is written, as long as it is there."""
+
+    def __init__(self, path: str) -> None:
+        number = os.stat(path).st_rdev  # noqa: PTH116
+        self._key = os.major(number), os.minor(number)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._begun = self._last = time.monotonic(), self._sectors()
+
+    def look(self) -> bool:
+        """Look how much was written; return whether the device is gone."""
+        if sectors := self._sectors():
+            self._last = time.monotonic(), sectors
+        return not sectors
+
+    def seconds_for_gib(self) -> list[float]:
+        """What a GiB took between `begin` and the last look; empty where nothing was written."""
+        (begun, before), (last, after) = self._begun, self._last
+        done = (after - before) * _SECTOR_BYTES / _GIB
+        return [(last - begun) / done] if done > 0 else []
+
+    def _sectors(self) -> int:
+        return block_devices.written_sectors().get(self._key, 0)
+
+
+def _fill(name: str, size_bytes: int) -> None:
+    data = ("if=/dev/urandom", f"of={_path(name)}", "bs=1M", "oflag=direct")
+    run("dd", *data, f"count={size_bytes // _MIB}")
+
+
+def _path(name: str) -> str:
+    return f"/dev/mapper/{names.device(NAME, f'vol-{name}')}"
