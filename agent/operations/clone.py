@@ -341,6 +341,8 @@ class Copier:
             check=partial(self.jobs.check, job),
             progress=job.progress,
         )
+        # Where the source has zeroes the copy has the device zero.
+        self._policy.prove(writing, source.size_bytes)
         for offset, length in work.chunks(source.size_bytes):
             self._kernel.copy(reading, writing, offset, length, blank=blank)
         if self._inventory.has_overflowed(source):

@@ -41,6 +41,8 @@ _CACHE_SECONDS = 1.0
 # and how many where its disks were proved before. Not after a discard, of which a disk may ignore
 # some. Each is read twice, and written once where it was zero before.
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
+# How much is zeroed to see whether a device does, where nothing need be zeroed itself.
+PROVED_BYTES = 1 << 20
 
 
 # Values of the setting `wipe`; the other is "zero".
@@ -184,6 +186,24 @@ class ErasePolicy:
                     self._proved |= tried
                     return
             self._proved -= tried
+            self._distrust(device, by, disks)
+
+    def prove(self, device: str, size_bytes: int) -> None:
+        """See that a device zeroes, before a copy overwrites so much of it and leaves holes.
+
+        By blocks at its beginning, once for its disks; they are distrusted where it does not.
+        """
+        disks, by = self._kernel.stack(device).disks, By.HOLE
+        tried = {(disk, by) for disk in disks}
+        if self._kernel.zeroing(device) is not by or (tried and tried <= self._proved):
+            return
+        length = min(size_bytes, PROVED_BYTES)
+        places = sample(0, length)
+        self._kernel.mark(device, places)
+        self._kernel.zero_out(device, 0, length, by=by)
+        if self._kernel.are_zero(device, places):
+            self._proved |= tried
+        else:
             self._distrust(device, by, disks)
 
     def _distrust(self, device: str, by: By, disks: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from fakes.kernel import DECIDING, FakeKernel
 
 from mount import errors, table
 from mount import mounts as nodes
+from mount.blocks import By
 from mount.kernel import Kernel
+from mount.stacks import Stack
 
 # These act on target paths, which are real in the fake as well.
 ON_REAL_PATHS = {"make_directory", "make_file"}
@@ -118,3 +121,41 @@ def test_a_path_is_resolved_as_far_as_it_exists(tmp_path: Path, path: str, expec
         (tmp_path / link).symlink_to(target)
 
     assert Kernel().real_path(str(tmp_path / path)) == str(tmp_path / expected)
+
+
+def test_zero_blocks_are_marked_others_stay_and_both_are_told_from_zeroes(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kernel, "_unwatched", lambda _, path: nullcontext((path, None)))
+    kernel, path = Kernel(), str(device)
+    data = b"data".ljust(4096, b"\0")
+    device.write_bytes(data + bytes(3 * 4096 + 512))
+    assert kernel.are_zero(path, [4096, 8192])
+    assert kernel.are_zero(path, [4096], 8192)
+    assert not kernel.are_zero(path, [4096, 0])
+    # The last is no whole block, and cannot be known.
+    kernel.mark(path, [0, 8192, 4 * 4096])
+    assert not kernel.are_zero(path, [8192])
+    assert not kernel.are_zero(path, [4 * 4096])
+    found = device.read_bytes()
+    assert found[:8192] == data + bytes(4096)
+    assert found[12288:] == bytes(4096 + 512)
+    assert any(found[8192:12288])
+
+
+def test_a_device_that_cannot_be_looked_at_is_zeroed_by_the_kernel(device: Path) -> None:
+    assert Kernel().zeroing(str(device)) is By.ZEROES
+
+
+@pytest.mark.parametrize("distrusted", [By.HOLE, By.DISCARD])
+def test_a_distrusted_way_is_not_taken_on_any_volume_of_the_disk(distrusted: By) -> None:
+    devices = FakeDevices()
+    kernel = FakeKernel(devices)
+    for path, disks in (("/dev/a", "sda"), ("/dev/b", "sdb"), ("/dev/ab", "sda sdb")):
+        devices.add(path, 1 << 20).stack = Stack(True, disks=frozenset(disks.split()))
+    assert kernel.distrust(["sda"], distrusted) == ["sda"]
+    assert kernel.distrust(["sda"], distrusted) == []
+    is_hole = distrusted is By.HOLE
+    for path, is_avoided in (("/dev/a", True), ("/dev/b", False), ("/dev/ab", True)):
+        assert kernel.is_distrusted(kernel.stack(path), distrusted) == is_avoided
+        assert kernel.zeroing(path) is (By.WRITES if is_avoided and is_hole else By.HOLE)

@@ -14,12 +14,13 @@ import serving
 from csi_client import Client
 from fakes.devices import Media
 from fakes.host import FakeHost
+from fakes.lvm.records import FakeGroup, FakeVolume
 
 from agent.core.classes import DeviceClass
 from agent.core.pace import MOST_BYTES
-from agent.csi.client import block
+from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
-from agent.operations.erase import sample
+from agent.operations.erase import PROVED_BYTES, sample
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.blocks import By
@@ -296,6 +297,31 @@ def test_a_new_volume_that_must_be_zero_is_never_discarded(node: Node) -> None:
     with node.served("discard-unguaranteed") as (_, client):
         client.create("a", SIZE, block(), parameters={"class": "zeroed"})
     assert node.asked == [(*WHOLE[0], By.HOLE), *by(By.WRITES)]
+
+
+@pytest.mark.parametrize("wipe", ["zero", "discard-unguaranteed"])
+def test_a_copy_has_zeroes_where_its_source_has_also_on_a_disk_that_lies(
+    node: Node, wipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free has data of someone else's."""
+    node.disks(lies=[By.HOLE])
+    activate = node.host.lvm2._activate_one
+
+    def activate_used(group: FakeGroup, volume: FakeVolume) -> None:
+        if volume.name.endswith("copied") and not volume.media.blocks:
+            volume.media.write(20 * MIB, b"of someone else's".ljust(4096, b"\0"))
+        activate(group, volume)
+
+    monkeypatch.setattr(node.host.lvm2, "_activate_one", activate_used)
+    with node.served(wipe) as (_, client):
+        source = client.create("source", SIZE, block()).volume_id
+        media = node.host.lvm2.groups["data"].volumes["vol-source"].media
+        media.write(0, b"its own".ljust(4096, b"\0"))
+        client.create("copied", SIZE, block(), source=of_volume(source))
+        copied = node.host.lvm2.groups["data"].volumes["vol-copied"].media
+        assert copied.blocks == media.blocks
+    assert node.asked[0] == (0, PROVED_BYTES, By.HOLE)
+    assert (0, PROVED_BYTES, By.HOLE) not in node.asked[1:]
 
 
 @pytest.mark.parametrize("wipe", ["zero", "discard-unguaranteed"])

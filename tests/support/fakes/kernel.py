@@ -375,7 +375,7 @@ class FakeKernel(Kernel):
         end = offset_bytes + length_bytes
         if read.media.unreadable or end > min(read.size_bytes, written.size_bytes):
             _fail(errno.EIO, source)
-        if not blank:
+        if not blank and self.zeroing(target) not in written.lies:
             written.media.erase(offset_bytes, length_bytes)
         written.media.blocks |= read.media.part(offset_bytes, length_bytes)
         written.media.flush()
