@@ -22,6 +22,8 @@ ROOT = Path("/sys/fs/cgroup")
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
 # How deep it is looked for.
 _DEPTH = 2
+# systemd, when units begin and end, may take away at once what was given.
+_TRIES = 10
 _NO_LIMIT = "max"
 _NUMBER = re.compile(r"\d+:\d+")
 # What a write for a device that is not there fails with.
@@ -89,13 +91,14 @@ class Cgroups:
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
         found = self.look()
-        for parent in reversed(list(self._above(found))):
-            if "io" not in _words(parent / "cgroup.subtree_control"):
-                _write(parent / "cgroup.subtree_control", "+io")
-        if not (found / "io.max").exists():
-            raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
-        self._found = found
-        return found
+        for _ in range(_TRIES):
+            for parent in reversed(list(self._above(found))):
+                if "io" not in _words(parent / "cgroup.subtree_control"):
+                    _write(parent / "cgroup.subtree_control", "+io")
+            if (found / "io.max").exists():
+                self._found = found
+                return found
+        raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
 
     def limits(self) -> Mapping[DeviceNumber, IoMax]:
         """The limits that are set, by the devices; none where I/O is not controlled now."""

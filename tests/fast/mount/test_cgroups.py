@@ -84,6 +84,22 @@ def test_io_is_controlled_down_to_the_pods_and_not_without_throttling(root: Path
     assert Cgroups("", root).prepare() == pods
 
 
+def test_io_that_systemd_takes_away_at_once_is_controlled_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods, written = made(root, "kubepods.slice"), list[str]()
+
+    def write(path: Path, text: str) -> None:
+        written.append(text)
+        if len(written) == 2:
+            path.write_text("io memory pids")
+            (pods / "io.max").touch()
+
+    monkeypatch.setattr(cgroups, "_write", write)
+    assert Cgroups("", root).prepare() == pods
+    assert written == ["+io", "+io"]
+
+
 def test_limits_are_read_as_they_are_written(root: Path) -> None:
     pods, limit = made(root, "kubepods.slice"), IoMax(1 << 20, 0, 0, 100)
     known = Cgroups("", root)
