@@ -61,6 +61,11 @@ class OperatorStub:
                 request_serializer=proto_dot_carver__pb2.SlowestCallsRequest.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.SlowestCallsResponse.FromString,
                 _registered_method=True)
+        self.BackgroundWork = channel.unary_unary(
+                '/carver.v2.Operator/BackgroundWork',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.BackgroundWorkResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -102,6 +107,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BackgroundWork(self, request, context):
+        """What is erased, zeroed and copied in the background.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.SlowestCalls,
                     request_deserializer=proto_dot_carver__pb2.SlowestCallsRequest.FromString,
                     response_serializer=proto_dot_carver__pb2.SlowestCallsResponse.SerializeToString,
+            ),
+            'BackgroundWork': grpc.unary_unary_rpc_method_handler(
+                    servicer.BackgroundWork,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.BackgroundWorkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class Operator:
             '/carver.v2.Operator/SlowestCalls',
             proto_dot_carver__pb2.SlowestCallsRequest.SerializeToString,
             proto_dot_carver__pb2.SlowestCallsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackgroundWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Operator/BackgroundWork',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.BackgroundWorkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,6 +31,8 @@ class OperatorStub:
     """The snapshots of the groups that are on this node."""
     SlowestCalls: _grpc.UnaryUnaryMultiCallable[_carver_pb2.SlowestCallsRequest, _carver_pb2.SlowestCallsResponse]
     """The slowest of the calls that ended last, with their steps."""
+    BackgroundWork: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.BackgroundWorkResponse]
+    """What is erased, zeroed and copied in the background."""
 
 class OperatorServicer:
     """What an operator asks for."""
@@ -69,6 +71,13 @@ class OperatorServicer:
         context: _grpc.ServicerContext,
     ) -> _carver_pb2.SlowestCallsResponse:
         """The slowest of the calls that ended last, with their steps."""
+
+    def BackgroundWork(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.BackgroundWorkResponse:
+        """What is erased, zeroed and copied in the background."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _grpc.Server) -> None: ...
 

@@ -4,10 +4,11 @@ Read from LVM and the kernel by the service's own modules, so it is correct whet
 service runs. It takes one lvm2 command and changes nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 
 from agent.core import errors, group_definitions, ids, luks_devices, records, sockets, tag, users
 from agent.core.allocation import Allocators
@@ -25,6 +26,8 @@ from mount import health as usage
 from mount import table
 from mount.kernel import Kernel
 from mount.table import Mount, Table
+
+_ANSWER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Volume:
     renewal: str = ""
     # The limits of its I/O at its size, as the kernel gets them; empty for none.
     limits: str = ""
+    # How far it is erased or filled, where the service answers; empty where it is not.
+    progress: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,21 +160,41 @@ def read(settings: Config, host: Host) -> Overview:
     now, allocators = known.state(max_age=MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
     mounts = table.read(host.kernel)
+    is_serving = sockets.is_served(settings.endpoint)
+    progress = _progress(settings.endpoint) if is_serving else {}
     return Overview(
         node=settings.node_id,
         driver=settings.driver_name,
         version=version("carver"),
         endpoint=str(settings.endpoint),
-        serving=sockets.is_served(settings.endpoint),
+        serving=is_serving,
         classes=tuple(_class(one, now, allocators) for one in settings.classes),
         groups=tuple(_group(name, now, known) for name in settings.groups),
         pools=tuple(_pools(known.own_groups(now))),
         volumes=tuple(
-            _volume(host.kernel, mounts, one, known.device(str(one.id)), diagnosis.of(one, mounts))
+            replace(
+                _volume(
+                    *(host.kernel, mounts, one, known.device(str(one.id))),
+                    diagnosis.of(one, mounts),
+                ),
+                progress=progress.get(str(one.id), ""),
+            )
             for one in known.present(now)
         ),
         snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
     )
+
+
+def _progress(endpoint: Path) -> Mapping[str, str]:
+    """How far background work is, by volume id; empty where the service does not say."""
+    # Imported only where a service answers: it takes longer than all else here.
+    import grpc
+
+    from agent.csi.client import Client
+
+    with suppress(grpc.RpcError), Client(endpoint, timeout_seconds=_ANSWER_SECONDS) as client:
+        return client.background_work()
+    return {}
 
 
 def known_to(settings: Config, host: Host) -> Inventory:

@@ -129,6 +129,8 @@ def _volumes(seen: Overview) -> Table:
         if one.used_bytes is not None and one.total_bytes is not None:
             used = bar(one.used_bytes, one.total_bytes)
         contents = one.contents if one.state == "ready" else one.state
+        if one.progress:
+            contents += f", {one.progress}"
         if one.encryption:
             contents = ", ".join(filter(None, (contents, one.encryption)))
         if one.renewal:

@@ -123,6 +123,11 @@ class TaskQueue(Generic[J]):
         with self._guard:
             return self._jobs.get(key)
 
+    def progress(self) -> Mapping[str, str]:
+        """How far jobs that have not succeeded yet are, by their keys."""
+        with self._guard:
+            return {key: str(job.progress) for key, job in self._jobs.items()}
+
     def check(self, job: J) -> None:
         """Raise Stopping where the job has to end; called at every safe point."""
         if self._stopping.is_set() or job.cancelled.is_set():

@@ -290,6 +290,10 @@ class Client:
         """The volumes of the groups that are on this node."""
         return self.operator.VolumesHere(Empty())
 
+    def background_work(self) -> Mapping[str, str]:
+        """How far what is erased, zeroed and copied is, by volume id."""
+        return self.operator.BackgroundWork(Empty()).progress
+
     def slowest_calls(self, most: int) -> carver.SlowestCallsResponse:
         """The slowest of the calls that the service ended last, with their steps."""
         return self.operator.SlowestCalls(carver.SlowestCallsRequest(most=most))

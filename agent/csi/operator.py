@@ -4,7 +4,7 @@ proto/carver.proto has the calls.
 """
 # ruff: noqa: D102, N802
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 from google.protobuf.empty_pb2 import Empty
@@ -40,8 +40,9 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         replacement: Replacement,
         listing: Listing,
         traces: Traces,
+        progress: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._traces = traces
+        self._traces, self._all_progress = traces, progress
         self._repairer = repairer
         self._replacement = replacement
         self._listing = listing
@@ -80,6 +81,11 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             for one in self._traces.slowest(request.most)
         ]
         return carver.SlowestCallsResponse(calls=calls)
+
+    def BackgroundWork(
+        self, request: Empty, context: grpc.ServicerContext
+    ) -> carver.BackgroundWorkResponse:
+        return carver.BackgroundWorkResponse(progress=self._all_progress())
 
     def VolumesHere(
         self, request: Empty, context: grpc.ServicerContext

@@ -142,7 +142,9 @@ class Service:
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
-        operator = Operator(context, repairer, self.replacement, listing, self.traces)
+        operator = Operator(
+            context, repairer, self.replacement, listing, self.traces, self._progress
+        )
         self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
         # Extras come last: they use the parts above.
         self.extras: dict[str, Extra] = {}
@@ -169,6 +171,11 @@ class Service:
         csi_pb2_grpc.add_NodeServicer_to_server(node, server)
         for extra in self.extras.values():
             extra.add_services(server)
+
+    def _progress(self) -> dict[str, str]:
+        """How far background work on volumes is, by their ids."""
+        every = (self.eraser.jobs, self.copier.jobs, self.growth_zeroer.jobs)
+        return {key: text for one in every for key, text in one.progress().items()}
 
     def start(self, path: Path) -> None:
         """Serve on a unix socket that only root can reach."""

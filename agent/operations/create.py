@@ -101,7 +101,7 @@ class VolumeCreator:
             found = self._inventory.named(known, call.name, prefix)
             if found is not None and self._eraser.is_deleting(str(found.id)):
                 # Its tag may not say so yet.
-                raise errors.OperationPending(f"{found.id} (being erased)")
+                raise self._eraser.pending(found)
             if found is not None and found.is_half_made:
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
                 group = found.group.name

@@ -412,6 +412,12 @@ class Eraser:
         """Whether the volume's data is being overwritten, or was in part."""
         return self.jobs.has(volume_id)
 
+    def pending(self, volume: Volume) -> errors.OperationPending:
+        """The error of a call that waits until the volume is erased, with the progress."""
+        job = self.jobs.of(str(volume.id))
+        progress = "" if job is None else f": {job.progress}"
+        return errors.OperationPending(f"{volume.id} (being erased{progress})")
+
     def resume(self, *groups: str) -> int:
         """Start a job for each deleted volume left in these groups, or in all; returns how many."""
         own = groups or self._volume_groups.names

@@ -51,8 +51,8 @@ class NodeVolumes:
         self._holds.require_free(volume_id)
         if self._eraser.is_deleting(volume_id):
             raise errors.NoSuchVolume(volume_id)
-        if self._copier.jobs.has(volume_id):
-            raise errors.Copying(volume_id, "it is not complete")
+        if (copy := self._copier.jobs.of(volume_id)) is not None:
+            raise errors.Copying(volume_id, str(copy))
 
     def device(self, volume_id: str) -> Device | None:
         """The device of a volume that CreateVolume made; None where it is not active.

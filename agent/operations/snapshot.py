@@ -258,7 +258,7 @@ class Snapshotter:
             if doomed.name in logical:
                 # A killed lvcreate leaves one too, for which no job exists yet.
                 self._eraser.delete(doomed)
-                raise errors.OperationPending(f"{doomed.id} (being erased)")
+                raise self._eraser.pending(doomed)
 
 
 def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:

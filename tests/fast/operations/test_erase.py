@@ -16,6 +16,7 @@ from csi_client import Client
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
+from agent.cli import status
 from agent.core.settings import Config
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
@@ -391,3 +392,15 @@ def test_removed_volume_is_not_tagged(
     fake.intercept = lambda _words: None
     assert tags(fake) == {}
     client.delete(volume.volume_id)
+
+
+def test_the_progress_is_told_to_who_waits_and_shown_by_status(
+    client: Client, volume: csi.Volume, disk: Disk, fake: FakeHost, config: Config
+) -> None:
+    client.delete(volume.volume_id)
+    assert disk.reached.wait(20)
+    with expect.code("ABORTED", "being erased: 0 of 300 MiB"):
+        client.create("pvc-1", SIZE, block())
+    [seen] = status.read(config, serving.machine(fake)).volumes
+    assert (seen.state, seen.progress) == ("wiping", "0 of 300 MiB")
+    disk.free.set()
