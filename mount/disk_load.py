@@ -1,12 +1,7 @@
 """What the disks below a block device are at, by sysfs: /sys/block/DISK/stat."""
 
-import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from mount import stacks
 from mount.block_devices import BlockDevices, LoopDevices, attribute
 
 # Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
@@ -30,11 +25,12 @@ class DiskLoads(BlockDevices, LoopDevices):
     """The disks of `mount.kernel.Kernel`, by their names in /sys/block."""
 
     def disks_below(self, device: str) -> frozenset[str]:
-        """The whole disks that a block device stands on, through dm, md, partitions and loops.
+        """The whole disks that a block device stands on, through dm, md and partitions.
 
-        A loop device counts beside the disk of its backing file. Raises OSError.
+        A loop device is one: after each flush the file system of its file is busy with its journal,
+        which on the disk below would pass for others' I/O. Raises OSError.
         """
-        return frozenset(self._below(*self.device_number(device)))
+        return self.stack(device).disks
 
     def disk_load(self, disk: str) -> DiskLoad:
         """What a disk is at; nothing for one that is gone or has no statistics."""
@@ -43,14 +39,3 @@ class DiskLoads(BlockDevices, LoopDevices):
         return DiskLoad(
             sum(found[at] for at in _COMPLETED), sum(found[at] for at in _TICKS), found[_IN_FLIGHT]
         )
-
-    def _below(self, major: int, minor: int) -> Iterator[str]:
-        # A file system without a block device of its own, such as tmpfs and btrfs, has none.
-        with suppress(FileNotFoundError):
-            found = Path(f"/sys/dev/block/{major}:{minor}").resolve(strict=True)
-            for place in stacks.leaves(found):
-                yield place.name
-                if (place / "loop").exists():
-                    status = self.loop_status(f"/dev/{place.name}")
-                    backing = status.backing_device or status.device
-                    yield from self._below(os.major(backing), os.minor(backing))

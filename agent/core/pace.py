@@ -35,8 +35,9 @@ LEAST_BYTES = 1 << 20
 _FIRST_BYTES = 16 << 20
 # Others' I/O is looked for so long before the first piece.
 _FIRST_SECONDS = 0.002
-# Others are taken to be at work for so long after their last I/O.
-_OTHERS_SECONDS = 1.0
+# Others are taken to be at work for so long after their last I/O: less than the second after which
+# dm-thin commits its metadata by itself (COMMIT_PERIOD, drivers/md/dm-thin.c).
+_OTHERS_SECONDS = 0.5
 # The longest pieces and pauses beside others; and those where it is not known how long others' I/O
 # takes.
 _LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
