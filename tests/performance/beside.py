@@ -23,7 +23,7 @@ from mount import block_devices
 NAME = "carver_beside"
 _GIB, _MIB = 1 << 30, 1 << 20
 _FILE_BYTES, _ERASED_BYTES = 12 * _GIB, 8 * _GIB
-_COPIED_BYTES, _NEIGHBOUR_BYTES = 1 * _GIB, 256 * _MIB
+_COPIED_BYTES, _NEIGHBOUR_BYTES = 512 * _MIB, 128 * _MIB
 _WRITE_BYTES, _SECTOR_BYTES, _BEGINS_SECTORS = 4096, 512, 2048
 # Parts of the time: the neighbour alone, the erase alone, both, the neighbour beside a copy.
 _ALONE, _ERASING, _BOTH, _COPYING = 0.25, 0.1, 0.35, 0.3
@@ -95,7 +95,8 @@ def measure(place: Path, settings: str, seconds: float, samples: Samples) -> Non
 def _await_idle(client: Client) -> None:
     """Wait until the group has its room again."""
     while client.capacity().available_capacity < _FILE_BYTES - _COPIED_BYTES:
-        time.sleep(0.2)
+        # Each look reads the disk, as others do.
+        time.sleep(_SETTLED_SECONDS)
 
 
 def _writes(seconds: float, ends: Callable[[], bool] = lambda: False) -> list[float]:
@@ -146,8 +147,14 @@ class Written:
 
 
 def _fill(name: str, size_bytes: int) -> None:
-    data = ("if=/dev/urandom", f"of={_path(name)}", "bs=1M", "oflag=direct")
-    run("dd", *data, f"count={size_bytes // _MIB}")
+    data = mmap.mmap(-1, _MIB)
+    data.write(os.urandom(_MIB))
+    descriptor = os.open(_path(name), os.O_WRONLY | os.O_DIRECT)
+    try:
+        for at in range(0, size_bytes, _MIB):
+            os.pwritev(descriptor, [data], at)
+    finally:
+        os.close(descriptor)
 
 
 def _path(name: str) -> str:
