@@ -354,7 +354,7 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
             for one in manifest.objects(path)
             if "namespace" not in one["metadata"]
         }
-        common = {"/dev", "/run/udev", "/etc/lvm", "/run/lock/lvm"}
+        common = {"/dev", "/sys/fs/cgroup", "/run/udev", "/etc/lvm", "/run/lock/lvm"}
         kubelet = {f"/var/lib/kubelet/{name}" for name in ("plugins", "pods", "plugins_registry")}
         hosts = {
             place for pod in manifest.pod_specs(path) for place in manifest.host_paths(pod).values()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import grpc
 from csi_client import Client
+from vm import pods
 from vm.privileges import (
     FAILURES,
     MIB,
@@ -34,6 +35,7 @@ from vm.privileges import (
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import block, mounted
 from mount import table
+from mount.cgroups import Cgroups, IoMax
 from mount.kernel import Kernel
 from proto import pluginregistration_pb2 as kubelet
 from proto import pluginregistration_pb2_grpc as kubelet_grpc
@@ -129,6 +131,18 @@ def wait_for_the_lvm2_of_the_node(client: Client, directory: Path) -> None:
         made.result()
 
 
+def limit_the_io_of_pods(client: Client, directory: Path) -> None:
+    """Hold the pods of a volume to a limit, in the node's cgroup of all pods."""
+    with pods.pod(pods.CGROUPFS) as pod:
+        limit = {"writeIOPS": "100"}
+        volume = client.create("test-privilege", 64 * MIB, mounted("ext4"), mutable=limit)
+        staging = directory / "staging"
+        client.stage(volume, staging)
+        found = Cgroups(pod.top).limits()
+        client.unstage(volume.volume_id, staging)
+        assert list(found.values()) == [IoMax(writes=100)]
+
+
 CASES = (
     Case("privileged", mount_a_volume),
     Case("runAsUser", serve),
@@ -141,6 +155,7 @@ CASES = (
     Case("/var/lib/kubelet/plugins_registry", register_with_kubelet),
     Case("/var/lib/carver", keep_a_group_on_a_file, _ON_A_FILE),
     Case("/dev", use_an_encrypted_volume),
+    Case("/sys/fs/cgroup", limit_the_io_of_pods),
     Case("/run/udev", have_udev_name_a_volume),
     Case("/etc/lvm", keep_copies_of_the_metadata),
     Case("/run/lock/lvm", wait_for_the_lvm2_of_the_node),
