@@ -78,6 +78,8 @@ class Cgroups:
     def __init__(self, configured: str = "", root: Path = ROOT) -> None:
         self._configured, self._root = configured, root
         self._found: Path | None = None
+        # What io.max said at the last look.
+        self._seen = ("", dict[DeviceNumber, IoMax]())
 
     def look(self) -> Path:
         """The cgroup's directory, in which I/O can be controlled; no write."""
@@ -101,11 +103,15 @@ class Cgroups:
         raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
 
     def limits(self) -> Mapping[DeviceNumber, IoMax]:
-        """The limits that are set, by the devices; none where I/O is not controlled now."""
+        """The limits that are set, by the devices; none where I/O is not controlled now.
+
+        The same object as long as they are the same.
+        """
         file = (self._found or self._pods()) / "io.max"
-        return (
-            {number: IoMax.parse(words) for number, words in _rows(file)} if file.exists() else {}
-        )
+        text = _read(file) if file.exists() else ""
+        if text != self._seen[0]:
+            self._seen = text, {number: IoMax.parse(words) for number, words in _rows(text)}
+        return self._seen[1]
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
         """Set a device's limits, all of them. No error for a device that is gone."""
@@ -115,7 +121,7 @@ class Cgroups:
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
         """What the pods did on each device, since I/O is controlled."""
         found = {}
-        for number, words in _rows(self.prepare() / "io.stat"):
+        for number, words in _rows(_read(self.prepare() / "io.stat")):
             said = dict(one.split("=", 1) for one in words)
             found[number] = IoCount(
                 *(int(said.get(key, 0)) for key in ("rbytes", "wbytes", "rios", "wios"))
@@ -159,14 +165,14 @@ def _words(path: Path) -> list[str]:
     return _read(path).split()
 
 
-def _rows(path: Path) -> Iterator[tuple[DeviceNumber, list[str]]]:
+def _rows(text: str) -> Iterator[tuple[DeviceNumber, list[str]]]:
     """The devices of a file, each with what is said of it; without those of which nothing is.
 
     Not by lines: kernels before 5.18 end no line after a device without counters
     (blkcg_print_one_stat() in block/blk-cgroup.c).
     """
     number, words = (0, 0), list[str]()
-    for word in _read(path).split():
+    for word in text.split():
         if not _NUMBER.fullmatch(word):
             words.append(word)
             continue

@@ -107,7 +107,11 @@ def test_limits_are_read_as_they_are_written(root: Path) -> None:
     (pods / "io.max").touch()
     known.limit((252, 7), limit)
     assert (pods / "io.max").read_text() == "252:7 rbps=1048576 wbps=max riops=max wiops=100"
-    assert known.limits() == {(252, 7): limit}
+    found = known.limits()
+    assert found == {(252, 7): limit}
+    assert known.limits() is found
+    (pods / "io.max").write_text(f"252:7 {limit.words()}\n252:8 {limit.words()}\n")
+    assert known.limits() == {(252, 7): limit, (252, 8): limit}
     assert IoMax.parse(UNLIMITED.words().split()) == UNLIMITED
     assert not UNLIMITED
 

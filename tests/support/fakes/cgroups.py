@@ -21,6 +21,7 @@ class FakeCgroups(Cgroups):
         self.missing = ""
         self.done: dict[DeviceNumber, IoCount] = {}
         self._devices, self._limits = devices, dict[DeviceNumber, IoMax]()
+        self._given: Mapping[DeviceNumber, IoMax] = {}
 
     def prepare(self) -> Path:
         if self.missing:
@@ -30,7 +31,9 @@ class FakeCgroups(Cgroups):
     def limits(self) -> Mapping[DeviceNumber, IoMax]:
         there = {one.number for one in self._devices}
         self._limits = {number: one for number, one in self._limits.items() if number in there}
-        return dict(self._limits)
+        if self._limits != self._given:
+            self._given = dict(self._limits)
+        return self._given
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
         self.prepare()
