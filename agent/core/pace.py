@@ -32,7 +32,7 @@ MOST_BYTES = 64 << 20
 # Smaller ones spare others little: a disk takes as long to find the place.
 LEAST_BYTES = 1 << 20
 # Where it is not known yet what others do.
-_FIRST_BYTES = 16 << 20
+_FIRST_BYTES = 32 << 20
 # Others' I/O is looked for so long before the first piece.
 _FIRST_SECONDS = 0.002
 # Others are taken to be at work for so long after their last I/O: less than the second after which

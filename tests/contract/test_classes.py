@@ -218,7 +218,9 @@ def test_capacity_is_that_of_the_overridden_layout(client: Client, free: None) -
     check_maximum(client, (10 - 1) * 4 * EXTENT, "raid5", stripes="4")
 
 
-@pytest.mark.parametrize("row", [row for row in STORAGE_CLASS if row.tag == tag.LAYOUT], ids=lambda row: row.key)
+@pytest.mark.parametrize(
+    "row", [row for row in STORAGE_CLASS if row.tag == tag.LAYOUT], ids=lambda row: row.key
+)
 def test_a_class_that_is_not_created_by_its_layout_takes_no_part_of_one(row: Parameter) -> None:
     asked = Parameters({row.key: "another"})
     for one in (

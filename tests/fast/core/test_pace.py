@@ -268,7 +268,7 @@ def test_each_piece_is_flushed_within_its_turn(disk: Disk) -> None:
         disk.now += 0.5
 
     work = paced(disk).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
-    begun = [disk.now for _ in work.chunks(64 * MIB)]
+    begun = [disk.now for _ in work.chunks(160 * MIB)]
     assert len(flushed) == len(begun) > 1
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
 
