@@ -22,8 +22,6 @@ ROOT = Path("/sys/fs/cgroup")
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
 # How deep it is looked for.
 _DEPTH = 2
-# systemd, when units begin and end, may take away at once what was given.
-_TRIES = 10
 _NO_LIMIT = "max"
 _NUMBER = re.compile(r"\d+:\d+")
 # What a write for a device that is not there fails with.
@@ -93,9 +91,11 @@ class Cgroups:
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
         found = self.look()
-        for _ in range(_TRIES):
+        for is_again in (False, True):
             for parent in reversed(list(self._above(found))):
-                if "io" not in _words(parent / "cgroup.subtree_control"):
+                # Again, as a write waits for one that others have begun: its `io` shows before its
+                # io.max (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).
+                if is_again or "io" not in _words(parent / "cgroup.subtree_control"):
                     _write(parent / "cgroup.subtree_control", "+io")
             if (found / "io.max").exists():
                 self._found = found

@@ -79,12 +79,13 @@ def test_io_is_controlled_down_to_the_pods_and_not_without_throttling(root: Path
         Cgroups("", root).prepare()
     # What is written there adds to what is there; a file has it in place of that.
     assert (root / "cgroup.subtree_control").read_text().startswith("+io")
-    assert (pods.parent / "cgroup.subtree_control").read_text() == "io\n"
+    (pods.parent / "cgroup.subtree_control").write_text("io\n")
     (pods / "io.max").touch()
     assert Cgroups("", root).prepare() == pods
+    assert (pods.parent / "cgroup.subtree_control").read_text() == "io\n"
 
 
-def test_io_that_systemd_takes_away_at_once_is_controlled_again(
+def test_io_whose_files_are_not_there_yet_is_waited_for_by_a_second_write(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods, written = made(root, "kubepods.slice"), list[str]()
