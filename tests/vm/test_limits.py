@@ -337,3 +337,20 @@ def test_limits_that_were_taken_away_are_back_in_seconds(
         with Client(DEFAULT_SOCKET) as again:
             again.modify(used.id, NONE)
         pod.stop()
+
+
+def test_services_outside_kubelet_s_pods_are_limited_in_the_cgroup_of_a_setting(
+    directory: Path, restart: Restart
+) -> None:
+    top = "carvertest.slice"
+    restart(f"Environment=CARVER_PODS_CGROUP=/{top}")
+    with (
+        Client(DEFAULT_SOCKET) as client,
+        using(client, directory, Kind()) as used,
+        pods.pod(SYSTEMD, top) as pod,
+    ):
+        used.modify(IOPS)
+        begin(pod, "direct", SMALL, used)
+        rates = measured(pod, used)
+        assert (rates.reads, rates.writes) == (about(READS), about(WRITES))
+        pod.stop()
