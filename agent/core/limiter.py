@@ -28,7 +28,7 @@ from mount.table import DeviceNumber
 _log = logging.getLogger(__name__)
 
 # systemd takes the I/O controller away when it reloads, and when units end that it was there for.
-_CHECK_SECONDS = 2.0
+_CHECK_SECONDS = 5.0
 _MEASURE_SECONDS = 10.0
 # Pods that do so much of what a limit allows wait for it.
 _NEARLY = 0.95

@@ -45,6 +45,7 @@ _GROUP = "carver_conformance"
 _CONFIGURATION = """
 endpoint = "{directory}/csi.sock"
 registration = "none"
+pods_cgroup = "{pods}"
 [[groups]]
 name = "{group}"
 file = "{disk}"
@@ -73,14 +74,24 @@ class Places:
         """Inside kubelet's directory, as volumes are mounted nowhere else."""
         return Path(f"/var/lib/kubelet/plugins/carver-conformance-{self.device_class}")
 
+    @property
+    def pods(self) -> Path:
+        """The cgroup of all pods: one of kubelet's name for the installed service."""
+        name = "kubepods" if self.device_class != "thin" else f"carver-{self.device_class}"
+        return Path("/sys/fs/cgroup", name)
+
 
 def main(device_class: str) -> int:
     places = Places(device_class)
     unmount_all(places)
     places.mounts.mkdir()
     places.files.mkdir(exist_ok=True)
-    with serving(places) as endpoint:
-        return hold(endpoint, places)
+    places.pods.mkdir(exist_ok=True)
+    try:
+        with serving(places) as endpoint:
+            return hold(endpoint, places)
+    finally:
+        places.pods.rmdir()
 
 
 @contextmanager
@@ -91,7 +102,9 @@ def serving(places: Places) -> Iterator[Path]:
         return
     configuration = places.files / "config.toml"
     configuration.write_text(
-        _CONFIGURATION.format(directory=places.files, group=_GROUP, disk=_DISK)
+        _CONFIGURATION.format(
+            directory=places.files, group=_GROUP, disk=_DISK, pods=f"/{places.pods.name}"
+        )
     )
     program = Path(sys.executable).with_name("carver")
     process = subprocess.Popen([program, "serve", f"--config={configuration}"])
@@ -125,7 +138,7 @@ def hold(endpoint: Path, places: Places) -> int:
     parameters = places.files / "parameters.yaml"
     parameters.write_text(json.dumps({"carver/class": places.device_class}))
     mutable = places.files / "mutable.yaml"
-    mutable.write_text(json.dumps({"carver/readAhead": "1MiB"}))
+    mutable.write_text(json.dumps({"carver/readAhead": "1MiB", "carver/writeIOPS": "10000"}))
     before = volumes(endpoint)
     try:
         ended = subprocess.run(

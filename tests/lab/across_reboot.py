@@ -17,11 +17,13 @@ from pathlib import Path
 
 import grpc
 from lab import forged
+from vm import pods
 
 from agent.core import ids
 from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, mounted, of_volume
 from mount import luks, table
+from mount.cgroups import Cgroups, IoMax
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
@@ -66,15 +68,27 @@ class Kept:
         return hashlib.shake_256(self.name.encode()).digest(MIB)
 
     @property
+    def write_iops(self) -> int:
+        """What its pods may do; no other volume has the same."""
+        return 1000 + self.number
+
+    @property
     def secret(self) -> dict[str, str]:
         return {"passphrase": f"key of {self.name}"} if self.is_encrypted else {}
 
     def use(self, client: Client) -> csi.Volume:
         """The calls that kubelet and the provisioner make for a pod, in their order."""
         parameters = {"carver/encryption": "luks2"} if self.is_encrypted else {}
-        volume = client.create(self.name, self.size_bytes, self.capability, parameters=parameters)
+        volume = client.create(
+            self.name,
+            self.size_bytes,
+            self.capability,
+            parameters=parameters,
+            mutable={"writeIOPS": str(self.write_iops)},
+        )
         client.stage(volume, self.staging, self.capability, self.secret)
         client.publish(volume, self.staging, self.target, self.capability)
+        assert IoMax(writes=self.write_iops) in Cgroups().limits().values(), self.name
         return volume
 
     def before(self, client: Client) -> None:
@@ -228,6 +242,7 @@ def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
 
 def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
+    assert not Cgroups().limits()
     assert opened() == [], "left open"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
     names = [*(one.name for one in volumes), copy.name]
@@ -254,7 +269,7 @@ def main() -> None:
     copy = Copy(volumes[-1], is_cut)
     with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
         grpc.channel_ready_future(channel).result(timeout=200)
-    with Client(DEFAULT_SOCKET, timeout_seconds=300) as client:
+    with Client(DEFAULT_SOCKET, timeout_seconds=300) as client, pods.pod(pods.SYSTEMD):
         {"before": before, "after": after}[step](client, volumes, copy)
 
 
