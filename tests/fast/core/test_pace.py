@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -271,6 +272,17 @@ def test_each_piece_is_flushed_within_its_turn(disk: Disk) -> None:
     begun = [disk.now for _ in work.chunks(160 * MIB)]
     assert len(flushed) == len(begun) > 1
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
+
+
+def test_beside_others_only_the_last_piece_is_flushed(disk: Disk) -> None:
+    flushed = list[float]()
+    disk.begin_neighbour(0.002)
+    flush = partial(flushed.append, 0.0)
+    work = paced(disk).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
+    for _, length in work.chunks(256 * MIB):
+        disk.write(length)
+    large = [length for _, length in disk.pieces[:-1] if length >= 16 * MIB]
+    assert len(flushed) == len(large) + 1 < len(disk.pieces) / 4
 
 
 def test_progress_has_the_rest_at_the_present_rate(disk: Disk) -> None:
