@@ -29,13 +29,17 @@ _GONE = {errno.ENODEV, errno.ENXIO}
 
 
 @dataclass(frozen=True)
-class IoMax:
-    """How much a device may do in a second: bytes and operations; 0 for no limit."""
+class IoCount:
+    """What the pods did on a device since it is there."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     reads: int = 0
     writes: int = 0
+
+
+class IoMax(IoCount):
+    """How much of the same they may do in a second; 0 for no limit."""
 
     def __bool__(self) -> bool:
         return self != UNLIMITED
@@ -55,16 +59,6 @@ class IoMax:
 
 _KEYS = ("rbps", "wbps", "riops", "wiops")
 UNLIMITED = IoMax()
-
-
-@dataclass(frozen=True)
-class IoCount:
-    """What the pods did on a device since it is there."""
-
-    read_bytes: int = 0
-    write_bytes: int = 0
-    reads: int = 0
-    writes: int = 0
 
 
 class Cgroups:
@@ -91,8 +85,9 @@ class Cgroups:
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
         found = self.look()
+        above = [self._root / one for one in reversed(found.relative_to(self._root).parents)]
         for is_again in (False, True):
-            for parent in reversed(list(self._above(found))):
+            for parent in above:
                 # Again, as a write waits for one that others have begun: its `io` shows before its
                 # io.max (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).
                 if is_again or "io" not in _words(parent / "cgroup.subtree_control"):
@@ -153,12 +148,6 @@ class Cgroups:
                 yield one
             elif depth > 1:
                 yield from self._named(one, depth - 1)
-
-    def _above(self, cgroup: Path) -> Iterator[Path]:
-        for parent in cgroup.parents:
-            yield parent
-            if parent == self._root:
-                return
 
 
 def _words(path: Path) -> list[str]:

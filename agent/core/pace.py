@@ -8,7 +8,8 @@ setting `background_bandwidth`.
 none of the group's background I/O is on its way, so what is in flight then, or was completed since
 the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
 is followed by a pause as long as itself: others wait little, and the work keeps half of the disks'
-time. Large pieces and the last one end with a flush, or others' next fsync(2) would pay for it.
+time. What was written is flushed each 16 MiB and at the end, or others' next fsync(2) would pay for
+all of it.
 """
 
 import math
@@ -46,8 +47,7 @@ _UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 # Pieces under a limit, in seconds of it.
 _LIMITED_SECONDS = 0.1
-# Pieces of so many bytes, and the last one, are flushed, which may take longer than to write them.
-# Smaller ones are for the sake of others, whose own fsync(2) flushes them, too.
+# So much is written before it is flushed, which may take longer than to write a small piece.
 _FLUSHED_BYTES = 16 << 20
 # What a piece takes at least, for its rate.
 _LEAST_SECONDS = 1e-5
@@ -304,6 +304,7 @@ class Pace:
         # When the piece that is under way counts as hanging.
         self._hangs_at = math.inf
         self._bytes: Counter[str] = Counter()
+        self._unflushed_bytes = 0
 
     @property
     def done_bytes(self) -> Mapping[str, int]:
@@ -346,10 +347,11 @@ class Pace:
             with self._moved:
                 self._hangs_at = begun_at + _HANGING_SECONDS
             yield length_bytes
-            if work.flush is not None and (
-                length_bytes >= _FLUSHED_BYTES or length_bytes == left_bytes
-            ):
-                work.flush()
+            if work.flush is not None:
+                self._unflushed_bytes += length_bytes
+                if self._unflushed_bytes >= _FLUSHED_BYTES or length_bytes == left_bytes:
+                    work.flush()
+                    self._unflushed_bytes = 0
             self._rule.end(work, length_bytes, self._clock() - begun_at)
             self._bytes[work.kind] += length_bytes
 

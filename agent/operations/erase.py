@@ -64,10 +64,10 @@ class ErasePolicy:
 
     Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
     in part, and a thin pool keeps its chunks' data. `ways` says which of the kernel's ways are
-    taken, `pieces` proves them. Each piece (agent/core/pace.py) ends with fsync(2): a power loss
-    after the extents are free does not bring the data back. What lies on a missing disk waits for
-    that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and the
-    free extents are zeroed before they are reused (mark_for_erase).
+    taken, `pieces` proves them. The last piece (agent/core/pace.py) ends with fsync(2): a power
+    loss after the extents are free does not bring the data back. What lies on a missing disk waits
+    for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
+    the free extents are zeroed before they are reused (mark_for_erase).
     """
 
     def __init__(self, config: Config, kernel: Kernel) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from performance import rows, service
+from performance import rows, service, throughput
 from performance.bare import run
 from performance.rows import Samples
 
@@ -61,7 +61,7 @@ def measure(place: Path, settings: str, seconds: float, samples: Samples) -> Non
     with made(place), service.served(place, NAME, settings) as carver:
         client = carver.client
         client.create("neighbour", _NEIGHBOUR_BYTES, block())
-        _fill("neighbour", _NEIGHBOUR_BYTES)
+        throughput.write(_path("neighbour"), _NEIGHBOUR_BYTES)
         samples.seconds[rows.WRITES_ALONE] += _writes(seconds * _ALONE / 2)
         doomed = client.create("doomed", _ERASED_BYTES, block())
         erased = Written(_path("doomed"))
@@ -77,7 +77,7 @@ def measure(place: Path, settings: str, seconds: float, samples: Samples) -> Non
                 samples.seconds[rows.WRITES_ERASING] += found
             samples.seconds[name] += erased.seconds_for_gib()
         source = client.create("source", _COPIED_BYTES, block())
-        _fill("source", _COPIED_BYTES)
+        throughput.write(_path("source"), _COPIED_BYTES)
         with ThreadPoolExecutor(1) as pool:
             words = ("copy", _COPIED_BYTES, block())
             copying = pool.submit(client.create, *words, source=of_volume(source.volume_id))
@@ -144,17 +144,6 @@ class Written:
 
     def _sectors(self) -> int:
         return block_devices.written_sectors().get(self._key, 0)
-
-
-def _fill(name: str, size_bytes: int) -> None:
-    data = mmap.mmap(-1, _MIB)
-    data.write(os.urandom(_MIB))
-    descriptor = os.open(_path(name), os.O_WRONLY | os.O_DIRECT)
-    try:
-        for at in range(0, size_bytes, _MIB):
-            os.pwritev(descriptor, [data], at)
-    finally:
-        os.close(descriptor)
 
 
 def _path(name: str) -> str:

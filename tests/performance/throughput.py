@@ -51,7 +51,7 @@ def devices(client: Client, place: Path) -> Iterator[dict[str, str]]:
             found[kind] = (Devices().mapping(device) or device).path
         found[rows.BY_HAND] = ending.enter_context(_by_hand())
         for path in found.values():
-            _write(path)
+            write(path)
         yield found
 
 
@@ -84,19 +84,19 @@ def measure(client: Client, place: Path, rounds: Iterator[int], samples: Samples
         kinds = list(known)
         for number in rounds:
             first = number % len(kinds)
-            for action, act in ((rows.WRITTEN, _write), (rows.HAS_READ, _read)):
+            for action, act in ((rows.WRITTEN, write), (rows.HAS_READ, _read)):
                 for kind in kinds[first:] + kinds[:first]:
                     step = partial(act, known[kind])
                     samples.time(rows.moved(kind, action), step, time.monotonic)
 
 
-def _write(device: str) -> None:
-    """Write a device, to its end on the disk."""
+def write(device: str, size_bytes: int = _SIZE_BYTES) -> None:
+    """Write so much of a device, past the page cache; it is on the disk then."""
     data = mmap.mmap(-1, _PIECE_BYTES)
     data.write(os.urandom(_PIECE_BYTES))
     descriptor = os.open(device, os.O_WRONLY | os.O_DIRECT)
     try:
-        for at in range(0, _SIZE_BYTES, _PIECE_BYTES):
+        for at in range(0, size_bytes, _PIECE_BYTES):
             os.pwritev(descriptor, [data], at)
         os.fsync(descriptor)
     finally:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -274,15 +273,22 @@ def test_each_piece_is_flushed_within_its_turn(disk: Disk) -> None:
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
 
 
-def test_beside_others_only_the_last_piece_is_flushed(disk: Disk) -> None:
-    flushed = list[float]()
+@pytest.mark.parametrize("bandwidth", [None, Reserve(size_bytes=10 * MIB)])
+def test_small_pieces_are_flushed_together_and_the_last_one_always(
+    disk: Disk, bandwidth: Reserve | None
+) -> None:
+    written, flushed = [0], [0]
     disk.begin_neighbour(0.002)
-    flush = partial(flushed.append, 0.0)
-    work = paced(disk).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
-    for _, length in work.chunks(256 * MIB):
+    one = paced(disk, bandwidth)
+    work = one.work(
+        "erase", "/dev/data/a", check=lambda: None, flush=lambda: flushed.append(written[-1])
+    )
+    for offset, length in work.chunks(250 * MIB):
+        assert written[-1] - flushed[-1] < 16 * MIB
         disk.write(length)
-    large = [length for _, length in disk.pieces[:-1] if length >= 16 * MIB]
-    assert len(flushed) == len(large) + 1 < len(disk.pieces) / 4
+        written.append(offset + length)
+    assert flushed[-1] == 250 * MIB
+    assert len(flushed) < len(written) / 4
 
 
 def test_progress_has_the_rest_at_the_present_rate(disk: Disk) -> None:

@@ -199,7 +199,7 @@ def test_every_kind_of_volume_meets_every_moment_of_the_machine(
         yield {one: one for one in kinds}
 
     monkeypatch.setattr(throughput, "devices", devices)
-    monkeypatch.setattr(throughput, "_write", lambda path: met.append(("written", path)))
+    monkeypatch.setattr(throughput, "write", lambda path: met.append(("written", path)))
     monkeypatch.setattr(throughput, "_read", lambda path: met.append(("read", path)))
     samples = Samples()
     throughput.measure(cast(Client, None), Path(), iter(range(3)), samples)
