@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,12 +30,14 @@ from mount import errors as mount_errors
 from mount import loop, luks, table
 from mount.cgroups import Cgroups
 from mount.command import Result
+from mount.errors import CommandError, MountError
 from mount.kernel import Kernel
 from mount.programs import Programs
 
 _EXTENT_BYTES = 4 << 20
 _LOOK_SECONDS = 0.02
 _TRIES = 20
+_CLEAN_UP_TRIES = 15
 _BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
 _SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
@@ -55,6 +58,7 @@ class Lab:
     groups: dict[tuple[int, ...], tuple[str, list[str]]] = field(default_factory=dict)
     cgroup: Path = Path(f"/sys/fs/cgroup/carver-test-{os.getpid()}")
     _session: Session | None = None
+    _unclean: list[tuple[str, list[str]]] = field(default_factory=list)
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def new_device(self, size_bytes: int) -> str:
@@ -66,13 +70,18 @@ class Lab:
     def group(self, disk_extents: tuple[int, ...]) -> tuple[str, list[str]]:
         """An empty group and its disks, so many extents of 4 MiB each."""
         if disk_extents not in self.groups:
-            name = f"carver_test_{os.getpid()}_{len(self.groups)}"
+            name = f"carver_test_{os.getpid()}_{len(self.groups) + len(self._unclean)}"
             disks = [self.new_device(_METADATA_BYTES + one * _EXTENT_BYTES) for one in disk_extents]
             # Else udev has `vgchange -aay` run some time later, which asks dmeventd to watch.
             words = ("--quiet", "--quiet", "--setautoactivation", "n", "--", name, *disks)
             Lvm(self.programs, tuple(disks))("vgcreate", *words)
             self.groups[disk_extents] = (name, disks)
         return self.groups[disk_extents]
+
+    def set_aside(self, group: tuple[str, list[str]]) -> None:
+        """Give no other test this group, which could not be emptied."""
+        self._unclean.append(group)
+        self.groups = {size: one for size, one in self.groups.items() if one != group}
 
     @property
     def session(self) -> Session:
@@ -88,7 +97,7 @@ class Lab:
             self._session.close()
         if self.cgroup.exists():
             self.cgroup.rmdir()
-        for name, disks in self.groups.values():
+        for name, disks in (*self._unclean, *self.groups.values()):
             Lvm(self.programs, tuple(disks))("vgremove", "--force", "--yes", "--", name)
             for disk in disks:
                 loop.detach(self.kernel, disk)
@@ -479,8 +488,24 @@ class RealHost:
         self.kernel.zero_out(device, 0, self.kernel.device_size_bytes(device))
 
     def clean_up(self) -> None:
-        """Leave the lab as it was: no mount, volume or device of this host's stays."""
+        """Leave the lab as it was: no mount, volume or device of this host's stays.
+
+        udev may hold for a while what was just made or closed, so a step that fails is tried again.
+        """
         self.intercept = lambda _words: None
+        for tries_left in reversed(range(_CLEAN_UP_TRIES)):
+            try:
+                self._clean_up()
+                return
+            except (OSError, AssertionError, MountError, CommandError):
+                if not tries_left:
+                    # No other test is given a group that is not empty.
+                    for group in self._groups:
+                        self._lab.set_aside(group)
+                    raise
+                time.sleep(1)
+
+    def _clean_up(self) -> None:
         self._unmount_all()
         for group, disks in self._groups:
             for node in Path("/dev/mapper").glob(f"{names.escaped(group)}-*"):
@@ -488,8 +513,9 @@ class RealHost:
                 self._detach(number)
                 self._close(number)
             Lvm(self._lab.programs, tuple(disks))("lvremove", "--yes", "--", group)
-        for device in self._own:
-            loop.detach(self.kernel, device)
+        while self._own:
+            loop.detach(self.kernel, self._own[-1])
+            self._own.pop()
 
     def _detach(self, number: tuple[int, int]) -> None:
         for device in loop.over(self.kernel, number):
