@@ -13,7 +13,8 @@ from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
-from agent.operations.erase import ErasePolicy, erase_marks, is_deleted, is_given_up, is_sweep
+from agent.operations.erase import erase_marks, is_deleted, is_given_up, is_sweep
+from agent.operations.erase_policy import ErasePolicy
 from lvm import groups, layout, names, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New

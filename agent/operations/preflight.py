@@ -17,7 +17,7 @@ from agent.core import errors, sockets
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
-from agent.operations.erase import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy
 from lvm import blockdevices, groups, lvm2, report
 from lvm.report import Group, Report
 from mount import cgroups, filesystem, table

@@ -26,7 +26,7 @@ from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
-from agent.operations.erase import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy
 from lvm import caches, names, report, tags, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors

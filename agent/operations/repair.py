@@ -15,7 +15,8 @@ from agent.core.classes import AUTO
 from agent.core.context import Context
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
-from agent.operations.erase import ErasePolicy, mark_for_erase
+from agent.operations.erase import mark_for_erase
+from agent.operations.erase_policy import ErasePolicy
 from lvm import groups, report, thin, volumes
 from lvm.devicemapper import Raid
 from mount import command

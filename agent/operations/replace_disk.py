@@ -16,6 +16,7 @@ from agent.core import errors
 from agent.core.allocation import is_own_pool
 from agent.core.context import Context
 from agent.operations import erase
+from agent.operations.erase_policy import ErasePolicy
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
 from lvm import groups
@@ -39,7 +40,7 @@ class Replacement:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._repairer = repairer
-        self._policy, self._freed = erase.ErasePolicy(context.config, context.kernel), freed
+        self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
         # By the UUIDs of both disks: the extents allocated on the new one when all of the old one
         # lies there, if no earlier move left data on it. Its free extents are clean then.
         self._filled: dict[tuple[str, str], int] = {}

@@ -20,7 +20,7 @@ from agent.core.classes import DeviceClass
 from agent.core.pace import MOST_BYTES
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
-from agent.operations.erase import PROVED_BYTES, sample
+from agent.operations.erase_policy import PROVED_BYTES, sample
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.blocks import By

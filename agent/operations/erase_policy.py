@@ -1,0 +1,209 @@
+"""How deleted data is erased, by the setting `wipe` and by what the disks are good at."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+
+from agent.core import classes, ids, tag
+from agent.core.pace import Work
+from agent.core.records import Snapshot, Volume, is_encrypted
+from agent.core.settings import Config
+from lvm import names, report, tags
+from mount.block_devices import SAMPLE_BYTES
+from mount.blocks import By
+from mount.kernel import Kernel
+
+_log = logging.getLogger(__name__)
+
+# Zeroed of an encrypted volume without a tag that says how long its LUKS header is.
+_LONGEST_HEADER_BYTES = 128 << 20
+# How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
+# and how many where its disks were proved before. Not after a discard, of which a disk may ignore
+# some. Each is read twice, and written once where it was zero before.
+_SAMPLE, _SAMPLE_AGAIN = 16, 2
+# How much is zeroed to see whether a device does, where nothing need be zeroed itself.
+PROVED_BYTES = 1 << 20
+
+
+# Values of the setting `wipe`; the other is "zero".
+_NONE, _DISCARD, _DISCARD_UNGUARANTEED = "none", "discard", "discard-unguaranteed"
+
+
+class ErasePolicy:
+    """How deleted data is erased; the only reader of the setting `wipe`.
+
+    | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
+    | -------------------- | ------------------------------------- | ----------------------------- |
+    | zero                 | zeroed                                | header zeroed, then by its    |
+    |                      |                                       | class's `erase`: zero, crypto |
+    |                      |                                       | or discard                    |
+    | discard              | discarded where zeroes are certain    | as with zero                  |
+    |                      | after that, else zeroed               |                               |
+    | discard-unguaranteed | discarded                             | as with zero                  |
+    | none                 | left as it is                         | header zeroed                 |
+
+    Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
+    in part, and a thin pool keeps its chunks' data. `ways` says which of the kernel's ways are
+    taken, `pieces` proves them. The last piece (agent/core/pace.py) ends with fsync(2): a power
+    loss after the extents are free does not bring the data back. What lies on a missing disk waits
+    for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
+    the free extents are zeroed before they are reused (mark_for_erase).
+    """
+
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        self._wipe = config.wipe
+        self.zeroes = self._wipe != _NONE
+        self._classes, self._kernel = config.classes, kernel
+        # Disks that were seen to zero so.
+        self._proved: set[tuple[str, By]] = set()
+
+    def erases(self, one: Volume | Snapshot) -> bool:
+        """Whether any of it is overwritten: all, or at least a LUKS header."""
+        return self.zeroes or one.is_encrypted
+
+    def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
+        """Whether the extents of any of these logical volumes must be zeroed before reuse."""
+        return self.zeroes or any(is_encrypted(tags.decode(one.tags)) for one in every)
+
+    def method(self, volume: Volume) -> str:
+        """How a volume that is erased is erased (classes.ERASURES).
+
+        An encrypted one with a cache, or made of a snapshot, is zeroed as a whole: either may hold
+        a copy of the header.
+        """
+        is_volume = any(
+            names.is_of(one, volume.name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
+        )
+        if not volume.is_encrypted or tag.CACHE in volume.own_tags or not is_volume:
+            return classes.ERASE_ZERO
+        if not self.zeroes:
+            return classes.ERASE_CRYPTO
+        called = volume.own_tags.get(tag.CLASS)
+        found = (one.erase for one in self._classes if one.name == called)
+        return next(found, classes.ERASE_ZERO)
+
+    def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
+        """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
+        if self.method(volume) in classes.ERASE_HEADER_ONLY:
+            return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
+        return size_bytes
+
+    def ways(self, device: str, *, discards: bool = True) -> Sequence[By]:
+        """The ways by which a device is zeroed, each where the one before was not proved.
+
+        `discards` says whether the setting may have it discarded.
+        """
+        default = self._kernel.zeroing(device)
+        ways = [default, By.WRITES] if default is By.HOLE else [default]
+        return [By.DISCARD, *ways] if discards and self._is_discarded(device) else ways
+
+    def _is_discarded(self, device: str) -> bool:
+        if self._wipe not in (_DISCARD, _DISCARD_UNGUARANTEED):
+            return False
+        stack = self._kernel.stack(device)
+        if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
+            return False
+        doubts = self._kernel.discard_doubts(device) if self._wipe == _DISCARD else {}
+        for disk in self._kernel.distrust(doubts, By.DISCARD):
+            _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
+        return not doubts
+
+    def way_on(self, disk: str) -> tuple[By | None, str]:
+        """The first of the ways for plain volumes on a disk; None where they are not erased.
+
+        With what speaks against a discard, where the setting asks for it.
+        """
+        if not self.zeroes:
+            return None, ""
+        asked = self._wipe in (_DISCARD, _DISCARD_UNGUARANTEED)
+        doubts = self._kernel.discard_doubts(disk) if asked else {}
+        is_discarded = asked and (not doubts or self._wipe == _DISCARD_UNGUARANTEED)
+        way = By.DISCARD if is_discarded else self._kernel.zeroing(disk)
+        return way, "; ".join(doubts.values())
+
+    def pieces(
+        self,
+        work: Work,
+        device: str,
+        end_bytes: int,
+        begin_bytes: int = 0,
+        *,
+        held: bool = False,
+        discards: bool = True,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Iterator[tuple[int, int, By]]:
+        """Offsets and lengths, in bytes, for the caller to zero by the way given with each.
+
+        Where the device zeroes by itself, or discards, blocks that are known not to be zero are
+        looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to
+        32 writes; 8 and 4 once its disks were seen to zero). If one is not zero, its disks are
+        never asked again to do so, and all pieces come once more, for the next way. The device is
+        looked at inside `within`, and opened as by Kernel.zero_out.
+        """
+        if end_bytes <= begin_bytes:
+            return
+        for by in self.ways(device, discards=discards):
+            is_proved = by in (By.ZEROES, By.WRITES)
+            disks = () if is_proved else self._kernel.stack(device).disks
+            tried = {(disk, by) for disk in disks}
+            is_known = by is By.HOLE and bool(tried) and tried <= self._proved
+            blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
+            every = sample(begin_bytes, end_bytes, blocks)
+            with closing(work.chunks(end_bytes, begin_bytes)) as chunks:
+                for offset, length in chunks:
+                    is_first, is_last = offset == begin_bytes, offset + length == end_bytes
+                    first = sample(offset, offset + length, blocks) if is_first else []
+                    if is_first and not is_proved:
+                        with within():
+                            self._kernel.mark(device, sorted({*first, *every}), held=held)
+                    yield offset, length, by
+                    if is_proved or not (is_first or is_last):
+                        continue
+                    with within():
+                        if not self._kernel.are_zero(device, every if is_last else first):
+                            break
+                else:
+                    self._proved |= tried
+                    return
+            self._proved -= tried
+            self._distrust(device, by, disks)
+
+    def prove(self, device: str, size_bytes: int) -> None:
+        """See that a device zeroes, before a copy overwrites so much of it and leaves holes.
+
+        By blocks at its beginning, once for its disks; they are distrusted where it does not.
+        """
+        disks, by = self._kernel.stack(device).disks, By.HOLE
+        tried = {(disk, by) for disk in disks}
+        if self._kernel.zeroing(device) is not by or (tried and tried <= self._proved):
+            return
+        length = min(size_bytes, PROVED_BYTES)
+        places = sample(0, length)
+        self._kernel.mark(device, places)
+        self._kernel.zero_out(device, 0, length, by=by)
+        if self._kernel.are_zero(device, places):
+            self._proved |= tried
+        else:
+            self._distrust(device, by, disks)
+
+    def _distrust(self, device: str, by: By, disks: Iterable[str]) -> None:
+        if new := self._kernel.distrust(disks, by):
+            _log.error(
+                "%s: data were still there after %s on %s, which reported success; they are"
+                " overwritten, and this is not tried there again. Look for newer firmware",
+                *(device, by.value, ", ".join(new)),
+            )
+
+    @staticmethod
+    def waits_for_disk(volume: Volume) -> bool:
+        """Whether a part of it may come back with a missing disk that was not given up."""
+        return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
+
+
+def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[int]:
+    """Where so many blocks are looked at in a range, from its first to its last, spread evenly."""
+    last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
+    steps = min(blocks - 1, last)
+    if steps <= 0:
+        return [begin_bytes] * (last == 0)
+    return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]
