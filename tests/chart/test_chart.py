@@ -6,69 +6,32 @@ checked in the fast tier.
 
 import copy
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import manifest
 import pytest
 import yaml
 from chart import documented
 from chart.documented import CHART, Place
+from chart.rendering import (
+    DEMO,
+    FILES,
+    Refused,
+    Template,
+    Values,
+    both_modes,
+    every_file,
+    in_mode,
+    read,
+)
 
 from agent.core import settings, values
-from deploy import render
 
-FILES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 PODS = ("DaemonSet", "Deployment")
 SNAPSHOTS = "snapshot.storage.k8s.io/v1"
 
-both_modes = pytest.mark.parametrize("central", [True, False], ids=["central", "distributed"])
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-Values = dict[str, Any]
-# What is given where a test is about something else: the chart asks for a choice.
-DEMO: Values = {"demo": True}
 DISTRIBUTED: Values = DEMO | {"controller": {"enabled": False}}
 METADATA: Values = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
-# Values, release and API groups of the cluster in, the path of a file with the objects out.
-Template = Callable[..., Path]
-
-
-class Refused(Exception):
-    """What helm says to values that it does not take."""
-
-
-@pytest.fixture(scope="module")
-def helm() -> Path:
-    return render.ensure_helm()
-
-
-@pytest.fixture
-def template(helm: Path, tmp_path: Path) -> Template:
-    def make(values: Values | None = None, release: str = "carver", *apis: str) -> Path:
-        given, made = tmp_path / "values.yaml", tmp_path / f"{release}.yaml"
-        given.write_text(yaml.safe_dump(values or {}))
-        words = [str(helm), "template", release, str(CHART), "--namespace", "storage"]
-        words += ["--values", str(given), "--kube-version", render.KUBERNETES_VERSION]
-        words += [word for api in apis for word in ("--api-versions", api)]
-        ended = subprocess.run(words, capture_output=True, text=True, check=False)
-        if ended.returncode != 0:
-            raise Refused(ended.stderr)
-        made.write_text(ended.stdout)
-        return made
-
-    return make
-
-
-def read(file: Path) -> Values:
-    return dict(yaml.safe_load(file.read_text()))
-
-
-def in_mode(values: Values, central: bool) -> Values:
-    """The same values, with a controller for the cluster or without."""
-    return values | {"controller": {**values.get("controller", {}), "enabled": central}}
 
 
 def without(values: Values, place: Place) -> Values:
