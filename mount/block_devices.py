@@ -226,22 +226,22 @@ class BlockDevices(Calls):
         return calls.signatures(device)
 
     def stack(self, device: str) -> stacks.Stack:
-        """What is below it, by sysfs."""
-        return stacks.read(self._sysfs(device))
+        """What is below it, by sysfs; nothing where that cannot be told."""
+        try:
+            return stacks.read(self._sysfs(device))
+        except OSError:
+            return stacks.Stack(has_write_zeroes=False, is_plain=False)
 
     def discard_doubts(self, device: str) -> Mapping[str, str]:
         """Why it is not certain that a discard leaves zeroes, by disk (stacks.discard_doubts)."""
         return stacks.discard_doubts(self._sysfs(device), _file_system_below)
 
-    def zeroing(self, device: str) -> By:
+    def zeroing(self, device: str, stack: stacks.Stack | None = None) -> By:
         """How it is zeroed: by a hole only where all of its stack takes REQ_OP_WRITE_ZEROES.
 
         Where the disks were seen not to zero so, BLKZEROOUT would have them do the same.
         """
-        try:
-            stack = self.stack(device)
-        except OSError:
-            return By.ZEROES
+        stack = stack or self.stack(device)
         if not stack.has_write_zeroes:
             return By.ZEROES
         return By.WRITES if self.is_distrusted(stack, By.HOLE) else By.HOLE

@@ -28,7 +28,7 @@ class DiskLoads(BlockDevices, LoopDevices):
         """The whole disks that a block device stands on, through dm, md and partitions.
 
         A loop device is one: after each flush the file system of its file is busy with its journal,
-        which on the disk below would pass for others' I/O. Raises OSError.
+        which on the disk below would pass for others' I/O.
         """
         return self.stack(device).disks
 

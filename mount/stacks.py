@@ -1,5 +1,9 @@
-"""The disks below a block device, by sysfs: what zeroes them, and what a discard leaves on them."""
+"""The disks below a block device, by sysfs: what zeroes them, and what a discard leaves on them.
 
+Each erase looks at them, so no path is resolved but where its name is wanted.
+"""
+
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +36,14 @@ class Stack:
 
 def read(place: Path) -> Stack:
     """The stack of a device by its directory in sysfs, such as /sys/dev/block/253:3."""
-    place = place.resolve()
     # dm-raid, dm-thin, dm-cache, dm-writecache and snapshots stand on logical volumes of their own.
-    parts = (_word(one, "dm/uuid").startswith(_VOLUME_UUID) for one in _below(place))
+    parts = (_word(one, "dm/uuid").startswith(_VOLUME_UUID) for one in _below(str(place)))
     return Stack(
         # Of a stack the least (blk_stack_limits()), and 0 where a target of device-mapper has it
         # not (dm_table_supports_write_zeroes()), as those of RAID, thin, cache and crypt.
-        has_write_zeroes=_queue(place, "write_zeroes_max_bytes") not in ("", "0"),
+        has_write_zeroes=_queue(str(place), "write_zeroes_max_bytes") not in ("", "0"),
         is_plain=not any(parts),
-        disks=frozenset(one.name for one in leaves(place)),
+        disks=frozenset(map(_name, leaves(str(place)))),
     )
 
 
@@ -49,13 +52,14 @@ def read(place: Path) -> Stack:
 LoopFile = Callable[[str, str], int]
 
 
-def leaves(place: Path) -> Iterator[Path]:
-    """The whole disks, and loop devices, at the bottom of a device, by resolved directories."""
-    below = _below(_whole(place))
+def leaves(place: str) -> Iterator[str]:
+    """The whole disks, and loop devices, at the bottom of a device, by their directories."""
+    whole = _whole(place)
+    below = _below(whole)
     for one in below:
         yield from leaves(one)
     if not below:
-        yield _whole(place)
+        yield whole
 
 
 def discard_doubts(place: Path, file_system: LoopFile) -> Mapping[str, str]:
@@ -63,9 +67,9 @@ def discard_doubts(place: Path, file_system: LoopFile) -> Mapping[str, str]:
 
     By the disks' names. Only what can be looked up here is certain.
     """
-    place = place.resolve()
-    is_volume = _word(place, "dm/uuid").startswith(_VOLUME_UUID)
-    judged = [_whole(one) for one in (_below(place) if is_volume else [place])]
+    own = str(place)
+    is_volume = _word(own, "dm/uuid").startswith(_VOLUME_UUID)
+    judged = [Path(_whole(one)).resolve() for one in (_below(own) if is_volume else [own])]
     return {one.name: why for one in judged if (why := _doubt(one, file_system))}
 
 
@@ -75,16 +79,16 @@ def _doubt(disk: Path, file_system: LoopFile) -> str:
     The kernel itself promises nothing (discard_zeroes_data in sysfs is always 0 since Linux 4.12),
     and BLKDISCARD succeeds where the device refused (blkdev_issue_discard()).
     """
-    if _queue(disk, "discard_max_bytes") in ("", "0"):
+    if _queue(str(disk), "discard_max_bytes") in ("", "0"):
         return "it takes no discards"
     if (disk / "dm").exists() or (disk / "md").exists():
         return "it is made of other devices"
     if (disk / "loop").exists():
         return _doubt_of_loop(disk, file_system)
     if scsi := next(iter((disk / "device").glob("scsi_disk/*")), None):
-        if _word(scsi, "zeroing_mode") not in _ZEROING:
+        if _word(str(scsi), "zeroing_mode") not in _ZEROING:
             return "it does not promise that unmapped blocks read as zeroes (LBPRZ)"
-        if _word(scsi, "provisioning_mode") not in _UNMAPPING:
+        if _word(str(scsi), "provisioning_mode") not in _UNMAPPING:
             return "it is unmapped by UNMAP, which may leave blocks as they are"
         return ""
     if disk.name.startswith("nvme"):
@@ -97,27 +101,38 @@ def _doubt(disk: Path, file_system: LoopFile) -> str:
 def _doubt_of_loop(disk: Path, file_system: LoopFile) -> str:
     # The driver punches a hole in the file for a discard (drivers/block/loop.c, lo_fallocate()).
     try:
-        kind = file_system(f"/dev/{disk.name}", _word(disk, "loop/backing_file"))
+        kind = file_system(f"/dev/{disk.name}", _word(str(disk), "loop/backing_file"))
     except OSError:
         return "it is over no file that can be seen from here"
     return "" if kind in _WITH_HOLES else "its file may not have holes"
 
 
-def _below(place: Path) -> list[Path]:
-    return sorted(one.resolve() for one in place.glob("slaves/*"))
+def _below(place: str) -> list[str]:
+    try:
+        names = os.listdir(f"{place}/slaves")  # noqa: PTH208
+    except OSError:
+        return []
+    return [f"{place}/slaves/{name}" for name in sorted(names)]
 
 
-def _whole(place: Path) -> Path:
+def _whole(place: str) -> str:
     """The disk of a partition: only that has a queue."""
-    return place.parent if (place / "partition").exists() else place
+    # The kernel follows the links before it goes up.
+    return f"{place}/.." if os.path.exists(f"{place}/partition") else place  # noqa: PTH110
 
 
-def _queue(place: Path, name: str) -> str:
+def _name(place: str) -> str:
+    return os.path.basename(os.path.realpath(place))  # noqa: PTH119
+
+
+def _queue(place: str, name: str) -> str:
     return _word(_whole(place), f"queue/{name}")
 
 
-def _word(place: Path, name: str) -> str:
+def _word(place: str, name: str) -> str:
     try:
-        return (place / name).read_text().strip()
+        with open(f"{place}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
+            # A page at most (Documentation/filesystems/sysfs.rst).
+            return file.read(4096).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

@@ -179,8 +179,9 @@ class _GivingWay:
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
             self._seen |= self._loads(work)
             pause(_FIRST_SECONDS)
-        for _ in range(2):
-            # The second time where others were seen in the pause, which is longer then.
+        self._look(work)
+        if self._pause(pause):
+            # Others may be seen in it, and then it is longer.
             self._look(work)
             self._pause(pause)
         most_bytes = 2 * self._length_bytes
@@ -207,16 +208,21 @@ class _GivingWay:
     def _rate(self, work: Work) -> float:
         return self._rates.get((work.kind, work.disks), 0.0)
 
-    def _pause(self, pause: Callable[[float], None]) -> None:
-        """Pause, for others as long as a piece and one of theirs; alone only to look for others."""
+    def _pause(self, pause: Callable[[float], None]) -> bool:
+        """Pause, for others as long as a piece and one of theirs; alone only to look for others.
+
+        Returns whether there was any.
+        """
         if is_for_others := self._is_beside_others:
             others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
             seconds = min(max(self._took_seconds, others), _PAUSE_SECONDS)
         else:
             seconds = min(self._took_seconds * _ALONE_PART, _ALONE_SECONDS)
-        if (left_seconds := self._ended_at + seconds - self._clock()) > 0:
-            pause(left_seconds)
-            self.paused_seconds += is_for_others * left_seconds
+        if (left_seconds := self._ended_at + seconds - self._clock()) <= 0:
+            return False
+        pause(left_seconds)
+        self.paused_seconds += is_for_others * left_seconds
+        return True
 
     def _look(self, work: Work) -> None:
         """Look for I/O of others: completed since the last look, or on its way."""
@@ -331,9 +337,7 @@ class Pace:
         """
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
-            # The work itself says what is wrong with a device.
-            with suppress(OSError):
-                disks |= self._kernel.disks_below(one)
+            disks |= self._kernel.disks_below(one)
         return Work(self, kind, frozenset(disks), check, flush, progress or Progress(self._clock))
 
     @contextmanager

@@ -5,6 +5,7 @@ It ends in time even if a thread waits for a disk for ever, so systemd or kubele
 
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -99,6 +100,15 @@ def _log_hanging_threads() -> None:
         stream.flush()
 
 
+def _spare_collector() -> None:
+    """Have Python's collector leave out what lives as long as the process, and come less often.
+
+    By default it took a tenth of the processor time of calls.
+    """
+    gc.freeze()
+    gc.set_threshold(5000, 20, 20)
+
+
 def serve(config: Config, host: Host, is_stopping: threading.Event | None = None) -> None:
     """Serve until SIGTERM or SIGINT; set `is_stopping` then. Raises SocketTaken, NotReady.
 
@@ -119,6 +129,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
         definitions = GroupDefinitions(host.kernel)
         observe = metrics.count_call if metrics else None
         service = Service(config, host, lvm, observe, definitions)
+        _spare_collector()
         ended = _until_signal()
         group_definitions.begin(lvm, definitions, config, service.volume_groups)
         service.context.admission.close()

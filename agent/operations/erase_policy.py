@@ -12,6 +12,7 @@ from lvm import names, report, tags
 from mount.block_devices import SAMPLE_BYTES
 from mount.blocks import By
 from mount.kernel import Kernel
+from mount.stacks import Stack
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ErasePolicy:
     | none                 | left as it is                         | header zeroed                 |
 
     Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
-    in part, and a thin pool keeps its chunks' data. `ways` says which of the kernel's ways are
+    in part, and a thin pool keeps its chunks' data. `_ways` says which of the kernel's ways are
     taken, `pieces` proves them. The last piece (agent/core/pace.py) ends with fsync(2): a power
     loss after the extents are free does not bring the data back. What lies on a missing disk waits
     for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
@@ -88,19 +89,18 @@ class ErasePolicy:
             return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
         return size_bytes
 
-    def ways(self, device: str, *, discards: bool = True) -> Sequence[By]:
+    def _ways(self, device: str, stack: Stack, *, discards: bool) -> Sequence[By]:
         """The ways by which a device is zeroed, each where the one before was not proved.
 
         `discards` says whether the setting may have it discarded.
         """
-        default = self._kernel.zeroing(device)
+        default = self._kernel.zeroing(device, stack)
         ways = [default, By.WRITES] if default is By.HOLE else [default]
-        return [By.DISCARD, *ways] if discards and self._is_discarded(device) else ways
+        return [By.DISCARD, *ways] if discards and self._is_discarded(device, stack) else ways
 
-    def _is_discarded(self, device: str) -> bool:
+    def _is_discarded(self, device: str, stack: Stack) -> bool:
         if self._wipe not in (_DISCARD, _DISCARD_UNGUARANTEED):
             return False
-        stack = self._kernel.stack(device)
         if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
             return False
         doubts = self._kernel.discard_doubts(device) if self._wipe == _DISCARD else {}
@@ -142,9 +142,10 @@ class ErasePolicy:
         """
         if end_bytes <= begin_bytes:
             return
-        for by in self.ways(device, discards=discards):
+        stack = self._kernel.stack(device)
+        for by in self._ways(device, stack, discards=discards):
             is_proved = by in (By.ZEROES, By.WRITES)
-            disks = () if is_proved else self._kernel.stack(device).disks
+            disks = frozenset[str]() if is_proved else stack.disks
             tried = {(disk, by) for disk in disks}
             is_known = by is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
@@ -173,9 +174,10 @@ class ErasePolicy:
 
         By blocks at its beginning, once for its disks; they are distrusted where it does not.
         """
-        disks, by = self._kernel.stack(device).disks, By.HOLE
+        stack, by = self._kernel.stack(device), By.HOLE
+        disks = stack.disks
         tried = {(disk, by) for disk in disks}
-        if self._kernel.zeroing(device) is not by or (tried and tried <= self._proved):
+        if self._kernel.zeroing(device, stack) is not by or (tried and tried <= self._proved):
             return
         length = min(size_bytes, PROVED_BYTES)
         places = sample(0, length)
