@@ -47,16 +47,6 @@ def the_configuration(path: Path, tmp_path: Path) -> settings.Config:
     return loaded
 
 
-def components(selector: Values) -> set[str]:
-    """The components that a selector chooses."""
-    key = "app.kubernetes.io/component"
-    found = {selector["matchLabels"].get(key)} - {None}
-    for one in selector.get("matchExpressions", []):
-        assert (one["key"], one["operator"]) == (key, "In")
-        found |= set(one["values"])
-    return found
-
-
 def kinds(path: Path) -> set[str]:
     return {one["kind"] for one in manifest.objects(path)}
 
@@ -259,7 +249,7 @@ def test_changed_blocks_are_served_under_the_certificate_s_name(
     assert "changed-blocks" in str(pod)
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     [port] = service["spec"]["ports"]
-    [of_pod] = own["ports"]
+    [_, of_pod] = own["ports"]
     assert (port["port"], port["targetPort"]) == (6443, of_pod["name"])
     assert of_pod["containerPort"] == int(flags["port"])
     roles = {one["metadata"]["name"]: one for one in manifest.of_kind(made, "ClusterRole")}
@@ -545,12 +535,89 @@ def test_alerts_and_dashboard_name_the_node(
 ) -> None:
     more = {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "carver"}
     made = template(in_mode(DEMO | {value: {"enabled": True, "relabelings": [more]}}, central))
-    chosen = manifest.the(made, kind)["spec"]["selector"]
-    expected = {"node", "controller"} if central else {"node"}
-    assert components(chosen) - {"metrics"} | {"node"} == expected
-    [endpoint] = manifest.the(made, kind)["spec"][endpoints]
     node = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "instance"}
-    assert endpoint["relabelings"] == [node, more]
+    for endpoint in manifest.the(made, kind)["spec"][endpoints]:
+        assert endpoint["relabelings"] == [node, more]
+
+
+# What each container has at a port of its own, by the port's name.
+SHOWN = {
+    "carver": "metrics",
+    "controller": "metrics",
+    "provisioner": "provisioner",
+    "resizer": "resizer",
+    "snapshotter": "snapshotter",
+    "snapshot-metadata": "cbt-metrics",
+}
+OBSERVED: Values = {
+    "sidecars": {"snapshotter": {"enabled": True}, "snapshotMetadata": METADATA},
+    "networkPolicy": {"enabled": True, "from": [{"namespaceSelector": {}}]},
+}
+
+
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+@both_modes
+def test_prometheus_asks_every_container_and_may(
+    monitor: str, central: bool, template: Template
+) -> None:
+    made = template(in_mode(DEMO | OBSERVED | {monitor: {"enabled": True}}, central))
+    kind, endpoints = monitor[0].upper() + monitor[1:], "podMetricsEndpoints"
+    pods = [one["spec"]["template"] for one in manifest.objects(made) if one["kind"] in PODS]
+    found = manifest.the(made, kind)["spec"]
+    chosen, ports = found["selector"]["matchLabels"].items(), {name: name for name in SHOWN}
+    if kind == "ServiceMonitor":
+        endpoints = "endpoints"
+        [service] = [
+            one
+            for one in manifest.of_kind(made, "Service")
+            if chosen <= one["metadata"]["labels"].items()
+        ]
+        chosen = service["spec"]["selector"].items()
+        ports = {one["name"]: one["targetPort"] for one in service["spec"]["ports"]}
+        assert service["spec"]["publishNotReadyAddresses"]
+        assert ports == {name: name for name in set(SHOWN.values())}
+    assert sorted(one["port"] for one in found[endpoints]) == sorted(set(SHOWN.values()))
+    assert {one["path"] for one in found[endpoints]} == {"/metrics"}
+    policies = manifest.of_kind(made, "NetworkPolicy")
+    for pod in pods:
+        labels = pod["metadata"]["labels"].items()
+        assert chosen <= labels
+        [policy] = [
+            one["spec"]
+            for one in policies
+            if one["spec"]["podSelector"]["matchLabels"].items() <= labels
+        ]
+        [open_to_prometheus] = [
+            {port["port"] for port in rule["ports"]}
+            for rule in policy["ingress"]
+            if rule.get("from") == OBSERVED["networkPolicy"]["from"]
+        ]
+        for one in pod["spec"]["containers"]:
+            assert SHOWN[one["name"]] in {port["name"] for port in one["ports"]}
+            assert SHOWN[one["name"]] in open_to_prometheus
+
+
+@both_modes
+def test_each_sidecar_has_metrics_at_a_port_and_a_leader_its_health(
+    central: bool, template: Template
+) -> None:
+    made = template(in_mode(DEMO | OBSERVED, central))
+    for pod in manifest.pod_specs(made):
+        ports = [port["containerPort"] for one in pod["containers"] for port in one["ports"]]
+        assert len(ports) == len(set(ports))
+        for one in pod["containers"]:
+            if one["name"] in manifest.OWN:
+                continue
+            given, flags = one["ports"][0], manifest.flags(one)
+            assert given["name"] == SHOWN[one["name"]]
+            assert flags["http-endpoint"] == f":{given['containerPort']}"
+            # kubernetes-csi/csi-lib-utils, leaderelection: there without a leader's election never.
+            assert ("livenessProbe" in one) is ("leader-election" in flags)
+            if "livenessProbe" in one:
+                asked = {"path": "/healthz/leader-election", "port": given["name"]}
+                assert one["livenessProbe"]["httpGet"] == asked
+            # How much it logs is a value.
+            assert flags["v"] == "1"
 
 
 def test_alerts_and_dashboard_are_those_of_deploy_monitoring(template: Template) -> None:

@@ -394,24 +394,44 @@ def expressions() -> list[str]:
     return [rule["expr"] for rule in rules()] + targets
 
 
+# kubernetes-csi/csi-lib-utils, metrics/metrics.go: what each sidecar has of its calls.
+OF_SIDECARS = {
+    f"csi_sidecar_operations_seconds_{part}": {"driver_name", "method_name", "grpc_status_code"}
+    for part in ("bucket", "sum", "count")
+}
+OF_SIDECARS["csi_sidecar_operations_seconds_bucket"].add("le")
+
+
 @pytest.fixture
 def names(measured: Measured) -> dict[str, set[str]]:
-    return exported(measured)
+    return exported(measured) | OF_SIDECARS
 
 
 def test_alerts_and_dashboard_use_only_metrics_and_labels_that_exist(
     names: dict[str, set[str]],
 ) -> None:
     for expression in expressions():
-        used = re.findall(r"\b(?:carver|process)_\w+", expression)
+        used = re.findall(r"\b(?:carver|process|csi_sidecar)_\w+", expression)
         assert used, expression
         assert set(used) <= set(names), expression
-        # Prometheus itself adds the instance.
-        allowed = {"instance"}.union(*(names[name] for name in used))
+        # Prometheus itself adds the instance, prometheus-operator the others.
+        allowed = {"instance", "pod", "endpoint"}.union(*(names[name] for name in used))
         chosen = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression)
         listed = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
         grouped = [word.strip() for words in listed for word in words.split(",")]
         assert {*chosen, *grouped} <= allowed, expression
+
+
+def test_the_dashboard_shows_the_time_and_the_failures_of_provisioning() -> None:
+    shown = [target["expr"] for panel in panels() for target in panel["targets"]]
+    of_sidecars = [one for one in shown if "csi_sidecar_operations_seconds" in one]
+    # Other drivers' sidecars have the same metric.
+    assert all('driver_name=~"$driver"' in one for one in of_sidecars)
+    assert sum("/csi.v1.Controller/CreateVolume" in one for one in of_sidecars) == 2
+    assert any('grpc_status_code!="OK"' in one for one in of_sidecars)
+    # A sidecar beside Carver has the same instance, and memory of its own.
+    for one in shown:
+        assert "process_" not in one or "on (instance, pod, endpoint) carver_build_info" in one
 
 
 def test_the_alert_of_a_missing_group_outlives_a_restart_of_carver() -> None:
@@ -437,6 +457,10 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
         "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
         "reason": {one.word for one in Reason},
+        # The dashboard's variable.
+        "driver_name": {"$driver"},
+        "method_name": {"/csi.v1.Controller/CreateVolume"},
+        "grpc_status_code": {"OK"},
     }
     for expression in expressions():
         for label, values in re.findall(r"(\w+)(?:=~|!~|!=|=)\"([^\"]*)\"", expression):

@@ -41,10 +41,12 @@ replicas; without a controller those of each node.
     {{- if not (include "carver.snapshots" $root) }}
     - --snapshot-orphan-sweep-interval=0
     {{- end }}
+    - --http-endpoint=:{{ .port }}
     - --v={{ .logLevel }}
     {{- with .extraArgs }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- include "carver.observed" (dict "root" $root "name" "provisioner" "port" .port "leads" $central) | nindent 2 }}
   env:
     {{- if not $central }}
     - name: NODE_NAME
@@ -78,10 +80,12 @@ replicas; without a controller those of each node.
     {{- end }}
     - --feature-gates=CSIVolumeGroupSnapshot={{ .groups }}
     - --timeout={{ .timeout }}
+    - --http-endpoint=:{{ .port }}
     - --v={{ .logLevel }}
     {{- with .extraArgs }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- include "carver.observed" (dict "root" $root "name" "snapshotter" "port" .port "leads" $central) | nindent 2 }}
   env:
     {{- if $central }}
     {{- include "carver.namespaceVariable" $root | nindent 4 }}
@@ -110,8 +114,8 @@ replicas; without a controller those of each node.
     - --port=50051
     - --tls-cert=/run/snapshot-metadata/tls.crt
     - --tls-key=/run/snapshot-metadata/tls.key
-    # Its health stands there, too; nothing in the pod asks.
-    - --http-endpoint=127.0.0.1:8080
+    # Its health is a service of gRPC with TLS, which kubelet cannot ask.
+    - --http-endpoint=:{{ .port }}
     - --timeout={{ .timeout }}
     - --v={{ .logLevel }}
     {{- with .extraArgs }}
@@ -121,7 +125,7 @@ replicas; without a controller those of each node.
   env:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  ports:
+  {{- include "carver.observed" (dict "root" $root "name" "cbt-metrics" "port" .port "leads" false) | nindent 2 }}
     - name: cbt
       containerPort: 50051
       protocol: TCP
@@ -147,16 +151,46 @@ replicas; without a controller those of each node.
     - --feature-gates=VolumeAttributesClass=false
     {{- end }}
     - --timeout={{ .timeout }}
+    - --http-endpoint=:{{ .port }}
     - --v={{ .logLevel }}
     {{- with .extraArgs }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- include "carver.observed" (dict "root" $root "name" "resizer" "port" .port "leads" true) | nindent 2 }}
   env:
     {{- include "carver.namespaceVariable" $root | nindent 4 }}
     {{- with .extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* The port of a sidecar's metrics; where it `leads`, a leader's health is there, too. */ -}}
+{{- define "carver.observed" -}}
+{{- if .leads }}
+livenessProbe:
+  {{- $probe := .root.Values.sidecars.livenessProbe }}
+  {{- include "carver.probe" (dict "path" "/healthz/leader-election" "port" .name "probe" $probe) | nindent 2 }}
+{{- end }}
+ports:
+  - name: {{ .name }}
+    containerPort: {{ .port }}
+    protocol: TCP
+{{- end }}
+
+{{- /* The ports at which Carver and the sidecars have metrics; not every pod has all. */ -}}
+{{- define "carver.metricsPorts" -}}
+{{- with .Values.sidecars }}
+- {name: metrics, port: {{ $.Values.metrics.port }}}
+- {name: provisioner, port: {{ .provisioner.port }}}
+- {name: resizer, port: {{ .resizer.port }}}
+{{- if include "carver.snapshots" $ }}
+- {name: snapshotter, port: {{ .snapshotter.port }}}
+{{- end }}
+{{- if .snapshotMetadata.enabled }}
+- {name: cbt-metrics, port: {{ .snapshotMetadata.port }}}
+{{- end }}
 {{- end }}
 {{- end }}
 
