@@ -70,8 +70,9 @@ class Cgroups:
     def __init__(self, configured: str = "", root: Path = ROOT) -> None:
         self._configured, self._root = configured, root
         self._found: Path | None = None
-        # What io.max said at the last look.
+        # What io.max and io.stat said at the last look.
         self._seen = ("", dict[DeviceNumber, IoMax]())
+        self._counted = ("", dict[DeviceNumber, IoCount]())
 
     def look(self) -> Path:
         """The cgroup's directory, in which I/O can be controlled; no write."""
@@ -114,14 +115,20 @@ class Cgroups:
             _write(self.prepare() / "io.max", f"{number[0]}:{number[1]} {io_max.words()}")
 
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
-        """What the pods did on each device, since I/O is controlled."""
-        found = {}
-        for number, words in _rows(_read(self.prepare() / "io.stat")):
-            said = dict(one.split("=", 1) for one in words)
-            found[number] = IoCount(
-                *(int(said.get(key, 0)) for key in ("rbytes", "wbytes", "rios", "wios"))
-            )
-        return found
+        """What the pods did on each device, since I/O is controlled.
+
+        The same object as long as it is the same.
+        """
+        text = _read(self.prepare() / "io.stat")
+        if text != self._counted[0]:
+            found = {}
+            for number, words in _rows(text):
+                said = dict(one.split("=", 1) for one in words)
+                found[number] = IoCount(
+                    *(int(said.get(key, 0)) for key in ("rbytes", "wbytes", "rios", "wios"))
+                )
+            self._counted = text, found
+        return self._counted[1]
 
     def _pods(self) -> Path:
         if not (self._root / "cgroup.controllers").exists():

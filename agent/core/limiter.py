@@ -85,6 +85,8 @@ class Limiter:
         # What the kernel has while each is as it should be: with 200 volumes a comparison of all is
         # more than a percent of a core.
         self._kept: Mapping[DeviceNumber, IoMax] | None = None
+        # What the pods had done at the last look.
+        self._counts: Mapping[DeviceNumber, IoCount] | None = None
         self.task = PeriodicTask(
             "limits", self.check, _CHECK_SECONDS, "limits of I/O are not checked: %s"
         )
@@ -222,7 +224,11 @@ class Limiter:
             return
         self._measured_seconds, counts = time.monotonic(), self._cgroups.counts()
         for one in self.limited:
-            one.measure(counts.get(one.number, one.count))
+            if one.counted_seconds and counts is self._counts:  # the pods are idle
+                one.counted_seconds = self._measured_seconds
+            else:
+                one.measure(counts.get(one.number, one.count))
+        self._counts = counts
 
     def _is_used(self, device: Device | None) -> bool:
         return device is not None and bool(
