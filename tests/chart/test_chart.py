@@ -5,6 +5,7 @@ checked in the fast tier.
 """
 
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from chart.rendering import (
     read,
 )
 
-from agent.core import settings, values
+from agent.core import parameters, settings, values
+from agent.operations import plan
 
 PODS = ("DaemonSet", "Deployment")
 SNAPSHOTS = "snapshot.storage.k8s.io/v1"
@@ -351,6 +353,10 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
         ),
         ({"podMonitor": {"enabled": True}, "metrics": {"enabled": False}}, "need metrics"),
         ({"sidecars": {"snapshotMetadata": {"enabled": True}}}, "tlsSecret and caCert"),
+        ({"inlinePolicy": {"enabled": True}}, "limits nothing"),
+        # Carver's 10G is 10Gi, Kubernetes' is not.
+        ({"inlinePolicy": {"enabled": True, "maximumSize": "10G"}}, "maximumSize"),
+        ({"inlinePolicy": {"enabled": True, "serviceAccounts": ["cache"]}}, "serviceAccounts"),
         (
             {
                 "controller": {"enabled": False},
@@ -389,6 +395,93 @@ def test_the_cluster_is_listed_only_where_orphans_are_looked_for(
     assert node.orphan_interval_seconds == (0 if central else 600)
     if central:
         assert manifest.controller(made).orphan_interval_seconds == 600
+
+
+# Inline volumes
+
+
+def the_policy(made: Path) -> Values:
+    """What the only policy says, its expressions in one line each."""
+    policy = manifest.the(made, "ValidatingAdmissionPolicy")
+    binding = manifest.the(made, "ValidatingAdmissionPolicyBinding")
+    assert binding["spec"] == {
+        "policyName": policy["metadata"]["name"],
+        "validationActions": ["Deny"],
+    }
+    return dict(policy["spec"])
+
+
+def test_inline_volumes_are_limited_only_where_that_is_wanted(template: Template) -> None:
+    assert "ValidatingAdmissionPolicy" not in template(DEMO).read_text()
+    made = template(DEMO | {"inlinePolicy": {"enabled": True, "maximumSize": "10Gi"}})
+    spec = the_policy(made)
+    # Else a pod that the policy could not judge would have them.
+    assert spec["failurePolicy"] == "Fail"
+    [rule] = spec["matchConstraints"]["resourceRules"]
+    assert (rule["operations"], rule["resources"]) == (["CREATE"], ["pods"])
+    # Other pods, and other drivers', are not judged.
+    [driver] = manifest.names(made, "CSIDriver")
+    [condition] = spec["matchConditions"]
+    assert condition["expression"] == (
+        "has(object.spec.volumes) && object.spec.volumes.exists(volume, "
+        f'has(volume.csi) && volume.csi.driver == "{driver}")'
+    )
+
+
+def test_an_inline_volume_s_size_is_what_carver_would_make(template: Template) -> None:
+    made = template(DEMO | {"inlinePolicy": {"enabled": True, "maximumSize": "512Mi"}})
+    spec = the_policy(made)
+    [driver] = manifest.names(made, "CSIDriver")
+    [sizes] = spec["variables"]
+    text = sizes["expression"]
+    assert text.startswith(
+        "object.spec.volumes.filter(volume, "
+        f'has(volume.csi) && volume.csi.driver == "{driver}").map(volume, '
+    )
+    # With and without Carver's prefix, and the default where there is none.
+    assert re.findall(r'"([^"]+)" in ', text) == [
+        parameters.PREFIX + parameters.SIZE,
+        parameters.SIZE,
+    ]
+    defaults = set(re.findall(r'[?:] "([0-9][^"]*)"', text))
+    assert {values.parse_size(one) for one in defaults} == {plan.DEFAULT_SIZE_BYTES}
+    [validation] = spec["validations"]
+    found = re.fullmatch(
+        r'variables\.sizes\.all\(size, size\.matches\("(.+)"\) && '
+        r'quantity\(size\)\.compareTo\(quantity\("512Mi"\)\) <= 0\)',
+        validation["expression"],
+    )
+    assert found is not None
+    # What it lets through means the same to both.
+    units = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+    for unit, size_bytes in units.items():
+        assert re.search(found[1], f"3{unit}")
+        assert values.parse_size(f"3{unit}") == 3 * size_bytes
+    for text in ("", "10G", "10GB", "10GiB", " 1Gi", "1Gi ", "1.5Gi", "-1Gi", "1e3", "1Gi\n2Gi"):
+        assert not re.search(found[1], text)
+    assert "512Mi" in validation["message"]
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "accounts"),
+    [(["build"], []), ([], ["web/cache"]), (["build", "test"], ["web/cache"])],
+)
+def test_only_named_namespaces_and_accounts_may_have_inline_volumes(
+    namespaces: list[str], accounts: list[str], template: Template
+) -> None:
+    given = {"enabled": True, "namespaces": namespaces, "serviceAccounts": accounts}
+    spec = the_policy(template(DEMO | {"inlinePolicy": given}))
+    assert "variables" not in spec
+    [validation] = spec["validations"]
+    found = re.fullmatch(
+        r"request\.namespace in (\[.*\]) \|\| request\.namespace \+ \"/\" \+ "
+        r"\(has\(object\.spec\.serviceAccountName\) \? object\.spec\.serviceAccountName : "
+        r'"default"\) in (\[.*\])',
+        validation["expression"],
+    )
+    assert found is not None
+    assert [json.loads(one) for one in found.groups()] == [namespaces, accounts]
+    assert validation["reason"] == "Forbidden"
 
 
 # Between controller and nodes

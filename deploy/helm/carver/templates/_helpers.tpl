@@ -274,6 +274,11 @@ volumeMounts:
 {{- if and .Values.podMonitor.enabled .Values.serviceMonitor.enabled }}
 {{- fail "podMonitor and serviceMonitor would both ask: enable one" }}
 {{- end }}
+{{- with .Values.inlinePolicy }}
+{{- if and .enabled (not (or .maximumSize .namespaces .serviceAccounts)) }}
+{{- fail "inlinePolicy.enabled limits nothing: give maximumSize, namespaces or serviceAccounts" }}
+{{- end }}
+{{- end }}
 {{- with .Values.sidecars.snapshotMetadata }}
 {{- if and .enabled (not (and .tlsSecret .caCert)) }}
 {{- fail "sidecars.snapshotMetadata needs tlsSecret and caCert" }}
