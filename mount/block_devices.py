@@ -226,7 +226,7 @@ class BlockDevices(Calls):
         return calls.signatures(device)
 
     def stack(self, device: str) -> stacks.Stack:
-        """What is below it, by sysfs; nothing where that cannot be told."""
+        """What is below it, by sysfs; empty where sysfs does not show it."""
         try:
             return stacks.read(self._sysfs(device))
         except OSError:
