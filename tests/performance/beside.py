@@ -1,6 +1,7 @@
 """A neighbour's fsync'ed writes beside Carver's background I/O, on one disk.
 
-The group is on dm-delay over a file: as a disk without an offload for zeroes, which is written.
+The group is on dm-delay over a file: as a disk without an offload for zeroes, which is written. The
+file has all its blocks, or its file system would make each write of a new one wait for the others.
 """
 
 import mmap
@@ -34,7 +35,8 @@ _SETTLED_SECONDS = 1.0
 def made(directory: Path) -> Iterator[None]:
     """An empty group; afterwards nothing is left of it."""
     file = directory / "beside"
-    run("truncate", "--size", str(_FILE_BYTES), str(file))
+    blocks = ("bs=4M", f"count={_FILE_BYTES // (4 * _MIB)}", "oflag=direct", "conv=fsync")
+    run("dd", "if=/dev/zero", f"of={file}", *blocks)
     try:
         disk = run("losetup", "--find", "--show", "--direct-io=on", str(file)).strip()
         try:
