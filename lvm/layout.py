@@ -122,6 +122,35 @@ class Layout:
 LINEAR = Layout()
 
 
+def recognize(volume: LogicalVolume) -> Layout | None:
+    """The layout of a volume that may be another program's; None if Carver makes none like it.
+
+    A stripe size is not reported, so it is left to lvm2, which keeps it when the volume grows.
+    """
+    try:
+        return _recognized(volume)
+    except ValueError:
+        # Such as a RAID that has one image left.
+        return None
+
+
+def _recognized(volume: LogicalVolume) -> Layout | None:
+    if volume.pool:
+        return Layout("thin") if volume.layout == {"thin", "sparse"} else None
+    if volume.layout == {"linear"}:
+        return LINEAR
+    if volume.layout == {"striped"}:
+        return Layout("striped", stripes=len(volume.disks))
+    kind, images = raid.level(volume.layout), len(volume.images)
+    if kind is None or kind.by_hand:
+        return None
+    if not kind.mirrored:
+        return Layout(kind.name, stripes=images - kind.parity)
+    if kind.striped:
+        return Layout(kind.name, stripes=images // 2, mirrors=1)
+    return Layout(kind.name, mirrors=images - 1)
+
+
 def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
     """A size as whole extents on every stripe, at least one."""
     unit = extent_size_bytes * layout.stripes

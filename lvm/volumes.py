@@ -114,6 +114,11 @@ def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[
     lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
+def rename(lvm: Lvm, group: str, name: str, new: str) -> None:
+    """Rename a volume and its device, also an active one (lvrename(8)). Raises NameTaken."""
+    lvm("lvrename", "--", group, name, new)
+
+
 def remove(lvm: Lvm, group: str, *names: str) -> None:
     """Deactivate and remove volumes (lvremove(8)); raises InUse while something has one open."""
     lvm("lvremove", "--yes", "--", *(f"{group}/{name}" for name in names))

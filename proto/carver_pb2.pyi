@@ -25,6 +25,73 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AdoptVolumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LOGICAL_VOLUME_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    MADE_BY_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    logical_volume: _builtins.str
+    """Its name before it was adopted; to undo, its present one will do, too."""
+    device_class: _builtins.str
+    """Optional: the default class otherwise. Not used to undo."""
+    made_by: _builtins.str
+    """The driver that made it, if any: "topolvm", "openebs" or "csi-driver-lvm". Not used to undo."""
+    block: _builtins.bool
+    """It is a raw block volume, whose contents are its user's. Not used to undo."""
+    dry_run: _builtins.bool
+    """Change nothing."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        logical_volume: _builtins.str = ...,
+        device_class: _builtins.str = ...,
+        made_by: _builtins.str = ...,
+        block: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "device_class", b"device_class", "dry_run", b"dry_run", "group", b"group", "logical_volume", b"logical_volume", "made_by", b"made_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptVolumeRequest: _TypeAlias = AdoptVolumeRequest  # noqa: Y015
+
+@_typing.final
+class AdoptVolumeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def volume(self) -> _csi_pb2.Volume:
+        """As it is, or would be, once it is adopted; missing once that is undone."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What was changed, or would be: empty where it was so already."""
+
+    def __init__(
+        self,
+        *,
+        volume: _csi_pb2.Volume | None = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["volume", b"volume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "volume", b"volume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptVolumeResponse: _TypeAlias = AdoptVolumeResponse  # noqa: Y015
+
+@_typing.final
 class BackgroundWorkResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -66,6 +66,16 @@ class OperatorStub:
                 request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.BackgroundWorkResponse.FromString,
                 _registered_method=True)
+        self.AdoptVolume = channel.unary_unary(
+                '/carver.v2.Operator/AdoptVolume',
+                request_serializer=proto_dot_carver__pb2.AdoptVolumeRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.AdoptVolumeResponse.FromString,
+                _registered_method=True)
+        self.UndoAdoptVolume = channel.unary_unary(
+                '/carver.v2.Operator/UndoAdoptVolume',
+                request_serializer=proto_dot_carver__pb2.AdoptVolumeRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.AdoptVolumeResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -114,6 +124,20 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AdoptVolume(self, request, context):
+        """Makes a logical volume that Carver did not make a volume of Carver's; writes no data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndoAdoptVolume(self, request, context):
+        """Takes AdoptVolume back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +170,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.BackgroundWork,
                     request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                     response_serializer=proto_dot_carver__pb2.BackgroundWorkResponse.SerializeToString,
+            ),
+            'AdoptVolume': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptVolume,
+                    request_deserializer=proto_dot_carver__pb2.AdoptVolumeRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.AdoptVolumeResponse.SerializeToString,
+            ),
+            'UndoAdoptVolume': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndoAdoptVolume,
+                    request_deserializer=proto_dot_carver__pb2.AdoptVolumeRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.AdoptVolumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +345,60 @@ class Operator:
             '/carver.v2.Operator/BackgroundWork',
             google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             proto_dot_carver__pb2.BackgroundWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptVolume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Operator/AdoptVolume',
+            proto_dot_carver__pb2.AdoptVolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.AdoptVolumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndoAdoptVolume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Operator/UndoAdoptVolume',
+            proto_dot_carver__pb2.AdoptVolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.AdoptVolumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

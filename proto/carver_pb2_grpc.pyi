@@ -33,6 +33,10 @@ class OperatorStub:
     """The slowest of the calls that ended last, with their steps."""
     BackgroundWork: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.BackgroundWorkResponse]
     """What is erased, zeroed and copied in the background."""
+    AdoptVolume: _grpc.UnaryUnaryMultiCallable[_carver_pb2.AdoptVolumeRequest, _carver_pb2.AdoptVolumeResponse]
+    """Makes a logical volume that Carver did not make a volume of Carver's; writes no data."""
+    UndoAdoptVolume: _grpc.UnaryUnaryMultiCallable[_carver_pb2.AdoptVolumeRequest, _carver_pb2.AdoptVolumeResponse]
+    """Takes AdoptVolume back."""
 
 class OperatorServicer:
     """What an operator asks for."""
@@ -78,6 +82,20 @@ class OperatorServicer:
         context: _grpc.ServicerContext,
     ) -> _carver_pb2.BackgroundWorkResponse:
         """What is erased, zeroed and copied in the background."""
+
+    def AdoptVolume(
+        self,
+        request: _carver_pb2.AdoptVolumeRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.AdoptVolumeResponse:
+        """Makes a logical volume that Carver did not make a volume of Carver's; writes no data."""
+
+    def UndoAdoptVolume(
+        self,
+        request: _carver_pb2.AdoptVolumeRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.AdoptVolumeResponse:
+        """Takes AdoptVolume back."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _grpc.Server) -> None: ...
 

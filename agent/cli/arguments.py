@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from agent.cli.words import Argument, Commands, flag, name_of, noun, verb
 from agent.core import values
+from agent.core.other_drivers import DRIVERS
 from mount.filesystem import FILE_SYSTEMS
 
 NAME = name_of("volume")
@@ -162,6 +163,7 @@ def add_volume(commands: Commands) -> Commands:
             "Show, keep or put back the header of an encrypted volume, without which it is lost.",
         )
     )
+    _add_adopt(verbs)
     verb(
         verbs,
         "delete",
@@ -171,6 +173,39 @@ def add_volume(commands: Commands) -> Commands:
         YES,
     )
     return verbs
+
+
+def _add_adopt(verbs: Commands) -> None:
+    verb(
+        verbs,
+        "adopt",
+        "take a logical volume that Carver did not make as a volume, with what it holds",
+        lambda service, given: (
+            service.undo_adopt(given.path, dry_run=given.dry_run)
+            if given.undo
+            else service.adopt(
+                given.path,
+                given.claim,
+                given.storage_class,
+                device_class=given.device_class,
+                made_by=given.made_by,
+                block=given.block,
+                dry_run=given.dry_run,
+            )
+        ),
+        Argument("path", metavar="GROUP/LV", help="a logical volume that is not in use"),
+        Argument("--class", dest="device_class", default="", help="a class; else the default one"),
+        Argument(
+            "--from", dest="made_by", default="", choices=DRIVERS, help="the driver that made it"
+        ),
+        flag("--block", "a raw block volume, whatever it holds"),
+        Argument(
+            "--claim", default="", metavar="NAMESPACE/NAME", help="else default/ its name"
+        ),
+        Argument("--storage-class", default="carver", help="of the claim; else carver"),
+        flag("--dry-run", "show what would be done, and change nothing"),
+        flag("--undo", "give it its old name back, and remove Carver's tags"),
+    )
 
 
 def _add_header(verbs: Commands) -> None:

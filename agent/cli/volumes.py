@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from agent.cli import encryption, status, terminal
+from agent.cli.adoption import Manifest
 from agent.cli.encryption import Headers
 from agent.core import errors, ids, secret, sockets, tag, users
 from agent.core.host import Host
@@ -184,6 +185,42 @@ class VolumeVerbs:
                 _at_last(lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets))
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
+
+    def adopt(
+        self,
+        path: str,
+        claim: str,
+        storage_class: str,
+        *,
+        device_class: str,
+        made_by: str,
+        block: bool,
+        dry_run: bool,
+    ) -> None:
+        """Adopt GROUP/LV, and print its PersistentVolume and claim for `kubectl apply`.
+
+        What was changed is on standard error. Raises BadField.
+        """
+        group, name = _group_and_name(path)
+        request = carver.AdoptVolumeRequest(
+            group=group,
+            logical_volume=name,
+            device_class=device_class,
+            made_by=made_by,
+            block=block,
+            dry_run=dry_run,
+        )
+        # Before anything changes: a bad name changes nothing.
+        manifest = Manifest(self.settings.driver_name, claim, storage_class)
+        answer = self.caller.adopt(request)
+        _print_changes(answer, dry_run=dry_run)
+        print(manifest.of(answer.volume), end="")
+
+    def undo_adopt(self, path: str, *, dry_run: bool) -> None:
+        """Take `adopt` back; raises BadField."""
+        group, name = _group_and_name(path)
+        request = carver.AdoptVolumeRequest(group=group, logical_volume=name, dry_run=dry_run)
+        _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
 
     def headers(self, name: str) -> Headers:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
@@ -417,6 +454,19 @@ def _text(key: Key) -> str | None:
         return key.data.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _group_and_name(path: str) -> tuple[str, str]:
+    group, slash, name = path.partition("/")
+    if not (group and slash and name) or "/" in name:
+        raise errors.BadField("GROUP/LV", f"{path!r} is not a group, / and a logical volume")
+    return group, name
+
+
+def _print_changes(answer: carver.AdoptVolumeResponse, *, dry_run: bool) -> None:
+    prefix = "to do: " if dry_run else "done: "
+    for one in answer.changes or ["nothing: it is so already"]:
+        print(f"{prefix}{one}", file=sys.stderr)
 
 
 def _logical(volume: csi.Volume) -> str:

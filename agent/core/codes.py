@@ -59,6 +59,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotReceived, Code.FAILED_PRECONDITION),
     (agent.core.errors.Moved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotMoved, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotAdopted, Code.FAILED_PRECONDITION),
     (agent.core.errors.StreamEnded, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadStream, Code.INVALID_ARGUMENT),
     (agent.core.errors.SourceLost, Code.FAILED_PRECONDITION),

@@ -465,6 +465,14 @@ class NotMoved(AgentError):
         super().__init__(f"cannot move {volume!r}: {why}")
 
 
+class NotAdopted(AgentError):
+    """A logical volume cannot be adopted, or its adoption not be undone; nothing was changed."""
+
+    def __init__(self, volume: str, why: str, *, undo: bool = False) -> None:
+        what = "undo the adoption of" if undo else "adopt"
+        super().__init__(f"cannot {what} {volume}: {why}")
+
+
 class BadStream(AgentError):
     """The stream is malformed, altered or of another version; its valid part is kept."""
 

@@ -85,6 +85,8 @@ MOVE_WORD = "moveWord"
 MOVE_ENDED = "moveEnded"
 # Set by an operator: erase a deleted volume without waiting for its missing disks.
 GIVEN_UP = "givenUp"
+# Of a volume that Carver did not make: its name before it was adopted.
+ADOPTED = "adopted"
 # Of a group: lvm.report derives from them which disks are unclean.
 SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 

@@ -302,6 +302,14 @@ class Client:
         """The snapshots of the groups that are on this node."""
         return self.operator.SnapshotsHere(Empty())
 
+    def adopt(self, request: carver.AdoptVolumeRequest) -> carver.AdoptVolumeResponse:
+        """Make a logical volume a volume of Carver's."""
+        return self.operator.AdoptVolume(request)
+
+    def undo_adopt(self, request: carver.AdoptVolumeRequest) -> carver.AdoptVolumeResponse:
+        """Take `adopt` back."""
+        return self.operator.UndoAdoptVolume(request)
+
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Continue a volume's repair; return whether it is done, and what was done or awaited."""
         request = carver.RepairVolumeRequest(volume_id=volume_id, pool_metadata=pool_metadata)

@@ -15,6 +15,7 @@ from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.trace import Traces
 from agent.csi import answers
+from agent.operations.adopt import Adopter, Adoption, Asked
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
 from agent.operations.replace_disk import Replacement
@@ -39,6 +40,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         repairer: Repairer,
         replacement: Replacement,
         listing: Listing,
+        adopter: Adopter,
         traces: Traces,
         progress: Callable[[], Mapping[str, str]],
     ) -> None:
@@ -46,6 +48,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         self._repairer = repairer
         self._replacement = replacement
         self._listing = listing
+        self._adopter = adopter
         self._locks = context.locks
         self._here = context.config.here
 
@@ -107,6 +110,36 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             away=found.away,
             keys=_keys(found.entries),
         )
+
+    def AdoptVolume(
+        self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
+    ) -> carver.AdoptVolumeResponse:
+        asked = _asked(request)
+        with self._locks.hold(asked.name, asked.new_name):
+            return self._adoption(self._adopter.adopt(asked))
+
+    def UndoAdoptVolume(
+        self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
+    ) -> carver.AdoptVolumeResponse:
+        asked = _asked(request)
+        with self._locks.hold(asked.name, asked.new_name):
+            return self._adoption(self._adopter.undo(asked))
+
+    def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
+        volume = None if made.volume is None else answers.volume(made.volume, self._here)
+        return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
+
+
+def _asked(request: carver.AdoptVolumeRequest) -> Asked:
+    require(request, "group", "logical_volume")
+    return Asked(
+        request.group,
+        request.logical_volume,
+        request.device_class,
+        request.made_by,
+        is_block=request.block,
+        dry_run=request.dry_run,
+    )
 
 
 def require(request: Message, *required: str, max_characters: int = _MAX_CHARACTERS) -> None:

@@ -30,6 +30,7 @@ from agent.csi.node import Node
 from agent.csi.operator import Operator
 from agent.daemon.extra import Extra
 from agent.operations import preflight
+from agent.operations.adopt import Adopter
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
 from agent.operations.create import VolumeCreator
@@ -143,7 +144,13 @@ class Service:
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
         operator = Operator(
-            context, repairer, self.replacement, listing, self.traces, self._progress
+            context,
+            repairer,
+            self.replacement,
+            listing,
+            Adopter(context),
+            self.traces,
+            self._progress,
         )
         self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
         # Extras come last: they use the parts above.

@@ -1,0 +1,104 @@
+"""The PersistentVolume and the claim of an adopted volume, as YAML for `kubectl apply`."""
+
+import json
+import re
+from typing import Any
+
+from agent.core import errors, ids, tag
+from agent.core.parameters import PREFIX
+from lvm import names
+from proto import csi_pb2 as csi
+
+# A DNS subdomain (RFC 1123), as the names of PersistentVolumes and claims are.
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+# Values are JSON, which YAML reads as the same.
+_MANIFEST = """\
+apiVersion: v1
+kind: PersistentVolume
+metadata:
+  name: {name}
+  annotations:
+    pv.kubernetes.io/provisioned-by: {driver}
+spec:
+  capacity:
+    storage: {size}
+  volumeMode: {mode}
+  accessModes: [ReadWriteOnce]
+  # Once Delete, Kubernetes has the volume erased with its claim.
+  persistentVolumeReclaimPolicy: Retain
+  storageClassName: {storage_class}
+  claimRef:
+    apiVersion: v1
+    kind: PersistentVolumeClaim
+    namespace: {namespace}
+    name: {claim}
+  csi:
+    driver: {driver}
+    volumeHandle: {handle}
+    fsType: {fs_type}
+    volumeAttributes: {attributes}
+  nodeAffinity:
+    required:
+      nodeSelectorTerms:
+        - matchExpressions: {expressions}
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  namespace: {namespace}
+  name: {claim}
+spec:
+  volumeMode: {mode}
+  accessModes: [ReadWriteOnce]
+  storageClassName: {storage_class}
+  volumeName: {name}
+  resources:
+    requests:
+      storage: {size}
+"""
+
+
+class Manifest:
+    """What an adopted volume is to be in the cluster; raises BadField.
+
+    `claim` is a namespace, / and a name, or empty for the volume's name in `default`.
+    """
+
+    def __init__(self, driver: str, claim: str, storage_class: str) -> None:
+        self._driver, self._storage_class = driver, storage_class
+        self._namespace, slash, self._claim = claim.partition("/")
+        if claim and not (slash and _is_name(self._namespace) and _is_name(self._claim)):
+            problem = f"{claim!r} is not a namespace, / and a name of lower-case letters, digits, -"
+            raise errors.BadField("--claim", problem)
+        if not _is_name(storage_class):
+            raise errors.BadField("--storage-class", f"{storage_class!r} is no object's name")
+
+    def of(self, volume: csi.Volume) -> str:
+        """The YAML; raw block volumes have no file system in their context."""
+        context = dict(volume.volume_context)
+        fs_type = context.get(f"{PREFIX}{tag.FS_TYPE}", "")
+        name = ids.readable_name(volume.volume_id)
+        if not _is_name(name):
+            # Digests of other names begin otherwise.
+            name = names.logical_volume("adopted", f"{name}?").replace(".", "-")
+        segments = volume.accessible_topology[0].segments
+        values: dict[str, Any] = {
+            "name": name,
+            "driver": self._driver,
+            "size": str(volume.capacity_bytes),
+            "mode": "Filesystem" if fs_type else "Block",
+            "storage_class": self._storage_class,
+            "namespace": self._namespace or "default",
+            "claim": self._claim or name,
+            "handle": volume.volume_id,
+            "fs_type": fs_type,
+            "attributes": context,
+            "expressions": [
+                {"key": key, "operator": "In", "values": [value]} for key, value in segments.items()
+            ],
+        }
+        return _MANIFEST.format(**{key: json.dumps(value) for key, value in values.items()})
+
+
+def _is_name(text: str) -> bool:
+    return bool(_NAME.fullmatch(text))

@@ -1,0 +1,422 @@
+"""Logical volumes that Carver did not make become volumes of its own, with what they hold.
+
+They are made as each other driver makes its own: names, tags, layouts.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import expect
+import pytest
+from csi_client import Client
+from fakes.host import FakeHost
+from real.any import AnyHost, device, logical, lvm2_commands, names
+from real.host import RealHost
+from serving import served
+
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
+from agent.csi.client import block, mounted
+from lvm import report, thin, volumes
+from lvm.layout import Layout
+from lvm.thin import Policy
+from lvm.volumes import New
+from mount import filesystem, luks, mounts, options
+from mount.command import Result
+from mount.luks import Cryptsetup
+from proto import carver_pb2 as carver
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+UID = "0b1e2d7a-52c1-4c7e-9f0f-6f2f8f1f9a01"
+CSI_DRIVER_LVM = ("--addtag", "lv.metal-stack.io/csi-lvm-driver")
+MARK = b"kept  by".ljust(4096, b".")
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+}
+# The driver, its logical volume's name, layout and tags.
+MADE = {
+    "csi-driver-lvm": ("csi-driver-lvm", f"pvc-{UID}", "linear", CSI_DRIVER_LVM),
+    "csi-driver-lvm, striped": ("csi-driver-lvm", f"pvc-{UID}", "striped", CSI_DRIVER_LVM),
+    "csi-driver-lvm, mirror": ("csi-driver-lvm", f"pvc-{UID}", "raid1", CSI_DRIVER_LVM),
+    "topolvm": ("topolvm", UID, "linear", ()),
+    "openebs": ("openebs", f"pvc-{UID}", "linear", ()),
+    "by hand": ("", "data_1", "linear", ("--addtag", "mine")),
+}
+
+
+@pytest.fixture
+def config(config: Config, group: str, host: AnyHost) -> Config:
+    classes = (
+        DeviceClass(name="plain", group=group, default=True),
+        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
+        DeviceClass(name="sealed", group=group, encryption="luks2"),
+        DeviceClass(name="elsewhere", group=host.new_group(20)),
+    )
+    return replace(config, classes=classes)
+
+
+def make(
+    host: AnyHost, group: str, name: str, layout: str = "linear", tags: Sequence[str] = ()
+) -> str:
+    """Have lvm2 make a logical volume of 64 MiB; return its device."""
+    host.lvm(
+        *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
+        *LAYOUTS[layout].words(),
+        *("--size", f"{64 * MIB}b", *tags, "--name", name, "--", group),
+    )
+    return device(host, group, name)
+
+
+@contextmanager
+def mounted_at(host: AnyHost, path: str) -> Iterator[Path]:
+    """A mount by another than Carver."""
+    place = host.directory / "elsewhere"
+    place.mkdir(exist_ok=True)
+    mounts.ensure_mounted(host.kernel, path, str(place), "ext4", options.parse((), "ext4"))
+    yield place
+    host.kernel.unmount(str(place))
+
+
+def asked(group: str, name: str, made_by: str = "", **more: object) -> carver.AdoptVolumeRequest:
+    request = carver.AdoptVolumeRequest(group=group, logical_volume=name, made_by=made_by)
+    for key, value in more.items():
+        setattr(request, key, value)
+    return request
+
+
+def state(host: AnyHost, group: str) -> object:
+    """What lvm2 keeps of a group's volumes, and which are active."""
+    every = report.read(host.lvm).group(group).volumes.values()
+    return {one.name: (one.uuid, one.tags, one.layout, one.ranges, one.active) for one in every}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_another_driver_s_volume_is_adopted_with_its_data(
+    client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str
+) -> None:
+    made_by, name, layout, tags = MADE[kind]
+    path = make(host, group, name, layout, tags)
+    host.write(path, "ext4")
+    with mounted_at(host, path) as place:
+        (place / "file").write_text("kept")
+    before = filesystem.probe(host.kernel, path)
+    old = logical(host, group, name)
+
+    # A dry run shows it all, and changes nothing.
+    untouched = state(host, group)
+    planned = client.adopt(asked(group, name, made_by, dry_run=True))
+    assert state(host, group) == untouched
+    assert len(planned.changes) == 2
+
+    host.commands.clear()
+    adopted = client.adopt(asked(group, name, made_by))
+    assert adopted == planned
+    assert [one for one in lvm2_commands(host) if one != "fullreport"] == ["lvchange", "lvrename"]
+    new = logical(host, group, f"vol-{name}")
+    assert (new.uuid, new.ranges, new.size_bytes) == (old.uuid, old.ranges, old.size_bytes)
+    assert new.tags > old.tags
+    again = client.adopt(asked(group, name, made_by))
+    assert (again.volume, list(again.changes)) == (adopted.volume, [])
+
+    volume = adopted.volume
+    assert client.volumes() == [volume]
+    assert volume.capacity_bytes == 64 * MIB
+    assert client.confirms(volume.volume_id, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    client.publish(volume, staging, target, mounted("ext4"))
+    after = filesystem.probe(host.kernel, device(host, group, f"vol-{name}"))
+    assert before is not None
+    assert after is not None
+    assert after.uuid == before.uuid
+    if isinstance(host, RealHost):
+        assert (target / "file").read_text() == "kept"
+
+    # It lives on as any other.
+    taken = client.snapshot("monday", volume.volume_id)
+    client.delete_snapshot(taken.snapshot_id)
+    client.expand(volume.volume_id, 96 * MIB)
+    assert client.node_expand(volume.volume_id, target, 96 * MIB).capacity_bytes == 96 * MIB
+    assert client.stats(volume.volume_id, target).usage[0].total > 64 * MIB
+    if isinstance(host, RealHost):
+        assert (target / "file").read_text() == "kept"
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    assert names(host, group) == set()
+
+
+def test_a_raw_volume_keeps_its_data_and_is_erased_when_it_is_deleted(
+    client: Client, host: AnyHost, group: str, staging: Path, target: Path
+) -> None:
+    path = make(host, group, "raw")
+    host.write_bytes(path, 8 * MIB, MARK)
+    volume = client.adopt(asked(group, "raw", block=True)).volume
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    # In memory a published file is none that can be read.
+    place = str(target) if isinstance(host, RealHost) else device(host, group, "vol-raw")
+    assert host.kernel.device_size_bytes(str(target)) == 64 * MIB
+    assert host.read_bytes(place, 8 * MIB, len(MARK)) == MARK
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    if isinstance(host, FakeHost):
+        assert MARK not in host.freed_bytes(group)
+    # On the same extents.
+    assert not any(host.read_bytes(make(host, group, "next"), 8 * MIB, len(MARK)))
+
+
+def test_an_inactive_volume_stays_inactive_until_it_is_staged(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    host.write(make(host, group, "data"), "ext4")
+    host.deactivate(group, "data")
+    volume = client.adopt(asked(group, "data")).volume
+    assert host.devices.find(group, "vol-data") is None
+    client.stage(volume, staging, mounted("ext4"))
+    assert host.devices.find(group, "vol-data") is not None
+
+
+def test_a_thin_volume_in_its_class_s_pool_is_adopted(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    first = client.create("first", 64 * MIB, block(), parameters={"class": "thin"})
+    thin.create(host.lvm, group, "pool-thin", New("data", 64 * MIB, {}))
+    host.write(device(host, group, "data"), "ext4")
+    volume = client.adopt(asked(group, "data", device_class="thin")).volume
+    assert volume.volume_context["carver/class"] == "thin"
+    client.stage(volume, staging, mounted("ext4"))
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    client.delete(first.volume_id)
+    assert names(host, group) == set()
+
+
+def in_another_pool(host: AnyHost, group: str) -> None:
+    thin.create_pool(
+        host.lvm,
+        group,
+        f"{group}_thinpool",
+        data_extents=10,
+        metadata_extents=1,
+        extent_size_bytes=4 * MIB,
+        chunk_size_bytes=65536,
+        own_tags={},
+    )
+    thin.create(host.lvm, group, f"{group}_thinpool", New("data", 64 * MIB, {}))
+
+
+def with_snapshot(host: AnyHost, group: str) -> None:
+    host.write(make(host, group, "data"), "ext4")
+    volumes.create_snapshot(
+        host.lvm, group, "copy_1", origin="data", size_bytes=8 * MIB, own_tags={}
+    )
+
+
+def encrypted(host: AnyHost, group: str) -> None:
+    program = Cryptsetup(host.run, waits_for_udev=luks.has_udev())
+    path = make(host, group, "data")
+    where = {"offset_bytes": 4 * MIB, "sector_bytes": 4096}
+    program.make(path, bytearray(b"sesame"), uuid=str(uuid.uuid4()), **where)
+
+
+def formatted(name: str) -> Callable[[AnyHost, str], None]:
+    return lambda host, group: host.write(make(host, group, name), "ext4")
+
+
+def blank(host: AnyHost, group: str) -> None:
+    make(host, group, "data")
+
+
+# What there is, what is asked, the code, and a word of the error.
+REFUSED: dict[str, tuple[Callable[[AnyHost, str], object], dict[str, object], str, str]] = {
+    "no such": (blank, {"name": "other"}, "NOT_FOUND", "other"),
+    "blank": (blank, {}, "FAILED_PRECONDITION", "no file system, not ext4"),
+    "encrypted": (encrypted, {}, "FAILED_PRECONDITION", "LUKS"),
+    "encrypted, raw": (encrypted, {"block": True}, "FAILED_PRECONDITION", "LUKS"),
+    "origin": (with_snapshot, {}, "FAILED_PRECONDITION", "the snapshots copy_1"),
+    "snapshot": (with_snapshot, {"name": "copy_1"}, "FAILED_PRECONDITION", "snapshot of data"),
+    "thin": (in_another_pool, {}, "FAILED_PRECONDITION", "_thinpool is not that of a class"),
+    "a driver's": (formatted(UID), {"name": UID}, "FAILED_PRECONDITION", "--from topolvm"),
+    "another driver's": (
+        formatted(f"pvc-{UID}"),
+        {"name": f"pvc-{UID}", "made_by": "topolvm"},
+        "FAILED_PRECONDITION",
+        "--from openebs",
+    ),
+    "no driver's": (
+        formatted("data"),
+        {"made_by": "openebs"},
+        "FAILED_PRECONDITION",
+        "none of these drivers",
+    ),
+    "an unknown driver's": (formatted("data"), {"made_by": "x"}, "INVALID_ARGUMENT", "csi-driver"),
+    "a name of Carver's": (
+        formatted("snap-a"),
+        {"name": "snap-a"},
+        "FAILED_PRECONDITION",
+        "rename it first",
+    ),
+    "an unknown class": (blank, {"device_class": "x"}, "INVALID_ARGUMENT", "plain, thin, sealed"),
+    "another group's class": (
+        blank,
+        {"device_class": "elsewhere"},
+        "INVALID_ARGUMENT",
+        "plain, thin, sealed",
+    ),
+    "a class that encrypts": (
+        formatted("data"),
+        {"device_class": "sealed"},
+        "FAILED_PRECONDITION",
+        "name another --class",
+    ),
+    "another group": (blank, {"group": "other"}, "INVALID_ARGUMENT", "'other' is not allowed"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_adopted_stays_as_it_is(
+    client: Client, host: AnyHost, group: str, kind: str
+) -> None:
+    arrange, changed, code, word = REFUSED[kind]
+    arrange(host, group)
+    before = state(host, group)
+    values: dict[str, object] = {"group": group, "name": "data", **changed}
+    for dry_run in (True, False):
+        with expect.code(code, word):
+            client.adopt(asked(**values, dry_run=dry_run))  # type: ignore[arg-type]
+    assert state(host, group) == before
+    assert client.volumes() == []
+
+
+def test_what_is_in_use_is_neither_adopted_nor_given_back(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    path = make(host, group, "data")
+    host.write(path, "ext4")
+    with mounted_at(host, path) as place, expect.code("FAILED_PRECONDITION", str(place)):
+        client.adopt(asked(group, "data"))
+    with host.kernel.opened(path), expect.code("FAILED_PRECONDITION", "has its device open"):
+        client.adopt(asked(group, "data"))
+    volume = client.adopt(asked(group, "data")).volume
+    client.stage(volume, staging, mounted("ext4"))
+    with expect.code("FAILED_PRECONDITION", "cannot undo", str(staging)):
+        client.undo_adopt(asked(group, "data"))
+    client.unstage(volume.volume_id, staging)
+    taken = client.snapshot("monday", volume.volume_id)
+    with expect.code("FAILED_PRECONDITION", "snap-monday"):
+        client.undo_adopt(asked(group, "data"))
+    client.delete_snapshot(taken.snapshot_id)
+    client.undo_adopt(asked(group, "data"))
+    assert names(host, group) == {"data"}
+
+
+def test_an_undone_adoption_leaves_the_volume_as_it_was(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    host.write(make(host, group, f"pvc-{UID}", tags=CSI_DRIVER_LVM), "ext4")
+    before = state(host, group)
+    request = asked(group, f"pvc-{UID}", "csi-driver-lvm")
+    volume = client.adopt(request).volume
+    client.stage(volume, staging, mounted("ext4"))
+    client.unstage(volume.volume_id, staging)
+    adopted = state(host, group)
+
+    planned = client.undo_adopt(asked(group, f"pvc-{UID}", dry_run=True))
+    assert state(host, group) == adopted
+    assert client.undo_adopt(asked(group, f"pvc-{UID}")) == planned
+    assert state(host, group) == before
+    assert list(client.undo_adopt(asked(group, f"pvc-{UID}")).changes) == []
+    # Under its new name it can be named as well.
+    client.adopt(request)
+    client.undo_adopt(asked(group, f"vol-pvc-{UID}"))
+    assert state(host, group) == before
+
+
+def test_what_carver_made_is_neither_adopted_nor_given_back(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    before = state(host, group)
+    with expect.code("FAILED_PRECONDITION", "tags of Carver's already"):
+        client.adopt(asked(group, "vol-pvc-1"))
+    with expect.code("FAILED_PRECONDITION", "Carver made it"):
+        client.undo_adopt(asked(group, "vol-pvc-1"))
+    assert state(host, group) == before
+
+
+def test_a_name_that_is_taken_is_taken_by_no_other(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    host.write(make(host, group, "pvc-1"), "ext4")
+    with expect.code("FAILED_PRECONDITION", "vol-pvc-1"):
+        client.adopt(asked(group, "pvc-1"))
+    client.delete(volume.volume_id)
+    client.adopt(asked(group, "pvc-1"))
+    make(host, group, "pvc-1")
+    with expect.code("FAILED_PRECONDITION", "pvc-1 already"):
+        client.undo_adopt(asked(group, "pvc-1"))
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["adopt", "undo"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_what_was_cut_off_goes_on_where_it_was(
+    host: AnyHost, config: Config, group: str, undone: bool, step: int
+) -> None:
+    host.write(make(host, group, "data"), "ext4")
+    request, before = asked(group, "data"), state(host, group)
+    with served(host, config) as (_, client):
+        volume = client.adopt(request).volume
+        adopted = state(host, group)
+        if not undone:
+            client.undo_adopt(request)
+
+    left = [step]
+
+    def cut(words: Sequence[str]) -> Result | None:
+        if words[:2] not in (("lvm", "lvchange"), ("lvm", "lvrename")):
+            return None
+        left[0] -= 1
+        return Result(5, "", "killed") if left[0] < 0 else None
+
+    with served(host, config) as (_, client):
+        host.intercept = cut
+        with expect.code("INTERNAL"):
+            client.undo_adopt(request) if undone else client.adopt(request)
+        host.intercept = lambda _words: None
+
+    with served(host, config) as (_, client):
+        # Half way it is no volume, whatever its tags say; and either call ends it.
+        is_whole = undone and step == 0
+        assert client.volumes() == ([volume] if is_whole else [])
+        client.undo_adopt(request)
+        assert state(host, group) == before
+        assert client.adopt(request).volume == volume
+        assert state(host, group) == adopted
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["adopt", "undo"])
+def test_either_call_goes_on_from_half_way(
+    host: AnyHost, config: Config, group: str, undone: bool
+) -> None:
+    host.write(make(host, group, "data"), "ext4")
+    request, before = asked(group, "data"), state(host, group)
+    with served(host, config) as (_, client):
+        host.intercept = lambda words: (
+            Result(5, "", "killed") if words[:2] == ("lvm", "lvrename") else None
+        )
+        with expect.code("INTERNAL"):
+            client.adopt(request)
+        host.intercept = lambda _words: None
+        assert client.volumes() == []
+        if undone:
+            client.undo_adopt(request)
+            assert state(host, group) == before
+        else:
+            assert len(client.adopt(request).changes) == 1
+            assert names(host, group) == {"vol-data"}
