@@ -79,7 +79,7 @@ class Manifest:
         fs_type = context.get(f"{PREFIX}{tag.FS_TYPE}", "")
         name = ids.readable_name(volume.volume_id)
         if not _is_name(name):
-            # Digests of other names begin otherwise.
+            # No logical volume's name has that character: this one always gets a digest.
             name = names.logical_volume("adopted", f"{name}?").replace(".", "-")
         segments = volume.accessible_topology[0].segments
         values: dict[str, Any] = {

@@ -200,7 +200,10 @@ def _add_adopt(verbs: Commands) -> None:
         ),
         flag("--block", "a raw block volume, whatever it holds"),
         Argument(
-            "--claim", default="", metavar="NAMESPACE/NAME", help="else default/ its name"
+            "--claim",
+            default="",
+            metavar="NAMESPACE/NAME",
+            help="else its own name in the namespace default",
         ),
         Argument("--storage-class", default="carver", help="of the claim; else carver"),
         flag("--dry-run", "show what would be done, and change nothing"),

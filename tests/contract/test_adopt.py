@@ -119,7 +119,7 @@ def test_another_driver_s_volume_is_adopted_with_its_data(
     assert adopted == planned
     assert [one for one in lvm2_commands(host) if one != "fullreport"] == ["lvchange", "lvrename"]
     new = logical(host, group, f"vol-{name}")
-    assert (new.uuid, new.ranges, new.size_bytes) == (old.uuid, old.ranges, old.size_bytes)
+    assert (new.uuid, new.disks, new.size_bytes) == (old.uuid, old.disks, old.size_bytes)
     assert new.tags > old.tags
     again = client.adopt(asked(group, name, made_by))
     assert (again.volume, list(again.changes)) == (adopted.volume, [])

@@ -421,7 +421,7 @@ def test_the_driver_is_announced_as_it_is(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_use_a_storage_class_that_every_set_or_they_have(path: Path) -> None:
     used = set(re.findall(r"storageClassName: (\S+)", path.read_text()))
-    assert used or path.stem in {"inline", "groupsnapshot"}
+    assert used or path.stem in {"inline", "groupsnapshot", "restored"}
     for one in SETS:
         assert used <= names(one, "StorageClass") | names(path, "StorageClass")
 

@@ -1,0 +1,126 @@
+"""`carver volume adopt`: what it prints is what `kubectl apply` takes."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from fakes.host import FakeHost
+from fast.cli.conftest import Shell
+from manifest import KUBERNETES_VERSION
+
+from agent.csi.client import Client
+from lvm import volumes
+
+MIB = 1 << 20
+
+
+def make(fake: FakeHost, name: str, fs_type: str = "ext4") -> None:
+    """A logical volume of another's, with a file system if any."""
+    volumes.create(fake.lvm, "data", volumes.New(name, 64 * MIB, {}))
+    if fs_type:
+        found = fake.devices.find("data", name)
+        assert found is not None
+        fake.write(found.path, fs_type)
+
+
+def objects(printed: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The PersistentVolume and the claim, as the API server would check them."""
+    volume, claim = yaml.safe_load_all(printed)
+    for one in (volume, claim):
+        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+    return volume, claim
+
+
+def test_the_printed_objects_are_the_volume_s(shell: Shell, fake: FakeHost, client: Client) -> None:
+    make(fake, "web")
+    volume, claim = objects(shell("adopt data/web --claim shop/web-0 --storage-class fast"))
+    [listed] = client.volumes()
+    assert volume["metadata"] == {
+        "name": "web",
+        "annotations": {"pv.kubernetes.io/provisioned-by": "lvm.csi.carver"},
+    }
+    spec = volume["spec"]
+    assert spec["csi"] == {
+        "driver": "lvm.csi.carver",
+        "volumeHandle": listed.volume_id,
+        "fsType": "ext4",
+        "volumeAttributes": dict(listed.volume_context),
+    }
+    assert spec["capacity"] == {"storage": str(64 * MIB)}
+    assert spec["persistentVolumeReclaimPolicy"] == "Retain"
+    assert (spec["volumeMode"], spec["storageClassName"]) == ("Filesystem", "fast")
+    [term] = spec["nodeAffinity"]["required"]["nodeSelectorTerms"]
+    segments = dict(listed.accessible_topology[0].segments)
+    [expression] = term["matchExpressions"]
+    assert {expression["key"]: expression["values"][0]} == segments
+    assert claim["metadata"] == {"namespace": "shop", "name": "web-0"}
+    assert spec["claimRef"]["name"] == "web-0"
+    assert (claim["spec"]["volumeName"], claim["spec"]["storageClassName"]) == ("web", "fast")
+    assert claim["spec"]["accessModes"] == spec["accessModes"] == ["ReadWriteOnce"]
+    assert shell("list --names") == "web\n"
+
+
+def test_a_raw_volume_s_objects_are_of_a_block_device(shell: Shell, fake: FakeHost) -> None:
+    make(fake, "web", "")
+    assert "--block" in shell("adopt data/web", 1)
+    volume, claim = objects(shell("adopt data/web --block"))
+    assert volume["spec"]["volumeMode"] == claim["spec"]["volumeMode"] == "Block"
+    assert claim["metadata"] == {"namespace": "default", "name": "web"}
+
+
+def test_a_dry_run_prints_all_and_changes_nothing(
+    shell: Shell, fake: FakeHost, client: Client
+) -> None:
+    make(fake, "web")
+    printed = shell("adopt data/web --dry-run")
+    assert "to do: rename data/web to vol-web" in shell.complaint
+    assert client.volumes() == []
+    assert shell("adopt data/web") == printed
+    assert "done: rename data/web to vol-web" in shell.complaint
+    assert shell("adopt data/web") == printed
+    assert "nothing: it is so already" in shell.complaint
+
+
+def test_an_adoption_is_undone(shell: Shell, fake: FakeHost) -> None:
+    make(fake, "web")
+    shell("adopt data/web")
+    shell("adopt data/web --undo --dry-run")
+    assert set(fake.lvm2.groups["data"].volumes) == {"vol-web"}
+    assert shell("adopt data/web --undo") == ""
+    assert "done: rename data/vol-web to web" in shell.complaint
+    assert not fake.lvm2.groups["data"].volumes["web"].tags
+
+
+def test_names_that_kubernetes_does_not_have_are_replaced(shell: Shell, fake: FakeHost) -> None:
+    make(fake, "Web_1")
+    volume, claim = objects(shell("adopt data/Web_1"))
+    assert volume["metadata"]["name"].startswith("adopted-")
+    assert claim["metadata"]["name"] == volume["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("web", "GROUP/LV"),
+        ("data/web/x", "GROUP/LV"),
+        ("data/web --claim web", "--claim"),
+        ("data/web --claim shop/Web", "--claim"),
+        ("data/web --storage-class Fast!", "--storage-class"),
+    ],
+)
+def test_bad_words_change_nothing(shell: Shell, fake: FakeHost, words: str, problem: str) -> None:
+    make(fake, "web")
+    assert problem in shell(f"adopt {words}", 1)
+    assert set(fake.lvm2.groups["data"].volumes) == {"web"}
+
+
+def test_what_lvm2_says_against_it_is_said(shell: Shell, fake: FakeHost) -> None:
+    fake.lvm("vgextend", "--", "data", fake.new_device(64 * MIB))
+    for name, problem in {"sick": "mismatches", "kept": "read-only", "far": "missing"}.items():
+        make(fake, name)
+        made = fake.lvm2.groups["data"].volumes[name]
+        made.health, made.read_only = "mismatches exist" * (name == "sick"), name == "kept"
+        fake.lvm2.groups["data"].disks[1].missing = name == "far"
+        fake.lvm2.groups["data"].seqno += 1
+        assert problem in shell(f"adopt data/{name}", 1)
