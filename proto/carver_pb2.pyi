@@ -34,6 +34,9 @@ class AdoptVolumeRequest(_message.Message):
     MADE_BY_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    PV_FIELD_NUMBER: _builtins.int
+    PVC_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     logical_volume: _builtins.str
     """Its name before it was adopted; to undo, its present one will do, too."""
@@ -45,6 +48,10 @@ class AdoptVolumeRequest(_message.Message):
     """It is a raw block volume, whose contents are its user's. Not used to undo."""
     dry_run: _builtins.bool
     """Change nothing."""
+    pv: _builtins.str
+    """Optional: the claim that it is to be of, and its PersistentVolume. Not used to undo."""
+    pvc: _builtins.str
+    namespace: _builtins.str
     def __init__(
         self,
         *,
@@ -54,10 +61,13 @@ class AdoptVolumeRequest(_message.Message):
         made_by: _builtins.str = ...,
         block: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
+        pv: _builtins.str = ...,
+        pvc: _builtins.str = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "device_class", b"device_class", "dry_run", b"dry_run", "group", b"group", "logical_volume", b"logical_volume", "made_by", b"made_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "device_class", b"device_class", "dry_run", b"dry_run", "group", b"group", "logical_volume", b"logical_volume", "made_by", b"made_by", "namespace", b"namespace", "pv", b"pv", "pvc", b"pvc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,37 +59,39 @@ spec:
 
 
 class Manifest:
-    """What an adopted volume is to be in the cluster; raises BadField.
+    """What a logical volume is to be in the cluster once it is adopted; raises BadField.
 
-    `claim` is a namespace, / and a name, or empty for the volume's name in `default`.
+    `claim` is a namespace, / and a name, or empty for the PersistentVolume's name in `default`.
     """
 
-    def __init__(self, driver: str, claim: str, storage_class: str) -> None:
+    def __init__(self, driver: str, logical: str, claim: str, storage_class: str) -> None:
         self._driver, self._storage_class = driver, storage_class
-        self._namespace, slash, self._claim = claim.partition("/")
-        if claim and not (slash and _is_name(self._namespace) and _is_name(self._claim)):
+        # Once adopted, it can be named by its new name as well.
+        self.name = names.readable(ids.VOLUME_PREFIX, logical)
+        if not _is_name(self.name):
+            # No logical volume's name has that character: this one always gets a digest.
+            self.name = names.logical_volume("adopted", f"{self.name}?").replace(".", "-")
+        namespace, slash, name = claim.partition("/")
+        if claim and not (slash and _is_name(namespace) and _is_name(name)):
             problem = f"{claim!r} is not a namespace, / and a name of lower-case letters, digits, -"
             raise errors.BadField("--claim", problem)
         if not _is_name(storage_class):
             raise errors.BadField("--storage-class", f"{storage_class!r} is no object's name")
+        self.namespace, self.claim = namespace or "default", name or self.name
 
     def of(self, volume: csi.Volume) -> str:
         """The YAML; raw block volumes have no file system in their context."""
         context = dict(volume.volume_context)
         fs_type = context.get(f"{PREFIX}{tag.FS_TYPE}", "")
-        name = ids.readable_name(volume.volume_id)
-        if not _is_name(name):
-            # No logical volume's name has that character: this one always gets a digest.
-            name = names.logical_volume("adopted", f"{name}?").replace(".", "-")
         segments = volume.accessible_topology[0].segments
         values: dict[str, Any] = {
-            "name": name,
+            "name": self.name,
             "driver": self._driver,
             "size": str(volume.capacity_bytes),
             "mode": "Filesystem" if fs_type else "Block",
             "storage_class": self._storage_class,
-            "namespace": self._namespace or "default",
-            "claim": self._claim or name,
+            "namespace": self.namespace,
+            "claim": self.claim,
             "handle": volume.volume_id,
             "fs_type": fs_type,
             "attributes": context,

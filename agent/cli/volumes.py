@@ -202,6 +202,8 @@ class VolumeVerbs:
         What was changed is on standard error. Raises BadField.
         """
         group, name = _group_and_name(path)
+        # Before anything changes: a bad name changes nothing.
+        manifest = Manifest(self.settings.driver_name, name, claim, storage_class)
         request = carver.AdoptVolumeRequest(
             group=group,
             logical_volume=name,
@@ -210,8 +212,10 @@ class VolumeVerbs:
             block=block,
             dry_run=dry_run,
         )
-        # Before anything changes: a bad name changes nothing.
-        manifest = Manifest(self.settings.driver_name, claim, storage_class)
+        if claim:
+            # On a node without Kubernetes there is none.
+            request.pv, request.pvc = manifest.name, manifest.claim
+            request.namespace = manifest.namespace
         answer = self.caller.adopt(request)
         _print_changes(answer, dry_run=dry_run)
         print(manifest.of(answer.volume), end="")

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
-from agent.core import errors, ids, records
+from agent.core import errors, ids, records, tag
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.trace import Traces
@@ -132,6 +132,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
 def _asked(request: carver.AdoptVolumeRequest) -> Asked:
     require(request, "group", "logical_volume")
+    claim = {tag.PV: request.pv, tag.PVC: request.pvc, tag.NAMESPACE: request.namespace}
     return Asked(
         request.group,
         request.logical_volume,
@@ -139,6 +140,7 @@ def _asked(request: carver.AdoptVolumeRequest) -> Asked:
         request.made_by,
         is_block=request.block,
         dry_run=request.dry_run,
+        claim={key: name for key, name in claim.items() if name},
     )
 
 

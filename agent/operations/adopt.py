@@ -7,7 +7,7 @@ volume of Carver's; a repeated call, or an undo, finds it so. Undoing takes the 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agent.core import errors, ids, other_drivers, tag, users
 from agent.core.allocation import is_own_pool, pool_name
@@ -33,7 +33,7 @@ _LUKS = "crypto_LUKS"
 class Asked:
     """What is to be adopted: a logical volume, by the name that it had before.
 
-    An empty class is the default one, an empty driver none.
+    An empty class is the default one, an empty driver none. `claim` has the tags of its claim.
     """
 
     group: str
@@ -42,6 +42,7 @@ class Asked:
     made_by: str = ""
     is_block: bool = False
     dry_run: bool = False
+    claim: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -174,6 +175,7 @@ class Adopter:
             tag.ACCESS: BLOCK if asked.is_block else MOUNT,
             tag.CLASS: one.name,
             tag.ADOPTED: asked.name,
+            **asked.claim,
         }
         if fs_type:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 
-from cluster import objects, removal
+from cluster import installation, objects, removal
 from cluster.kubectl import ATTRIBUTES, SNAPSHOTS, Object, path
 from cluster.site import MIB, Failed, NotHere, Off, Site, quantity
 
@@ -24,6 +24,24 @@ while n=$((n + 1)); do
     sleep 1
 done
 """
+
+# Makes a volume of Carver's another's, as OpenEBS LocalPV-LVM names it, and has Carver adopt it. In
+# one go: meanwhile nothing would delete it. If Carver refuses, it is made Carver's again.
+ADOPT = """\
+set -e
+without= with=
+for one in $({lvm} lvs --noheadings --options lv_tags {group}/{name} | tr , ' '); do
+    without="$without --deltag $one" with="$with --addtag $one"
+done
+{lvm} lvchange $without {group}/{name} >&2
+{lvm} lvrename {group} {name} {other} >&2
+carver volume adopt {group}/{other} --from openebs --claim {claim} {words} && exit
+{lvm} lvrename {group} {other} {name} >&2
+{lvm} lvchange $with {group}/{name} >&2
+exit 1
+"""
+# lvm2 where the pod has the node's, by `lvm2: host` of the chart.
+HOST_LVM = "nsenter --target 1 --mount --uts --ipc -- lvm"
 
 
 def claim(site: Site) -> str:
@@ -426,6 +444,37 @@ def stopped(site: Site) -> str:
     return why
 
 
+def adopt(site: Site) -> str:
+    """A volume that is another driver's by name and tags is adopted, and a pod has its data."""
+    data, first, words = site.used("first")
+    volume, node = site.volume(data), site.node_of(first)
+    if (pod := site.place.pod_on(site.kubectl, node)) is None:
+        raise NotHere(f"Carver has no pod on {node}")
+    site.stop(first)
+    source = path(volume, "spec", "csi", default={})
+    place, _, name = str(source["volumeHandle"]).partition("/")
+    if not name.removeprefix("vol-").startswith("pvc-"):
+        raise NotHere(f"volume {name} is not called as OpenEBS does (--volume-name-prefix)")
+    device_class = path(source, "volumeAttributes", "carver/class", default="")
+    script = ADOPT.format(
+        lvm=HOST_LVM if path(pod, "spec", "hostPID") else "lvm",
+        group=place.partition("@")[0],
+        name=name,
+        other=name.removeprefix("vol-"),
+        claim=f"{site.namespace}/{data}",
+        words=f"--class {device_class}" if device_class else "",
+    )
+    inside = (pod["metadata"]["namespace"], pod["metadata"]["name"])
+    container = installation.container(pod["spec"])["name"]
+    printed = site.kubectl.inside(*inside, container, "sh", "-c", script)
+    # By the same name it is the same volume.
+    if json.dumps(source["volumeHandle"]) not in printed:
+        raise Failed(f"{name} was adopted as another: {printed}")
+    second = site.start("second", data)
+    site.expect(second, words)
+    return f"{name} on {node}"
+
+
 def rights(site: Site) -> str:
     """What the nodes' account may do in the cluster is what every account may do."""
     _needs_controller(site)
@@ -515,6 +564,6 @@ ALL: Mapping[str, Check] = {
     for check in (
         *(claim, block, snapshot, restore, restore_anywhere, clone, pre_provisioned),
         *(group_snapshot, attributes, expand_online, expand_offline, expand_impossible),
-        *(two_pods, once_pod, read_only_block, inline, restart, stopped, drain, rights),
+        *(two_pods, once_pod, read_only_block, inline, restart, stopped, drain, adopt, rights),
     )
 }

@@ -59,6 +59,7 @@ def test_the_printed_objects_are_the_volume_s(shell: Shell, fake: FakeHost, clie
     assert (claim["spec"]["volumeName"], claim["spec"]["storageClassName"]) == ("web", "fast")
     assert claim["spec"]["accessModes"] == spec["accessModes"] == ["ReadWriteOnce"]
     assert shell("list --names") == "web\n"
+    assert client.volumes_here().claims == {listed.volume_id: "shop/web-0"}
 
 
 def test_a_raw_volume_s_objects_are_of_a_block_device(shell: Shell, fake: FakeHost) -> None:
@@ -80,6 +81,7 @@ def test_a_dry_run_prints_all_and_changes_nothing(
     assert "done: rename data/web to vol-web" in shell.complaint
     assert shell("adopt data/web") == printed
     assert "nothing: it is so already" in shell.complaint
+    assert shell("adopt data/vol-web") == printed
 
 
 def test_an_adoption_is_undone(shell: Shell, fake: FakeHost) -> None:

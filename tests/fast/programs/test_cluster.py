@@ -136,6 +136,9 @@ def test_each_check_can_be_run_alone(cluster: FakeCluster, check: str, tried: Tr
         ("inline kept", "inline", "the volume of pod inline-pod goes"),
         ("writer dies", "restart", "pod restart-writer ended: Failed"),
         ("gap", "restart", "are not all there, or not in order"),
+        ("not adopted", "adopt", "carver: cannot adopt it"),
+        ("other handle", "adopt", "was adopted as another"),
+        ("data lost", "adopt", "reads ''"),
         ("small device", "block", "the device has 511 MiB, 512 were claimed"),
         ("no image", "claim", "localhost/carver:0.1.0 is not on the node"),
     ],
@@ -303,7 +306,7 @@ def test_nodes_that_run_carver_by_systemd_need_an_image(cluster: FakeCluster, tr
         code_of(cluster)
     found = outcomes(tried(run.PARTLY, "--image", "shell:1"))
     assert {one for one, outcome in found.items() if outcome != "passed"} == {
-        *("restart", "stopped", "rights"),
+        *("restart", "stopped", "adopt", "rights"),
     }
     assert {
         one["spec"]["containers"][0]["image"] for one in cluster.applied if one["kind"] == "Pod"

@@ -284,6 +284,8 @@ class FakeCluster:
         if inside == ["carver", "status", "--json"]:
             return self._status(pod)
         assert inside[:2] == ["sh", "-c"]
+        if "carver volume adopt" in inside[2]:
+            return self._adopt(inside[2])
         volume = self._volume_of(pod)
         script = inside[2].replace("/data", str(volume / "files"))
         script = script.replace("/dev/carver", str(volume / "device"))
@@ -303,6 +305,16 @@ class FakeCluster:
             assert (volume / "device").stat().st_size % _MIB == 0
         said = f"command terminated with exit code {ended.returncode}\n"
         return ended.returncode, ended.stdout, ended.stderr + (said if ended.returncode else "")
+
+    def _adopt(self, script: str) -> tuple[int, str, str]:
+        """What Carver prints of a volume that was made another's: it has the same name again."""
+        [(group, name)] = re.findall(r"carver volume adopt (\S+)/(\S+) --from openebs", script)
+        assert group == "data"
+        assert name in self.held
+        if "not adopted" in self.wrong:
+            return 1, "", "carver: cannot adopt it\ncommand terminated with exit code 1\n"
+        other = "-2" if "other handle" in self.wrong else ""
+        return 0, f'volumeHandle: "data@x/{name}{other}"', ""
 
     def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
         """What the kernel tells a pod of its device."""
