@@ -35,9 +35,13 @@ ACCESS_MODES = (
     "SINGLE_NODE_READER_ONLY",
     "SINGLE_NODE_SINGLE_WRITER",
     "SINGLE_NODE_MULTI_WRITER",
+    # ReadOnlyMany. The volume is on one node still: its topology keeps its pods there.
+    "MULTI_NODE_READER_ONLY",
 )
 READER_ONLY = "SINGLE_NODE_READER_ONLY"
-MULTI_WRITER = "SINGLE_NODE_MULTI_WRITER"
+_READERS = (READER_ONLY, "MULTI_NODE_READER_ONLY")
+# The modes in which several targets share a volume (CSI spec, NodePublishVolume).
+_SHARED = ("SINGLE_NODE_MULTI_WRITER", "MULTI_NODE_READER_ONLY")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,12 @@ class Capability:
     @property
     def read_only(self) -> bool:
         """Whether the access mode allows no writer."""
-        return self.mode == READER_ONLY
+        return self.mode in _READERS
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the access mode allows several targets at once."""
+        return self.mode in _SHARED
 
     def __str__(self) -> str:
         return ":".join((self.access, self.mode, self.fs_type, ",".join(self.mount_flags)))
@@ -287,16 +296,25 @@ class CreateVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check the request; a volume that is never written to needs a source."""
         _check_name("name", wire.name)
         parameters = Parameters.from_proto(wire.parameters)
+        capabilities = Capability.several(required(wire, "volume_capabilities"))
+        source = Source.from_proto(wire)
+        if source is None and all(one.read_only for one in capabilities):
+            raise errors.BadField(
+                "volume_capabilities",
+                f"{capabilities[0].mode} alone leaves a new volume empty for ever; give the claim a"
+                " dataSource (volume_content_source), or an access mode that writes, such as"
+                " ReadWriteOnce",
+            )
         return cls(
             name=wire.name,
-            capabilities=Capability.several(required(wire, "volume_capabilities")),
+            capabilities=capabilities,
             size=SizeRange.from_proto(wire.capacity_range),
             parameters=parameters,
             topology=Topology.from_proto(wire.accessibility_requirements),
-            source=Source.from_proto(wire),
+            source=source,
             # What a VolumeAttributesClass says goes before what the StorageClass does.
             tuning=tuning_of(wire.mutable_parameters).over(parameters.tuning),
         )
@@ -345,10 +363,11 @@ class ModifyVolume:
 
 @dataclass(frozen=True)
 class ExpandVolume:
-    """ControllerExpandVolume and NodeExpandVolume."""
+    """ControllerExpandVolume and NodeExpandVolume; `read_only` for a reader's access mode."""
 
     volume_id: str
     size: SizeRange
+    read_only: bool = False
 
     @classmethod
     def from_proto(
@@ -356,12 +375,14 @@ class ExpandVolume:
     ) -> Self:
         """Read and check the request."""
         volume_id = required(wire, "volume_id")
-        if wire.HasField("volume_capability"):
-            Capability.from_proto(wire.volume_capability)
+        read_only = (
+            wire.HasField("volume_capability")
+            and Capability.from_proto(wire.volume_capability).read_only
+        )
         size = SizeRange.from_proto(wire.capacity_range)
         if isinstance(wire, csi.ControllerExpandVolumeRequest) and size == SizeRange():
             raise errors.Missing("capacity_range")
-        return cls(volume_id, size)
+        return cls(volume_id, size, read_only)
 
 
 @dataclass(frozen=True)

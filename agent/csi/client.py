@@ -328,6 +328,7 @@ class Client:
         volume_path: Path | str,
         required_bytes: int = 0,
         secrets: Mapping[str, str] | None = None,
+        capability: csi.VolumeCapability | None = None,
     ) -> csi.NodeExpandVolumeResponse:
         """Expand a volume: the Node's part."""
         request = csi.NodeExpandVolumeRequest(
@@ -335,5 +336,6 @@ class Client:
             volume_path=str(volume_path),
             capacity_range=csi.CapacityRange(required_bytes=required_bytes),
             secrets=secrets or {},
+            volume_capability=capability,
         )
         return self.node.NodeExpandVolume(request)

@@ -70,7 +70,7 @@ class Expander:
         Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
         present size, because it can run on no other node. Errors after which the operation may
         still be in progress pass unchanged, because the caller repeats the call; so does a volume
-        that is not there.
+        that is not there. The file system of a reader stays as it is until a writer has it staged.
         """
         volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
         try:
@@ -82,7 +82,7 @@ class Expander:
             # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
             # each stage tries it.
             with self._recording(volume_id):
-                self.fill_device(at, keys)
+                self.fill_device(at, keys, read_only=call.read_only)
             self.settle(volume_id)
         except errors.TooLarge as error:
             raise errors.CannotGrow(volume_id, error.problem) from None
@@ -132,12 +132,18 @@ class Expander:
         return volume
 
     def fill_device(
-        self, call: VolumeAt, keys: Keys = secret.NONE, *, if_possible: bool = False
+        self,
+        call: VolumeAt,
+        keys: Keys = secret.NONE,
+        *,
+        if_possible: bool = False,
+        read_only: bool = False,
     ) -> bool:
         """Grow all that is on the device to its size: ioctls only, also where it has that size.
 
         One command with its key for an encrypted volume that grew; without the key it raises
-        GrowsWithKey or, `if_possible`, returns False.
+        GrowsWithKey or, `if_possible`, returns False. A file system without a writable mount raises
+        GrowFailed or, for a caller that is `read_only`, stays as it is.
         """
         known = table.read(self._kernel)
         device, mounted = self._volumes.anywhere(call, known)
@@ -149,7 +155,8 @@ class Expander:
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
             writable = [one for one in known.of_device(device.number) if not one.read_only]
-            filesystem.grow(self._kernel, (writable or [mounted])[0])
+            if writable or not read_only:
+                filesystem.grow(self._kernel, (writable or [mounted])[0])
         return is_whole
 
     @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import replace
 from agent.core import errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.records import Volume
-from agent.core.requests import MULTI_WRITER, PublishVolume, StageVolume, VolumeAt
+from agent.core.requests import PublishVolume, StageVolume, VolumeAt
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.stage import DEFAULT_FS_TYPE, Stager
@@ -168,8 +168,8 @@ class Publisher:
             raise errors.NotStaged(volume_id, "it is encrypted, and not open")
 
     def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
-        """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
-        if call.capability.mode == MULTI_WRITER:
+        """Raise VolumeInUse for a second target, unless the access mode allows several."""
+        if call.capability.is_shared:
             return
         found = set(users.targets(self._kernel, known, device, self._volumes.inside))
         if others := found - {call.staging_path, call.target_path}:

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_FS_TYPE = "ext4"
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
-# A copy, or a volume that grew, may be larger than its file system.
-_GREW = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
+# A copy may be larger than its file system, and so may a volume that is to grow.
+_MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 
 
 class Stager:
@@ -120,8 +120,12 @@ class Stager:
                 # Crash point: mounted, and the process ended before it wrote the tag.
                 self._record_later(seen, {tag.FORMATTED: fs_type})
         # Crash point: mounted, and its file system smaller. So growth is not only for the first
-        # mount.
-        may_be_larger = seen is None or not _GREW.isdisjoint(seen.own_tags)
+        # mount. A reader's file system does not grow: the kernel needs a writable mount for it.
+        may_be_larger = (
+            seen is None
+            or seen.size_bytes > seen.made_bytes
+            or not _MAY_BE_LARGER.isdisjoint(seen.own_tags)
+        )
         if may_be_larger and not call.capability.read_only:
             self._grow(call, seen)
         # Last: what Carver does is not limited. Crash point: the next start limits it.
@@ -167,7 +171,8 @@ class Stager:
                 self._expander.settle(call.volume_id)
         except mount_errors.GrowFailed as error:
             # A copy that was never expanded would stay smaller than its claim unnoticed.
-            if seen is None or not {tag.WANTED, tag.REFUSED} & seen.own_tags.keys():
+            is_on_record = seen is not None and {tag.WANTED, tag.REFUSED} & seen.own_tags.keys()
+            if seen is None or (seen.is_copied and not is_on_record):
                 raise
             # The pod starts with the present size; NodeExpandVolume reports why it is no more.
             _log.warning("volume %s is staged as it is: %s", call.volume_id, error)

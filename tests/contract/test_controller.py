@@ -400,8 +400,8 @@ def test_capabilities_are_confirmed_or_refused_with_a_reason(client: Client, sta
     volume = create(client, size=64 * MIB, uses=[mounted()])
     assert refusal(client, volume, mounted("ext4"), block()) == ""
     assert "xfs needs" in refusal(client, volume, mounted("xfs"))
-    shared = block(Mode.MULTI_NODE_READER_ONLY)
-    assert "MULTI_NODE_READER_ONLY" in refusal(client, volume, shared)
+    shared = block(Mode.MULTI_NODE_MULTI_WRITER)
+    assert "MULTI_NODE_MULTI_WRITER" in refusal(client, volume, shared)
     client.stage(volume, staging)
     assert "ext4" in refusal(client, volume, mounted("btrfs"))
     raw = create(client, name="pvc-2", size=64 * MIB)

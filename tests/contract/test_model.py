@@ -45,7 +45,7 @@ _any_name = st.sampled_from((*_NAMES, *_PODS))
 _names = st.sampled_from(_NAMES)
 _paths = st.sampled_from((*_TARGETS, *_TARGETS, *_STAGING.values()))
 _targets = st.sampled_from(_TARGETS)
-_modes = st.sampled_from((do.MULTI_WRITER, do.MULTI_WRITER, do.WRITER, do.READER_ONLY))
+_modes = st.sampled_from((do.MULTI_WRITER, do.MULTI_WRITER, do.WRITER, do.READER_ONLY, do.READERS))
 _uses = st.one_of(
     st.builds(Use, st.just("mount"), _modes, st.just("ext4")),
     st.builds(Use, st.just("mount"), _modes, st.sampled_from(("", *FILE_SYSTEMS))),
@@ -60,6 +60,9 @@ _usual = st.sampled_from(
         Use("mount", do.WRITER, "ext4"),
     )
 )
+_WRITES, _READS = (Use("mount", mode, "ext4") for mode in (do.MULTI_WRITER, do.READERS))
+# A volume that was made for a writer may be staged and published for readers.
+_used_as = st.one_of(_usual, _usual, st.just(_READS))
 _any_use = st.one_of(_usual, _usual, _uses)
 _sizes = st.sampled_from((16 * MIB, 16 * MIB, 17 * MIB, 0, 64 * MIB, 320 * MIB, 700 * MIB))
 _limits = st.sampled_from((0, 0, 0, 16 * MIB, 18 * MIB, 400 * MIB))
@@ -106,8 +109,8 @@ _copies = st.builds(
     source=_sources,
 )
 _stages = st.one_of(
-    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual, _keys) for one in _NAMES),
-    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual) for one in _NAMES),
+    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _used_as, _keys) for one in _NAMES),
+    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _used_as) for one in _NAMES),
     st.builds(do.Stage, _volumes, _paths, _any_use),
 )
 _unstages = st.one_of(
@@ -116,7 +119,9 @@ _unstages = st.one_of(
 )
 _publishes = st.one_of(
     *(
-        st.builds(do.Publish, st.just(one), st.just(_STAGING[one]), _targets, _usual, st.booleans())
+        st.builds(
+            do.Publish, st.just(one), st.just(_STAGING[one]), _targets, _used_as, st.booleans()
+        )
         for one in _NAMES
     ),
     st.builds(do.Publish, _volumes, _paths, _paths, _any_use, st.booleans()),
@@ -126,7 +131,7 @@ _odd_inlines = st.builds(do.PublishInline, _pods, _paths, _sizes, _any_use, st.b
 _unpublishes = st.builds(do.Unpublish, _volumes, _paths)
 _expands = st.builds(do.Expand, _volumes, _sizes.filter(bool), _limits)
 _node_expands = st.one_of(
-    st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits),
+    st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits, reads=st.booleans()),
     st.builds(do.NodeExpand, _names, _paths, _sizes, _limits, _keys),
 )
 _looks = st.one_of(
@@ -155,10 +160,10 @@ def _of(volume: str) -> st.SearchStrategy[do.Call]:
         st.builds(do.Delete, st.just(volume)),
         st.builds(do.Modify, st.just(volume), _mutable),
         st.builds(do.Snapshot, st.just(volume), st.just(f"snap-{volume}")),
-        st.builds(do.Stage, st.just(volume), st.just(staging), _usual),
+        st.builds(do.Stage, st.just(volume), st.just(staging), _used_as),
         st.builds(do.Unstage, st.just(volume), st.just(staging)),
         st.builds(do.Expand, st.just(volume), _sizes.filter(bool)),
-        st.builds(do.Publish, st.just(volume), st.just(staging), _targets, _usual, st.booleans()),
+        st.builds(do.Publish, st.just(volume), st.just(staging), _targets, _used_as, st.booleans()),
         st.builds(do.Unpublish, st.just(volume), _targets),
     )
 
@@ -254,6 +259,20 @@ class Node(RuleBasedStateMachine):
         self._do(do.Snapshot(made, snapshot))
         self._do(do.Stage(made, _STAGING[made], use, key))
         self._do(do.Snapshot(made, snapshot))
+
+    @rule(pair=st.permutations(_NAMES), paths=st.permutations(_TARGETS), snapshot=_snapshot_names)
+    def read_a_snapshot(self, pair: list[str], paths: list[str], snapshot: str) -> None:
+        """What a backup program does: two pods read a claim that was restored for them."""
+        if not self.knows_snapshots:
+            return
+        source, made = pair[:2]
+        self._do(do.Create(source, 16 * MIB, 0, _WRITES))
+        self._do(do.Stage(source, _STAGING[source], _WRITES))
+        self._do(do.Snapshot(source, snapshot))
+        self._do(do.Create(made, 32 * MIB, 0, _READS, source=(do.OF_SNAPSHOT, snapshot)))
+        self._do(do.Stage(made, _STAGING[made], _READS))
+        for path in paths[:2]:
+            self._do(do.Publish(made, _STAGING[made], path, _READS))
 
     @rule(volume=_names)
     def let_go(self, volume: str) -> None:

@@ -59,6 +59,10 @@ RAW_STAGED = (RAW, RAW_STAGE)
 RAW_READ = (*RAW_STAGED, RAW_PUBLISH)
 SEALED_STAGED = (SEALED_CREATE, SEALED_STAGE)
 SEALED_USED = (*SEALED_STAGED, UNSTAGE)
+READS = replace(do.READS, fs_type="ext4")
+RESTORED = (*USED, SNAPSHOT, replace(RESTORE, use=READS))
+STAGE_RESTORED = replace(STAGE_COPY, use=READS)
+READ = do.Publish("copy", "staging", "target", READS)
 ON_RECORD = (*STAGED, SNAPSHOT, LATER, UNSTAGE)
 INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
 END = do.Unpublish("csi-1", "target")
@@ -172,6 +176,14 @@ CASES = {
     "delete a snapshot": Case(do.DeleteSnapshot("snap"), (CREATE, SNAPSHOT)),
     "create of a snapshot": Case(RESTORE, (CREATE, SNAPSHOT)),
     "create of a snapshot, inactive": Case(RESTORE, (CREATE, SNAPSHOT), deactivate),
+    "create of a snapshot, for readers": Case(RESTORED[-1], RESTORED[:-1]),
+    "stage a copy for readers": Case(STAGE_RESTORED, RESTORED),
+    "publish a copy to a second reader": Case(
+        replace(READ, path="other"), (*RESTORED, STAGE_RESTORED, READ)
+    ),
+    "expand a copy under its reader": Case(
+        do.NodeExpand("copy", "target", 440 * MIB, reads=True), (*RESTORED, STAGE_RESTORED, READ)
+    ),
     "create of a volume": Case(CLONE, (CREATE,)),
     "create of a btrfs": Case(BTRFS_CLONE, (BTRFS_CREATE, BTRFS_STAGE)),
     "stage a copy": Case(STAGE_COPY, (*USED, CLONE)),

@@ -50,6 +50,8 @@ class Volume:
     # Of an encrypted one: what its header takes; by which key; and how much of it is open.
     header_bytes: int = 0
     key: str = ""
+    # The size that it was created with.
+    made_bytes: int = 0
     open_bytes: int = 0
     # Whether, where it is a copy, it was to get a master key of its own. Until it has it, which is
     # when it is opened first, nothing is made of it.
@@ -166,6 +168,9 @@ class Model:
     def _carry_out(self, call: do.Call) -> object:
         match call:
             case do.Create():
+                # It would be empty for ever.
+                is_useless = call.use.reads and call.source == do.NO_SOURCE
+                _refuse_if(is_useless, "INVALID_ARGUMENT")
                 return self._create(call)
             case do.Modify():
                 self._modify(call)
@@ -260,7 +265,7 @@ class Model:
             _refuse("OUT_OF_RANGE")
         _refuse_if(was is not None and encrypted != bool(header), "INVALID_ARGUMENT")
         made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
-        made.reencrypts = REENCRYPT in parameters
+        made.made_bytes, made.reencrypts = planned, REENCRYPT in parameters
         if there is None:
             if was is not None:
                 self._fill(made, was)
@@ -432,7 +437,7 @@ class Model:
             self._open(call.volume, call.key)
             self._settle_whole(volume)
             return
-        read_only = call.use.mode == do.READER_ONLY
+        read_only = call.use.reads
         there = self.places.get(call.path)
         fs_type = call.use.fs_type or volume.fs_type
         if there is not None and (there.volume, there.kind) == (call.volume, "fs"):
@@ -494,6 +499,7 @@ class Model:
     def _fill_device(self, volume: Volume, read_only: bool, key: str) -> None:
         """At each stage, where the volume may be larger than its source, or than before."""
         grew = volume.wanted_bytes or volume.refused_bytes
+        grew = grew or volume.size_bytes > volume.made_bytes
         if (volume.source != do.NO_SOURCE or grew) and not read_only:
             if key:
                 self._grow_open(volume, key)
@@ -513,7 +519,7 @@ class Model:
     def _publish(self, call: do.Publish) -> None:
         volume = self._require(call.volume)
         _refuse_if(not volume.active, "FAILED_PRECONDITION")
-        read_only = call.read_only or call.use.mode == do.READER_ONLY
+        read_only = call.read_only or call.use.reads
         kind = "block" if call.use.is_block else "fs"
         if kind == "block" and volume.header_bytes and not volume.open_bytes:
             _refuse("FAILED_PRECONDITION")
@@ -528,7 +534,7 @@ class Model:
             _refuse_if(there != Place(call.volume, kind, read_only), "ALREADY_EXISTS")
             return
         elsewhere = self.of(call.volume).keys() - {call.staging, call.path}
-        _refuse_if(elsewhere and call.use.mode != do.MULTI_WRITER, "FAILED_PRECONDITION")
+        _refuse_if(elsewhere and not call.use.is_shared, "FAILED_PRECONDITION")
         self._make(call.path, "dir" if kind == "fs" else "file")
         _refuse_if(there is not None, "FAILED_PRECONDITION")
         self.places[call.path] = Place(call.volume, kind, read_only)
@@ -536,7 +542,7 @@ class Model:
     def _publish_inline(self, call: do.PublishInline) -> None:
         _refuse_if(call.use.is_block, "INVALID_ARGUMENT")
         use = replace(call.use, mode=do.READER_ONLY) if call.read_only else call.use
-        read_only = use.mode == do.READER_ONLY
+        read_only = use.reads
         there = self.places.get(call.path)
         _refuse_if(there is not None and there.volume != call.volume, "FAILED_PRECONDITION")
         if self.of(call.volume).keys() - {call.path} or self.entries.get(call.path) == "file":
@@ -579,9 +585,12 @@ class Model:
         if place.kind == "fs":
             mine = [one for one in self.of(call.volume).values() if one.kind == "fs"]
             full = volume.contents == "xfs" and volume.fs_bytes == volume.capacity_bytes
-            if all(one.read_only for one in mine) and not full:
-                self._stays(volume)  # the kernel grows no file system through a read-only mount
-            volume.fs_bytes = volume.capacity_bytes
+            # The kernel grows no file system through a read-only mount.
+            is_read_only = all(one.read_only for one in mine)
+            if is_read_only and not full and not call.reads:
+                self._stays(volume)
+            if not is_read_only:
+                volume.fs_bytes = volume.capacity_bytes
         self._settle(volume)
         return size_bytes
 

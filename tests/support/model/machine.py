@@ -270,6 +270,7 @@ class Machine:
                     volume_path=path,
                     capacity_range=_size(call),
                     secrets=_secrets(call.key),
+                    volume_capability=_capability(do.READS) if call.reads else None,
                 )
                 return self.client.node.NodeExpandVolume(wire).capacity_bytes
         return None

@@ -10,6 +10,8 @@ T = TypeVar("T", bound=tuple[Any, ...])
 WRITER = "SINGLE_NODE_WRITER"
 MULTI_WRITER = "SINGLE_NODE_MULTI_WRITER"
 READER_ONLY = "SINGLE_NODE_READER_ONLY"
+# ReadOnlyMany.
+READERS = "MULTI_NODE_READER_ONLY"
 
 # Ids that no volume has: one of no form, one of a group of the same name on another node.
 MALFORMED = "<malformed>"
@@ -39,6 +41,20 @@ class Use:
     @property
     def is_block(self) -> bool:
         return self.access == "block"
+
+    @property
+    def reads(self) -> bool:
+        """Whether the access mode allows no writer."""
+        return self.mode in (READER_ONLY, READERS)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the access mode allows several targets."""
+        return self.mode in (MULTI_WRITER, READERS)
+
+
+# A capability of ReadOnlyMany.
+READS = Use("mount", READERS)
 
 
 @dataclass(frozen=True)
@@ -182,11 +198,12 @@ class Health(OfVolume):
 
 @dataclass(frozen=True)
 class NodeExpand(AtPath):
-    """NodeExpandVolume."""
+    """NodeExpandVolume; `reads` if its capability is a reader's."""
 
     required_bytes: int = 0
     limit_bytes: int = 0
     key: str = ""
+    reads: bool = False
 
 
 # Each kind of call.
