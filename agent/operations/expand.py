@@ -150,8 +150,8 @@ class Expander:
         is_whole = True
         if device.below is not None:
             is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
-        for read_only in loop.over(self._kernel, device.number):
-            loop.grow(self._kernel, read_only)
+        for one in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, one)
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
             writable = [one for one in known.of_device(device.number) if not one.read_only]

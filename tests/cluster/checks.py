@@ -329,17 +329,36 @@ def read_only_block(site: Site) -> str:
     data, writer, words = site.used("writer", block=True)
     reader = site.start("reader", data, block=True, read_only=True)
     site.expect(reader, words, block=True)
-    attempt = f"printf x | dd of={objects.DEVICE} conv=notrunc 2>/dev/null && sync"
-    said = site.until(
-        "the reader tries to write",
-        lambda: site.sh(reader, f"if {attempt}; then echo written; else echo refused; fi"),
-    )
-    if said.strip() != "refused":
-        raise Failed("the pod that may only read has written")
+    _cannot_write(site, reader, f"dd of={objects.DEVICE} conv=notrunc")
     site.expect(writer, words, block=True)
     site.stop(reader)
     site.expect(writer, site.write(writer, block=True), block=True)
     return ""
+
+
+def read_only_many(site: Site) -> str:
+    """Two pods read a ReadOnlyMany claim of a snapshot, as for a backup, and cannot write to it."""
+    _needs_snapshots(site)
+    data, pod, words = site.used("pod")
+    source = _of_snapshot(site.snapshot("monday", data))
+    site.write(pod)
+    restored = site.claim("restored", mode="ReadOnlyMany", source=source)
+    readers = [site.start(one, restored, terms=site.topology(data)) for one in ("first", "second")]
+    for reader in readers:
+        _cannot_write(site, reader, f"cat > {objects.PLACE}/more")
+        site.expect(reader, words)
+    return ""
+
+
+def _cannot_write(site: Site, reader: str, into: str) -> None:
+    """Raise Failed where a pod that may only read can write into a file or device."""
+    attempt = f"{{ printf x | {into} && sync; }} 2>/dev/null"
+    said = site.until(
+        f"pod {reader} tries to write",
+        lambda: site.sh(reader, f"if {attempt}; then echo written; else echo refused; fi"),
+    )
+    if said.strip() != "refused":
+        raise Failed(f"pod {reader}, which may only read, has written")
 
 
 def inline(site: Site) -> str:
@@ -564,6 +583,7 @@ ALL: Mapping[str, Check] = {
     for check in (
         *(claim, block, snapshot, restore, restore_anywhere, clone, pre_provisioned),
         *(group_snapshot, attributes, expand_online, expand_offline, expand_impossible),
-        *(two_pods, once_pod, read_only_block, inline, restart, stopped, drain, adopt, rights),
+        *(two_pods, once_pod, read_only_block, read_only_many),
+        *(inline, restart, stopped, drain, adopt, rights),
     )
 }

@@ -132,7 +132,9 @@ def test_each_check_can_be_run_alone(cluster: FakeCluster, check: str, tried: Tr
         ("small inside", "expand-online", "is larger than 486 MiB"),
         ("small inside", "expand-offline", "is larger than 486 MiB"),
         ("once", "once-pod", "pod once-pod-second was given a node, and must not be"),
-        ("read-only", "read-only-block", "the pod that may only read has written"),
+        ("read-only", "read-only-block", "block-reader, which may only read, has written"),
+        ("read-only", "read-only-many", "many-first, which may only read, has written"),
+        ("empty copy", "read-only-many", "words: No such file or directory"),
         ("inline kept", "inline", "the volume of pod inline-pod goes"),
         ("writer dies", "restart", "pod restart-writer ended: Failed"),
         ("gap", "restart", "are not all there, or not in order"),
@@ -236,7 +238,10 @@ def no_inline_volumes(cluster: FakeCluster) -> None:
     cluster.objects["csidrivers", "", DRIVER]["spec"]["volumeLifecycleModes"] = ["Persistent"]
 
 
-SNAPSHOTS = {"snapshot", "restore", "restore-anywhere", "pre-provisioned", "group-snapshot"}
+SNAPSHOTS = {
+    *("snapshot", "restore", "restore-anywhere", "pre-provisioned", "group-snapshot"),
+    "read-only-many",
+}
 CENTRAL = {
     *("restore-anywhere", "pre-provisioned", "group-snapshot", "attributes", "expand-impossible"),
     *("stopped", "rights"),

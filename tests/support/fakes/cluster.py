@@ -296,7 +296,7 @@ class FakeCluster:
         environment = {"PATH": f"{self.root / 'bin'}:{os.defpath}"}
         environment["KIB"] = str(self.held[volume.name][1] * 1024 * 19 // 20)
         if "read-only" not in self.wrong and self._is_read_only(pod):
-            script = re.sub(r"\| dd of=\S+", "| false", script)
+            script = re.sub(r"\| (dd of=|cat > )\S+", "| false", script)
         ended = subprocess.run(
             ["sh", "-c", script], capture_output=True, text=True, env=environment, check=False
         )
@@ -654,7 +654,13 @@ class FakeCluster:
         log.write_text("".join(f"{n} {100 + n}.50\n" for n in numbers))
 
     def _is_read_only(self, pod: Object) -> bool:
-        return bool(path(pod, "spec", "volumes", 0, "persistentVolumeClaim", "readOnly"))
+        claims = [
+            self.objects["persistentvolumeclaims", pod["metadata"]["namespace"], name]
+            for name in self._claims(pod)
+        ]
+        by_mode = any(one["spec"]["accessModes"] == ["ReadOnlyMany"] for one in claims)
+        by_pod = path(pod, "spec", "volumes", 0, "persistentVolumeClaim", "readOnly")
+        return by_mode or bool(by_pod)
 
     # Objects
 
