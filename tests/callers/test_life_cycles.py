@@ -88,6 +88,28 @@ def test_a_claim_is_used_by_two_pods_grown_and_gone_without_an_error(
     end(cluster, machine)
 
 
+@pytest.mark.parametrize("kind", chosen.kinds(["ext4", "raw", "thin", "thin raw"], usual=["thin"]))
+def test_a_claim_restored_for_readers_is_read_by_two_pods_grown_and_gone_without_an_error(
+    kind: str, cluster: Cluster, machine: Machine
+) -> None:
+    """ReadOnlyMany; growth of its PersistentVolume is no error, though no file system grows."""
+    writer, readers = (
+        block(mode) if kind.endswith("raw") else mounted("ext4", mode=mode)
+        for mode in (Mode.SINGLE_NODE_MULTI_WRITER, Mode.MULTI_NODE_READER_ONLY)
+    )
+    storage_class = "thin" if kind.startswith("thin") else "plain"
+    claim = cluster.claim(storage_class, capability=writer)
+    cluster.start(claim)
+    snapshot = cluster.snapshot(claim)
+    cluster.settle()
+    restored = cluster.claim(storage_class, capability=readers, source=snapshot)
+    cluster.start(restored)
+    cluster.start(restored, read_only=True)
+    cluster.expand(restored, restored.capacity_bytes + 16 * MIB)
+    grow_all(cluster, restored)
+    end(cluster, machine)
+
+
 def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
     cluster: Cluster, machine: Machine
 ) -> None:
