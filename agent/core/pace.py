@@ -1,8 +1,8 @@
 """Pace background I/O: one piece at a time for each volume group, giving way to other I/O.
 
-A piece is a part of a device that is erased, zeroed or copied. All workers of a group take turns,
-so they share its disks evenly. What is paused between two pieces, and how large they are, is the
-setting `background_bandwidth`.
+A piece is a part of a device that is erased, zeroed, copied, compared, sent or received. All
+workers of a group take turns, so they share its disks evenly. What is paused between two pieces,
+and how large they are, is the setting `background_bandwidth`.
 
 `auto` looks at the disks below the device before each piece (mount/disk_load.py). Between pieces
 none of the group's background I/O is on its way, so what is in flight then, or was completed since
@@ -48,7 +48,7 @@ _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 # Pieces under a limit, in seconds of it.
 _LIMITED_SECONDS = 0.1
 # So much is written before it is flushed, which may take longer than to write a small piece.
-_FLUSHED_BYTES = 16 << 20
+FLUSHED_BYTES = 16 << 20
 # What a piece takes at least, for its rate.
 _LEAST_SECONDS = 1e-5
 # How soon a worker that waits finds that it is called off.
@@ -111,6 +111,13 @@ def _duration(seconds: float) -> str:
     return f"{math.ceil(seconds)} s"
 
 
+@dataclass
+class Piece:
+    """How many bytes a turn is for. A worker that did fewer in it says so here."""
+
+    length_bytes: int
+
+
 @dataclass(frozen=True)
 class Work:
     """Background I/O of one kind on some disks; `Pace.work` makes it."""
@@ -133,10 +140,20 @@ class Work:
         offset = begin_bytes
         self.progress.begin(end_bytes, begin_bytes)
         while offset < end_bytes:
-            with self.pace.turn(self, end_bytes - offset) as length:
-                yield offset, length
-            offset += length
-            self.progress.add(length)
+            with self.pace.turn(self, end_bytes - offset) as piece:
+                yield offset, piece.length_bytes
+            offset += piece.length_bytes
+            self.progress.add(piece.length_bytes)
+
+    @contextmanager
+    def piece(self, most_bytes: int) -> Iterator[Piece]:
+        """Wait for a turn, as `chunks` does, for a piece of at most that length, done inside.
+
+        Without a limit it is as long as asked for. Raises what `check` raises.
+        """
+        with self.pace.turn(self, most_bytes, whole=self.pace.is_unlimited) as piece:
+            yield piece
+        self.progress.add(piece.length_bytes)
 
     @contextmanager
     def turn(self, length_bytes: int) -> Iterator[None]:
@@ -313,6 +330,11 @@ class Pace:
         self._unflushed_bytes = 0
 
     @property
+    def is_unlimited(self) -> bool:
+        """Whether no worker waits for another, nor for anyone else."""
+        return isinstance(self._rule, _Unlimited)
+
+    @property
     def done_bytes(self) -> Mapping[str, int]:
         """What was done until now, by the kind of work."""
         return dict(self._bytes)
@@ -341,28 +363,30 @@ class Pace:
         return Work(self, kind, frozenset(disks), check, flush, progress or Progress(self._clock))
 
     @contextmanager
-    def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[int]:
+    def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[Piece]:
         """Wait for a turn; yield how many bytes of what is left are its piece, done inside."""
         work.check()
         with self._place(work.check):
             piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
-            length_bytes = left_bytes if whole else min(left_bytes, piece_bytes)
+            piece = Piece(left_bytes if whole else min(left_bytes, piece_bytes))
             begun_at = self._clock()
             with self._moved:
                 self._hangs_at = begun_at + _HANGING_SECONDS
-            yield length_bytes
+            yield piece
+            if not piece.length_bytes:
+                return
             if work.flush is not None:
-                self._unflushed_bytes += length_bytes
-                if self._unflushed_bytes >= _FLUSHED_BYTES or length_bytes == left_bytes:
+                self._unflushed_bytes += piece.length_bytes
+                if self._unflushed_bytes >= FLUSHED_BYTES or piece.length_bytes == left_bytes:
                     work.flush()
                     self._unflushed_bytes = 0
-            self._rule.end(work, length_bytes, self._clock() - begun_at)
-            self._bytes[work.kind] += length_bytes
+            self._rule.end(work, piece.length_bytes, self._clock() - begun_at)
+            self._bytes[work.kind] += piece.length_bytes
 
     @contextmanager
     def _place(self, check: Callable[[], None]) -> Iterator[None]:
         """Wait in the queue; be the first in it inside."""
-        if isinstance(self._rule, _Unlimited):
+        if self.is_unlimited:
             yield
             return
         own = object()

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
+from agent.core.pace import Work
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, clipped, merged
 from lvm.devices import Exceptions
 from mount.blocks import PIECE_BYTES, Reader
@@ -106,6 +107,8 @@ def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
 
 
 _ZEROES = bytes(PIECE_BYTES)
+# Of both devices: half of it is MAX_RANGE_BYTES.
+_TURN_BYTES = 32 << 20
 # The longest range of a comparison: the caller can fetch it without waiting for the rest.
 MAX_RANGE_BYTES = 16 << 20
 
@@ -114,34 +117,45 @@ def differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    check: Callable[[], None],
+    work: Work,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     """The blocks of sorted ranges that differ, as ranges of at most MAX_RANGE_BYTES.
 
-    The base reads as zeroes from `base_bytes` on, and where it is None. `check` is called before
-    each piece of at most PIECE_BYTES is read, and may raise to end it. Raises OSError.
+    The base reads as zeroes from `base_bytes` on, and where it is None. Read in turns of `work`,
+    none of which lasts while the caller has a range. Raises OSError, and what `work.check` raises
+    before each piece of at most PIECE_BYTES.
     """
-    return merged(_differing(base, base_bytes, target, check, extents), MAX_RANGE_BYTES)
+    return merged(_differing(base, base_bytes, target, work, extents), MAX_RANGE_BYTES)
 
 
 def _differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    check: Callable[[], None],
+    work: Work,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
-    for piece in _pieces(extents):
-        check()
-        at, length = piece.offset_bytes, piece.length_bytes
-        here = target.read(at, length)
-        there = _ZEROES if length == PIECE_BYTES else bytes(length)
-        known = max(0, min(length, base_bytes - at))
-        if base is not None and known:
-            there = base.read(at, known) + bytes(length - known)
-        if here != there:
-            yield from (Extent(at + start, end - start) for start, end in _unequal(here, there))
+    ahead = _Ahead(extents)
+    while ahead.any():
+        found = list[Extent]()
+        with work.piece(_TURN_BYTES) as turn:
+            left_bytes, turn.length_bytes = turn.length_bytes // (1 if base is None else 2), 0
+            while left_bytes > 0 and ahead.any():
+                work.check()
+                one = ahead.take(min(left_bytes, PIECE_BYTES))
+                at, length = one.offset_bytes, one.length_bytes
+                here = target.read(at, length)
+                there = _ZEROES if length == PIECE_BYTES else bytes(length)
+                known = max(0, min(length, base_bytes - at)) if base is not None else 0
+                if base is not None and known:
+                    there = base.read(at, known) + bytes(length - known)
+                if here != there:
+                    unequal = _unequal(here, there)
+                    found += (Extent(at + start, end - start) for start, end in unequal)
+                left_bytes -= length
+                turn.length_bytes += length + known
+        yield from found
 
 
 def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
@@ -158,12 +172,27 @@ def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
         yield begun, len(here)
 
 
-def _pieces(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Split ranges into pieces for one read each, from block boundaries on."""
-    for one in extents:
-        start = one.offset_bytes // BLOCK_BYTES * BLOCK_BYTES
-        for at in range(start, one.end_bytes, PIECE_BYTES):
-            yield Extent(at, min(PIECE_BYTES, one.end_bytes - at))
+class _Ahead:
+    """Sorted ranges, taken piece by piece, from block boundaries on."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self._next = iter(extents)
+        self._start = self._end = 0
+
+    def any(self) -> bool:
+        """Whether there is more."""
+        while self._start >= self._end:
+            if (one := next(self._next, None)) is None:
+                return False
+            self._start, self._end = one.offset_bytes // BLOCK_BYTES * BLOCK_BYTES, one.end_bytes
+        return True
+
+    def take(self, most_bytes: int) -> Extent:
+        """The next piece, in whole blocks but for the end; there is more."""
+        length = max(most_bytes // BLOCK_BYTES, 1) * BLOCK_BYTES
+        piece = Extent(self._start, min(length, self._end - self._start))
+        self._start = piece.end_bytes
+        return piece
 
 
 _RECORD = struct.Struct("=2Q")

@@ -11,6 +11,7 @@ from typing import BinaryIO
 from agent.core import errors, ids, records, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
+from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing
@@ -114,7 +115,7 @@ class Delta:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._kernel, self._devices, self._stream = context.kernel, context.devices, context.stream
-        self._directory = context.config.endpoint.parent
+        self._paces, self._directory = context.paces, context.config.endpoint.parent
         self.reservations = Reservations(context)
         self.activations = Activations(context)
         self._stopping = threading.Event()
@@ -133,7 +134,8 @@ class Delta:
         with ExitStack() as ending:
             [(of, reader)] = self._opened(ending, identity)
             compares = is_compared and not of.is_encrypted
-            unlike_zeroes = partial(comparing.differing, None, 0, reader, check)
+            work = self._work(check, of, reader)
+            unlike_zeroes = partial(comparing.differing, None, 0, reader, work)
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
@@ -173,7 +175,8 @@ class Delta:
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            unlike: _Filter = partial(comparing.differing, old, base.size_bytes, new, check)
+            work = self._work(check, target, old, new)
+            unlike: _Filter = partial(comparing.differing, old, base.size_bytes, new, work)
             if target.is_encrypted:
                 unlike = partial(_up_to, base.size_bytes, unlike)
             pick: _Filter = unlike if is_compared else iter
@@ -237,6 +240,10 @@ class Delta:
                 raise errors.NotWanted(identity)
 
         return check
+
+    def _work(self, check: Callable[[], None], of: _Read, *readers: Reader) -> Work:
+        devices = [one.device for one in readers]
+        return self._paces.of(of.group.name).work("compare", *devices, check=check)
 
     def _activate(self, ending: ExitStack, one: _Read) -> str:
         if isinstance(one, Snapshot):

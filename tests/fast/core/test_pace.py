@@ -201,6 +201,23 @@ def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
     assert disk.now < 1000 + 5
 
 
+def test_a_piece_in_which_less_was_done_counts_as_that(disk: Disk) -> None:
+    one = paced(disk, Reserve(size_bytes=MIB))
+    begun = disk.now
+    for done_bytes in (3 * MIB, 0, MIB):
+        with work_of(one).piece(64 * MIB) as piece:
+            piece.length_bytes = done_bytes
+    with work_of(one).piece(64 * MIB):
+        assert disk.now - begun == pytest.approx(4.0)
+        assert one.done_bytes == {"erase": 4 * MIB}
+
+
+def test_without_a_limit_a_piece_is_as_long_as_asked_for(disk: Disk) -> None:
+    one = paced(disk, NO_RESERVE)
+    with work_of(one).piece(1 << 40) as piece, work_of(one).piece(MIB):
+        assert piece.length_bytes == 1 << 40
+
+
 def test_two_workers_have_the_same_share(disk: Disk) -> None:
     one, order, begun = paced(disk), list[str](), threading.Event()
 

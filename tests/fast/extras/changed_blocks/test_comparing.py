@@ -5,12 +5,13 @@ import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from agent.core.pace import Pace, Work
 from agent.extras.changed_blocks import comparing, service
 from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
 from agent.extras.changed_blocks.delta import Reading, UserReading
@@ -23,9 +24,27 @@ from agent.extras.changed_blocks.extents import (
     merged,
 )
 from lvm.devices import Exceptions
+from lvm.layout import NO_RESERVE, Reserve
 from mount.blocks import Reader
+from mount.kernel import Kernel
 
 MIB, TIB = 1 << 20, 1 << 40
+CHUNK = 4096
+
+
+def work(bandwidth: Reserve = NO_RESERVE) -> Work:
+    """Turns for comparing."""
+    return Pace(bandwidth, Kernel()).work("compare", check=lambda: None)
+
+
+@dataclass
+class Content:
+    """A disk of these bytes."""
+
+    content: bytes
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        return self.content[offset_bytes : offset_bytes + length_bytes]
 
 
 class Filled:
@@ -44,7 +63,7 @@ def test_a_difference_is_reported_before_the_rest_is_compared() -> None:
     size = 100 * MIB
     old, new = Filled(b"a"), Filled(b"b")
     found = comparing.differing(
-        cast(Reader, old), size, cast(Reader, new), lambda: None, [Extent(0, size)]
+        cast(Reader, old), size, cast(Reader, new), work(), [Extent(0, size)]
     )
     assert next(found) == Extent(0, MAX_RANGE_BYTES)
     assert new.read_bytes == MAX_RANGE_BYTES
@@ -53,14 +72,38 @@ def test_a_difference_is_reported_before_the_rest_is_compared() -> None:
     assert sum(one.length_bytes for one in rest) == size - MAX_RANGE_BYTES
 
 
+def test_a_turn_is_over_when_a_difference_is_reported() -> None:
+    size = 100 * MIB
+    old, new = cast(Reader, Filled(b"a")), cast(Reader, Filled(b"b"))
+    one = Pace(None, Kernel())
+    comparing_work = one.work("compare", check=lambda: None)
+    found = comparing.differing(old, size, new, comparing_work, [Extent(0, size)])
+    for _ in found:
+        assert not one._queue
+    assert one.done_bytes == {"compare": 2 * size}
+
+
+@pytest.mark.parametrize("size", [100 * MIB, 3 * MIB - CHUNK, CHUNK // 8])
+def test_small_turns_find_what_large_ones_find(size: int) -> None:
+    chance = random.Random(size)
+    old = chance.randbytes(size)
+    changed = bytearray(old)
+    for at in (0, size // 3, size - 1):
+        changed[at] ^= 1
+    extents = [Extent(0, size // 2), Extent(size // 2, size - size // 2)]
+    readers = cast(Reader, Content(old)), size, cast(Reader, Content(bytes(changed)))
+    # A tenth of a second is less than the least piece.
+    slow = Pace(Reserve(size_bytes=MIB), Kernel(), clock=count(0.0, 1000.0).__next__)
+    found = list(comparing.differing(*readers, slow.work("compare", check=lambda: None), extents))
+    assert found == list(comparing.differing(*readers, work(), extents))
+    assert sum(one.length_bytes for one in found) >= min(size, CHUNK)
+
+
 def test_a_long_answer_does_not_wait_for_more_ranges() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
     first = service._piece(many, 0)
     assert sum(one.length_bytes for one in first) == MAX_RANGE_BYTES
     assert len(service._piece(many, 3)) == 3
-
-
-CHUNK = 4096
 
 
 @dataclass
