@@ -666,6 +666,62 @@ class RangesResponse(_message.Message):
 Global___RangesResponse: _TypeAlias = RangesResponse  # noqa: Y015
 
 @_typing.final
+class TurnRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MOST_BYTES_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    """Of a volume or a snapshot; in the first request."""
+    kind: _builtins.str
+    """"send", "receive" or "checksum"; in the first request."""
+    most_bytes: _builtins.int
+    """Asks for a turn, for at most so much; 0 where it ends one."""
+    done_bytes: _builtins.int
+    """What was read or written in the turn that ends."""
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        most_bytes: _builtins.int = ...,
+        done_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_bytes", b"done_bytes", "kind", b"kind", "most_bytes", b"most_bytes", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnRequest: _TypeAlias = TurnRequest  # noqa: Y015
+
+@_typing.final
+class Turn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    UNLIMITED_FIELD_NUMBER: _builtins.int
+    length_bytes: _builtins.int
+    """What may be read or written in it; at least 1."""
+    unlimited: _builtins.bool
+    """No other worker waits for its end."""
+    def __init__(
+        self,
+        *,
+        length_bytes: _builtins.int = ...,
+        unlimited: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_bytes", b"length_bytes", "unlimited", b"unlimited"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
 class VolumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

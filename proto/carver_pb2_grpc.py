@@ -446,6 +446,11 @@ class TransferStub:
                 request_serializer=proto_dot_carver__pb2.RangesRequest.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.RangesResponse.FromString,
                 _registered_method=True)
+        self.TakeTurns = channel.stream_stream(
+                '/carver.v2.Transfer/TakeTurns',
+                request_serializer=proto_dot_carver__pb2.TurnRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.Turn.FromString,
+                _registered_method=True)
         self.ReceiveStatus = channel.unary_unary(
                 '/carver.v2.Transfer/ReceiveStatus',
                 request_serializer=proto_dot_carver__pb2.NameRequest.SerializeToString,
@@ -556,6 +561,15 @@ class TransferServicer:
 
     def GetDiffering(self, request, context):
         """The ranges of a logical volume in which a snapshot and its base differ. Reads both.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeTurns(self, request_iterator, context):
+        """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+        device. Each request asks for a turn, which the answer gives, or ends the one that was given;
+        so does the end of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -689,6 +703,11 @@ def add_TransferServicer_to_server(servicer, server):
                     servicer.GetDiffering,
                     request_deserializer=proto_dot_carver__pb2.RangesRequest.FromString,
                     response_serializer=proto_dot_carver__pb2.RangesResponse.SerializeToString,
+            ),
+            'TakeTurns': grpc.stream_stream_rpc_method_handler(
+                    servicer.TakeTurns,
+                    request_deserializer=proto_dot_carver__pb2.TurnRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.Turn.SerializeToString,
             ),
             'ReceiveStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.ReceiveStatus,
@@ -903,6 +922,33 @@ class Transfer:
             '/carver.v2.Transfer/GetDiffering',
             proto_dot_carver__pb2.RangesRequest.SerializeToString,
             proto_dot_carver__pb2.RangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeTurns(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/carver.v2.Transfer/TakeTurns',
+            proto_dot_carver__pb2.TurnRequest.SerializeToString,
+            proto_dot_carver__pb2.Turn.FromString,
             options,
             channel_credentials,
             insecure,

@@ -113,6 +113,11 @@ class TransferStub:
     """The ranges of a logical volume that were written since the base, or at all. Reads no device."""
     GetDiffering: _grpc.UnaryStreamMultiCallable[_carver_pb2.RangesRequest, _carver_pb2.RangesResponse]
     """The ranges of a logical volume in which a snapshot and its base differ. Reads both."""
+    TakeTurns: _grpc.StreamStreamMultiCallable[_carver_pb2.TurnRequest, _carver_pb2.Turn]
+    """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+    device. Each request asks for a turn, which the answer gives, or ends the one that was given;
+    so does the end of the call.
+    """
     ReceiveStatus: _grpc.UnaryUnaryMultiCallable[_carver_pb2.NameRequest, _carver_pb2.ReceiveState]
     BeginReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.BeginReceiveRequest, _carver_pb2.ReceiveState]
     """Creates the volume, or grows it, so that the stream can be written to it."""
@@ -177,6 +182,16 @@ class TransferServicer:
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_carver_pb2.RangesResponse]:
         """The ranges of a logical volume in which a snapshot and its base differ. Reads both."""
+
+    def TakeTurns(
+        self,
+        request_iterator: _abc.Iterator[_carver_pb2.TurnRequest],
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.Turn]:
+        """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+        device. Each request asks for a turn, which the answer gives, or ends the one that was given;
+        so does the end of the call.
+        """
 
     def ReceiveStatus(
         self,

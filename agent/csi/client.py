@@ -64,6 +64,7 @@ class _Channel:
         self._channel = channel
         self.timeout_seconds = timeout_seconds
         self.unary_stream = channel.unary_stream
+        self.stream_stream = channel.stream_stream
         self.close = channel.close
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:

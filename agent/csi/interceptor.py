@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -57,8 +58,12 @@ _RESERVE_SECONDS = 0.2
 _IDENTITY_THREADS = 2
 # Each reads a disk as fast as it can, or waits for it: of one group so many at once.
 _STREAMS, _STREAMS_OF_A_GROUP = 24, 8
+# Calls in which both sides stream.
+_EXCHANGES = 48
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
 _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
+# grpc/_server.py, _select_thread_pool_for_behavior.
+_POOL = "experimental_thread_pool"
 
 
 class Interceptor(grpc.ServerInterceptor):
@@ -78,27 +83,34 @@ class Interceptor(grpc.ServerInterceptor):
         # A stream lasts as long as its caller likes, and as its disk does.
         self._streams = ThreadPoolExecutor(_STREAMS, thread_name_prefix="stream")
         self._stream_shares = Shares(_STREAMS, _STREAMS_OF_A_GROUP)
+        # These only wait, some for hours, beside streams of the same commands.
+        self._exchanges = ThreadPoolExecutor(_EXCHANGES, thread_name_prefix="exchange")
+        self._exchange_shares = Shares(_EXCHANGES)
 
     def intercept_service(
         self,
         continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Wrap the handler of a call that is answered once, or by a stream of answers."""
+        """Wrap the handler of a call."""
         handler = continuation(handler_call_details)
         if handler is None:
             return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
         wire = (_wiping(handler.request_deserializer), handler.response_serializer)
         if handler.unary_stream:
-            stream = self._stream(method, handler.unary_stream)
+            stream = self._stream(method, handler.unary_stream, self._stream_shares)
+            stream.__dict__[_POOL] = self._streams
             return grpc.unary_stream_rpc_method_handler(stream, *wire)
+        if handler.stream_stream:
+            exchange = self._exchange(method, handler.stream_stream)
+            exchange.__dict__[_POOL] = self._exchanges
+            return grpc.stream_stream_rpc_method_handler(exchange, *wire)
         if handler.unary_unary is None:
             return handler
         call = self._call(method, handler.unary_unary)
         if handler_call_details.method.startswith("/csi.v1.Identity/"):
-            # grpc/_server.py, _select_thread_pool_for_behavior.
-            call.__dict__["experimental_thread_pool"] = self._identity
+            call.__dict__[_POOL] = self._identity
         return grpc.unary_unary_rpc_method_handler(call, *wire)
 
     def _call(self, method: str, behaviour: _Behaviour) -> _Behaviour:
@@ -120,12 +132,12 @@ class Interceptor(grpc.ServerInterceptor):
 
         return call
 
-    def _stream(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+    def _stream(self, method: str, behaviour: _Behaviour, shares: Shares) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
             made = Trace(method, _subject(request))
             try:
                 with (
-                    self._stream_shares.one(_group(request) or ""),
+                    shares.one(_group(request) or ""),
                     closing(self._answers(made, behaviour, request, context)) as answers,
                 ):
                     yield from answers
@@ -139,8 +151,23 @@ class Interceptor(grpc.ServerInterceptor):
                 status = self._record(made, request)
             _end(context, *status)
 
-        stream.__dict__["experimental_thread_pool"] = self._streams
         return stream
+
+    def _exchange(
+        self, method: str, behaviour: Callable[[Iterator[Message], grpc.ServicerContext], Any]
+    ) -> Callable[[Iterator[Message], grpc.ServicerContext], Iterator[Any]]:
+        """Treat a call by its first request, which says what it is about, as one with a stream."""
+
+        def exchange(requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Any]:
+            first = next(requests, None)
+            if first is not None:
+                every = chain([first], requests)
+                stream = self._stream(
+                    method, lambda _first, context: behaviour(every, context), self._exchange_shares
+                )
+                yield from stream(first, context)
+
+        return exchange
 
     def _answers(
         self,

@@ -6,7 +6,7 @@ an encrypted volume as it lies, with its header.
 """
 # ruff: noqa: D102, N802
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ from agent.extras.streams import form
 from agent.extras.transfer.moving import Mover
 from agent.extras.transfer.receiving import Receiver
 from agent.extras.transfer.sending import Sender
+from agent.extras.transfer.turns import Turns
 from lvm import names
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
@@ -48,6 +49,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         self._sender = Sender(context, self._delta.activations)
         self._receiver = Receiver(context, service.deleter, service.pool_remover)
         self._mover = Mover(context, service.deleter)
+        self._turns = Turns(context)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register this service."""
@@ -98,6 +100,19 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             lambda held: (held.size_bytes, held.extents(LogicalOffset(request.starting_offset))),
             _ranges,
         )
+
+    # Both
+
+    def TakeTurns(
+        self, requests: Iterator[carver.TurnRequest], context: _Context
+    ) -> Generator[carver.Turn, None, None]:
+        first = next(requests)
+        _require(first, "volume_id", "kind")
+        return self._turns.give(first, requests, context)
+
+    def stop(self) -> None:
+        """Take the turns of commands, which may run for hours: they go on without."""
+        self._turns.stop()
 
     # Receiving
 

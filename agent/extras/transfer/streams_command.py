@@ -26,6 +26,8 @@ from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Target
+from agent.extras.transfer.paced import paced
+from agent.extras.transfer.turns import CHECKSUM, RECEIVE, SEND
 from lvm import errors as lvm_errors
 from mount.blocks import Bytes, Opened
 from proto import carver_pb2 as carver
@@ -111,11 +113,14 @@ class Outgoing:
         self.require_same()
         parts = found if first is None else chain([first], found)
         what = f"sending {ids.logical_name(header.snapshot_id)}"
-        with shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
+        with (
+            shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell,
+            paced(self.at.caller, header.snapshot_id, SEND, self.device) as device,
+        ):
             totals = sending.send(
                 write,
                 header,
-                self.device,
+                device,
                 parts,
                 compress=compress,
                 prove=self._prove,
@@ -134,14 +139,16 @@ class Outgoing:
     def checksum(self, *, as_json: bool = False) -> str:
         """The checksum of the whole snapshot."""
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
-            found = _checksum(self.device, self.header.size_bytes, as_json=as_json)
+            with self._checked() as device:
+                found = _checksum(device, self.header.size_bytes, as_json=as_json)
             self._prove()
             return found
 
     def checksum_of(self, parts: Spool) -> str:
         """The checksum of the parts that a stream of it named; reads them again."""
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
-            found = sending.of_parts(self.device, self.header, parts)
+            with self._checked() as device:
+                found = sending.of_parts(device, self.header, parts)
             self._prove()
             return found
 
@@ -152,6 +159,9 @@ class Outgoing:
         if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
             why = "it, or its base, was deleted and taken anew; send it again"
             raise errors.SourceLost(was.snapshot_id, why)
+
+    def _checked(self) -> AbstractContextManager[Opened]:
+        return paced(self.at.caller, self.header.snapshot_id, CHECKSUM, self.device)
 
     def _prove(self) -> None:
         """Raise SourceLost where the data read may be wrong."""
@@ -351,7 +361,6 @@ def _receive_one(
         now = transfer.ReceiveStatus(carver.NameRequest(name=name))
         if now.volume_id != volume_id or now.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
-        target = Target(device, kernel.device_size_bytes(path), begun.blank)
 
         def record(offset_bytes: int) -> None:
             request = carver.RecordReceiveRequest(volume_id=volume_id, into=header.chain)
@@ -359,13 +368,20 @@ def _receive_one(
             transfer.RecordReceive(request)
 
         start, end = header.offset_bytes, header.size_bytes
-        with shown(f"receiving {name}", start, end, as_json=as_json) as tell:
+        with (
+            shown(f"receiving {name}", start, end, as_json=as_json) as tell,
+            paced(at.caller, volume_id, RECEIVE, device) as writing,
+        ):
+            target = Target(writing, kernel.device_size_bytes(path), begun.blank)
             note = (lambda _part: None) if parts is None else parts.add
             reading.apply(reader, target, record=record, note=note, tell=tell)
             tell(end)
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
+        if parts is None:
+            return ""
         # Still open for writing, so that it has no other writer.
-        return "" if parts is None else sending.of_parts(device, header, parts)
+        with paced(at.caller, volume_id, CHECKSUM, device) as checked:
+            return sending.of_parts(checked, header, parts)
 
 
 def status(at: VolumeVerbs, name: str) -> dict[str, Any]:
@@ -382,7 +398,11 @@ def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> d
         raise errors.NotReceived(name, "its stream is incomplete; send it again")
     _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
     path = _device(at, found["volume_id"])
-    with _explained(f"reading {name}"), at.host.kernel.opened(path) as device:
+    with (
+        _explained(f"reading {name}"),
+        at.host.kernel.opened(path) as opened,
+        paced(at.caller, found["volume_id"], CHECKSUM, opened) as device,
+    ):
         digest = _checksum(device, found["content_bytes"], as_json=as_json)
     return {"chain": found["chain"], "sha256": digest}
 
