@@ -43,6 +43,9 @@ _OTHERS_SECONDS = 0.5
 # takes.
 _LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
 _UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
+# Alone, work that can end within a piece has pieces that take so long: where one begins and ends,
+# what several threads read is read one by one.
+_LONG_SECONDS = 0.5
 # Alone the pause, in which others are looked for, is a part of what the last piece took.
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 # Pieces under a limit, in seconds of it.
@@ -128,6 +131,7 @@ class Work:
     check: Callable[[], None]
     flush: Callable[[], None] | None
     progress: Progress
+    most_bytes: int = MOST_BYTES
 
     def chunks(
         self, end_bytes: int, begin_bytes: int = 0
@@ -206,7 +210,8 @@ class _GivingWay:
             # Half: others' I/O may have waited for this work's.
             seconds = min(self._others_take_seconds / 2 or _UNKNOWN_SECONDS, _LONGEST_SECONDS)
             most_bytes = min(most_bytes, int(rate * seconds))
-        return _rounded(most_bytes)
+        longest_bytes = min(int(self._rate(work) * _LONG_SECONDS), work.most_bytes)
+        return _rounded(most_bytes, max(longest_bytes, MOST_BYTES))
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
@@ -302,8 +307,8 @@ def _mean(before: float, measured: float) -> float:
     return before + (measured - before) * _NEW_PART if before else measured
 
 
-def _rounded(length_bytes: int) -> int:
-    return min(max(length_bytes // LEAST_BYTES * LEAST_BYTES, LEAST_BYTES), MOST_BYTES)
+def _rounded(length_bytes: int, most_bytes: int = MOST_BYTES) -> int:
+    return max(min(length_bytes, most_bytes) // LEAST_BYTES, 1) * LEAST_BYTES
 
 
 class Pace:
@@ -351,16 +356,19 @@ class Pace:
         check: Callable[[], None],
         flush: Callable[[], None] | None = None,
         progress: Progress | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> Work:
         """Make work on devices, by their paths, which waits for its turns here.
 
         `check` raises where it is called off. `flush` has on the disks what was written; leave it
-        out for what only reads, or flushes itself.
+        out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
+        can end within a piece.
         """
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
             disks |= self._kernel.disks_below(one)
-        return Work(self, kind, frozenset(disks), check, flush, progress or Progress(self._clock))
+        progress = progress or Progress(self._clock)
+        return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes)
 
     @contextmanager
     def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[Piece]:

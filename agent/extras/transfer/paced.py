@@ -105,9 +105,9 @@ class _Turns:
     def __init__(self, transfer: TransferStub, volume_id: str, kind: str) -> None:
         self._transfer, self._volume_id, self._kind = transfer, volume_id, kind
         self._changed = threading.Condition()
-        # Of the turn: what is left, what is under way, what was done. `_is_changing` while one ends
-        # or is waited for.
-        self._left_bytes = self._under_way = self._done_bytes = 0
+        # Of the turn: what is left, and what was done; how many threads are in it, and how many are
+        # to begin. `_is_changing` while one ends or is waited for.
+        self._left_bytes = self._done_bytes = self._under_way = self._waiting = 0
         self._is_unlimited = self._is_changing = False
         # The call; None where there is none.
         self._answers: Iterator[carver.Turn] | None = None
@@ -145,7 +145,9 @@ class _Turns:
         """
         while True:
             with self._changed:
+                self._waiting += 1
                 self._changed.wait_for(lambda: not self._is_changing and self._is_open)
+                self._waiting -= 1
                 if self._left_bytes:
                     most_bytes = max(self._left_bytes // LEAST_BYTES, 1) * LEAST_BYTES
                     piece_bytes = min(most_bytes, wanted_bytes)
@@ -168,7 +170,8 @@ class _Turns:
         with self._changed:
             self._done_bytes += done_bytes
             self._under_way -= 1
-            if self._under_way or (self._is_unlimited and self._left_bytes):
+            goes_on = self._left_bytes and (self._waiting or self._is_unlimited)
+            if self._under_way or goes_on:
                 return
             self._is_changing, turn_bytes = True, self._done_bytes
         try:

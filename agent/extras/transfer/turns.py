@@ -12,6 +12,8 @@ from agent.core.task_queue import Stopping
 from lvm import errors as lvm_errors
 from proto import carver_pb2 as carver
 
+# A command can be killed at any time.
+_MOST_BYTES = 512 << 20
 SEND, RECEIVE, CHECKSUM = KINDS = ("send", "receive", "checksum")
 
 
@@ -52,7 +54,9 @@ class Turns:
             if not context.is_active():
                 raise errors.NotWanted("turns")
 
-        work = self._paces.of(found.group).work(first.kind, device.path, check=check)
+        work = self._paces.of(found.group).work(
+            first.kind, device.path, check=check, most_bytes=_MOST_BYTES
+        )
         asked: carver.TurnRequest | None = first
         self._add(context)
         try:

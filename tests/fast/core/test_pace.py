@@ -201,6 +201,23 @@ def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
     assert disk.now < 1000 + 5
 
 
+@pytest.mark.parametrize("bytes_per_second", [64 * MIB, 600 * MIB, 4096 * MIB])
+def test_alone_long_pieces_take_half_a_second_where_they_may(
+    disk: Disk, bytes_per_second: int
+) -> None:
+    disk.bytes_per_second = bytes_per_second
+    one = paced(disk)
+    work = one.work("send", "/dev/data/a", check=lambda: None, most_bytes=512 * MIB)
+    for _, length in work.chunks(4096 * MIB):
+        disk.write(length)
+    longest = max(length for _, length in disk.pieces)
+    expected = min(max(bytes_per_second // 2, MOST_BYTES), 512 * MIB)
+    assert expected - LEAST_BYTES <= longest <= expected
+    disk.begin_neighbour(0.002)
+    assert erase(disk, one, 4096 * MIB)
+    assert max(length for _, length in disk.pieces[-10:]) <= MOST_BYTES
+
+
 def test_a_piece_in_which_less_was_done_counts_as_that(disk: Disk) -> None:
     one = paced(disk, Reserve(size_bytes=MIB))
     begun = disk.now
