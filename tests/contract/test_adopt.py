@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import configured
 import expect
 import pytest
 from csi_client import Client
@@ -20,7 +21,7 @@ from serving import served
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
-from lvm import report, thin, volumes
+from lvm import layout, report, thin, volumes
 from lvm.layout import Layout
 from lvm.thin import Policy
 from lvm.volumes import New
@@ -62,12 +63,12 @@ def config(config: Config, group: str, host: AnyHost) -> Config:
 
 
 def make(
-    host: AnyHost, group: str, name: str, layout: str = "linear", tags: Sequence[str] = ()
+    host: AnyHost, group: str, name: str, kind: str = "linear", tags: Sequence[str] = ()
 ) -> str:
     """Have lvm2 make a logical volume of 64 MiB; return its device."""
     host.lvm(
         *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
-        *LAYOUTS[layout].words(),
+        *LAYOUTS[kind].words(),
         *("--size", f"{64 * MIB}b", *tags, "--name", name, "--", group),
     )
     return device(host, group, name)
@@ -100,8 +101,8 @@ def state(host: AnyHost, group: str) -> object:
 def test_another_driver_s_volume_is_adopted_with_its_data(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str
 ) -> None:
-    made_by, name, layout, tags = MADE[kind]
-    path = make(host, group, name, layout, tags)
+    made_by, name, shape, tags = MADE[kind]
+    path = make(host, group, name, shape, tags)
     host.write(path, "ext4")
     with mounted_at(host, path) as place:
         (place / "file").write_text("kept")
@@ -420,3 +421,15 @@ def test_either_call_goes_on_from_half_way(
         else:
             assert len(client.adopt(request).changes) == 1
             assert names(host, group) == {"vol-data"}
+
+
+@pytest.mark.parametrize("kind", configured.LAYOUTS)
+def test_each_layout_is_recognized(
+    host: AnyHost, config: Config, kind: str, tmp_path: Path
+) -> None:
+    group = host.new_group(*[24] * 5)
+    classes = configured.classes(group, configured.layouts(kind), default=kind)
+    with served(host, configured.carver(tmp_path, group, classes=classes)) as (_, client):
+        client.create("a", 24 * MIB, block())
+        made = logical(host, group, "vol-a")
+        assert layout.recognize(made) == configured.LAYOUTS[kind]
