@@ -128,7 +128,7 @@ class History:
 
 @pytest.mark.timeout(600)
 def test_no_claim_is_stuck_whatever_happened(tmp_path: Path) -> None:
-    examples = 100 if chosen.every else 50
+    examples = 100 if chosen.every else 30
     numbers = chosen.numbers("CARVER_CALLERS", seed=1, examples=examples, steps=14, shrink=1)
     serial = itertools.count()
 

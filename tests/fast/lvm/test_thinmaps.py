@@ -105,7 +105,7 @@ def of_a_full_pool(pieces: int, each: int) -> Iterator[bytes]:
 
 def test_many_mappings_take_no_more_memory_than_a_few() -> None:
     """CARVER_MAPPINGS=thousands=4000 for as many as a volume of 16 TiB has in blocks of 4 MiB."""
-    pieces, each = chosen.numbers("CARVER_MAPPINGS", thousands=200)["thousands"], 1000
+    pieces, each = chosen.numbers("CARVER_MAPPINGS", thousands=50)["thousands"], 1000
     printed = Printing(of_a_full_pool(pieces, each))
     tracemalloc.start()
     try:
