@@ -456,6 +456,8 @@ class Pace:
                 self._moved.wait(_CHECK_SECONDS)
             if self._queue[0] is not own and self.clock() >= self._hangs_at:
                 self._queue.popleft()
+                # The next one has not begun.
+                self._hangs_at = math.inf
             if self._queue[0] is not own:
                 return False
             self._hangs_at = math.inf

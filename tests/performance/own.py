@@ -186,7 +186,7 @@ class Channel:
         return call
 
     # Of a stream each answer is made as it is asked for: what is called is the same.
-    unary_stream = unary_unary
+    unary_stream = stream_stream = unary_unary
 
     def close(self) -> None:
         """Nothing was opened."""

@@ -388,6 +388,14 @@ def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
     assert list(work_of(busy).chunks(MIB)) == [(0, MIB)]
 
 
+def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
+    waiting = [object() for _ in range(3)]
+    busy._queue.extend(waiting)
+    disk.now += 2 * pace._HANGING_SECONDS
+    # Whoever looks first, the turn is the first one's.
+    assert [busy._is_first(one) for one in reversed(waiting)] == [False, False, True]
+
+
 def test_a_failed_piece_ends_its_turn(disk: Disk) -> None:
     one = paced(disk)
 

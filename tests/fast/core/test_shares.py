@@ -13,7 +13,7 @@ from changed_blocks import blocks
 from fakes.host import FakeHost
 from fakes.kernel import _FakeReader
 
-from agent.core import errors, locks
+from agent.core import errors, locks, pace
 from agent.core.classes import DeviceClass
 from agent.core.locks import Shares
 from agent.core.settings import Config
@@ -86,6 +86,8 @@ def test_streams_of_a_group_that_hangs_leave_places_to_others(
         return real(reader, offset_bytes, length_bytes)
 
     monkeypatch.setattr(_FakeReader, "read", read)
+    # They wait so long for the turn of each that hangs (pace.py).
+    monkeypatch.setattr(pace, "_HANGING_SECONDS", 0.1)
     streams = [
         Thread(target=lambda: list(blocks(client, snapshots["sick"]))) for _ in range(STREAMS)
     ]
