@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import chosen
 import configured
 import expect
 import pytest
@@ -97,7 +98,7 @@ def state(host: AnyHost, group: str) -> object:
     return {one.name: (one.uuid, one.tags, one.layout, one.ranges, one.active) for one in every}
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", chosen.kinds(MADE, usual=["csi-driver-lvm, mirror", "topolvm"]))
 def test_another_driver_s_volume_is_adopted_with_its_data(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str
 ) -> None:
@@ -281,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[AnyHost, str], object], dict[str, object], st
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", chosen.kinds(REFUSED, usual=["encrypted", "snapshot", "thin"]))
 def test_what_cannot_be_adopted_stays_as_it_is(
     client: Client, host: AnyHost, group: str, kind: str
 ) -> None:
@@ -423,7 +424,7 @@ def test_either_call_goes_on_from_half_way(
             assert names(host, group) == {"vol-data"}
 
 
-@pytest.mark.parametrize("kind", configured.LAYOUTS)
+@pytest.mark.parametrize("kind", chosen.kinds(configured.LAYOUTS, usual=["raid10"]))
 def test_each_layout_is_recognized(
     host: AnyHost, config: Config, kind: str, tmp_path: Path
 ) -> None:
