@@ -24,8 +24,6 @@ _LONGEST_HEADER_BYTES = 128 << 20
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
 # How much is zeroed to see whether a device does, where nothing need be zeroed itself.
 PROVED_BYTES = 1 << 20
-
-
 # Values of the setting `wipe`; the other is "zero".
 _NONE, _DISCARD, _DISCARD_UNGUARANTEED = "none", "discard", "discard-unguaranteed"
 

@@ -16,6 +16,12 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
+def here(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(fake, configured.carver(tmp_path), tmp_path, "here") as node:
+        yield node
+
+
+@pytest.fixture
 def there(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
     with nodes.made(fake, configured.carver(tmp_path), tmp_path, "there") as node:
         yield node

@@ -1,11 +1,10 @@
 """Receiving where an answer was lost, a check waits, or a description is wrong."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import configured
 import expect
 import grpc
 import nodes
@@ -27,12 +26,6 @@ from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 DATA = b"contents" * 512
-
-
-@pytest.fixture
-def here(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(fake, configured.carver(tmp_path), tmp_path, "here") as node:
-        yield node
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import configured
 import expect
 import grpc
 import nodes
@@ -49,12 +47,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def here(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(fake, configured.carver(tmp_path), tmp_path, "here") as node:
-        yield node
 
 
 @pytest.fixture
