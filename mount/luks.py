@@ -6,12 +6,14 @@ so long that at most two of it run at once.
 
 import hashlib
 import json
+import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from mount.kernel import Kernel
 METADATA_BYTES = 16 << 10
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
+# Places of its fields: magic number, sequence number, kind of checksum, salt, where it stands.
+_MAGIC, _SEQUENCE, _KIND, _SALT, _OFFSET = 0, 3, 5, 6, 9
+_SALT_BYTES = 64
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
@@ -33,6 +38,9 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 # The kind of area by which a re-encryption that is not done protects what it is at; and the flag
 # of the segment that it is at, which is there afterwards only if it was killed.
 _REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
+# The flags of the segments that say how all of it was before a re-encryption, and how it will be;
+# and what cryptsetup must know to open a device that is being re-encrypted.
+_BEFORE, _AFTERWARDS, _REQUIREMENT = "backup-previous", "backup-final", "online-reencrypt"
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,12 @@ class Header:
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
     # Of one that is being re-encrypted: that it is; how much of the data has the new master key;
-    # that cryptsetup was killed in the midst of a piece, which is to be recovered first.
+    # that cryptsetup was killed in the midst of a piece, which is to be recovered first; that all
+    # of the data has the new master key, and only the header is not what it will be (`complete`).
     is_reencrypting: bool = False
     renewed_bytes: int = 0
     is_torn: bool = False
+    is_renewed: bool = False
     # A digest of how ciphertext and plaintext belong together: the segments, and the digests of
     # their master key, which cryptsetup makes anew for each key. Keys that open it are no part.
     reading: str = ""
@@ -69,10 +79,8 @@ def read(kernel: Kernel, device: str) -> Header | None:
     for look in range(_LOOKS):
         if look:
             time.sleep(_LOOK_SECONDS)
-        found = (_copy(kernel, device, number) for number in range(len(_MAGICS)))
-        every = [one for one in found if one is not None]
-        if every:
-            return max(every, key=lambda one: one[0])[1]
+        if newest := _newest(partial(kernel.read, device)):
+            return newest.header
         if not bears_any(kernel, device):
             break
     return None
@@ -84,18 +92,94 @@ def bears_any(kernel: Kernel, device: str) -> bool:
     return any(start in _MAGICS for start in starts)
 
 
-def _copy(kernel: Kernel, device: str, number: int) -> tuple[int, Header] | None:
-    data = kernel.read(device, number * METADATA_BYTES, METADATA_BYTES)
-    magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
+@dataclass(frozen=True)
+class _Copy:
+    """One of the two copies of a header: its binary fields, what its JSON says, and that read."""
+
+    fields: tuple[Any, ...]
+    metadata: dict[str, Any]
+    header: Header
+
+    @property
+    def sequence(self) -> int:
+        return int(self.fields[_SEQUENCE])
+
+    def next(self, number: int) -> bytes:
+        """What cryptsetup would write next as this copy, with what `metadata` says by now."""
+        fields = list(self.fields)
+        fields[_MAGIC], fields[_OFFSET] = _MAGICS[number], number * METADATA_BYTES
+        fields[_SEQUENCE], fields[_SALT] = self.sequence + 1, os.urandom(_SALT_BYTES)
+        text = json.dumps(self.metadata, separators=(",", ":")).encode()
+        data = _BINARY.pack(*fields).ljust(_BINARY_BYTES, b"\0") + text
+        data = data.ljust(METADATA_BYTES, b"\0")
+        checksum = digest(data, _text(fields[_KIND]))
+        return data[:_CHECKSUM_AT] + checksum + data[_CHECKSUM_AT + _CHECKSUM_BYTES :]
+
+
+def _newest(read: Callable[[int, int], bytes]) -> _Copy | None:
+    """The newer one of the copies that are whole; `read` takes an offset and a length."""
+    every = (
+        _copy(read(number * METADATA_BYTES, METADATA_BYTES), number)
+        for number in range(len(_MAGICS))
+    )
+    return max((one for one in every if one), key=lambda one: one.sequence, default=None)
+
+
+def _copy(data: bytes, number: int) -> _Copy | None:
+    fields = _BINARY.unpack_from(data)
+    magic, version, size, _, _, kind, _, uuid, *_ = fields
     if (magic, version, size) != (_MAGICS[number], _VERSION, METADATA_BYTES):
         return None
     try:
         if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:
             return None
         metadata = json.loads(_text(data[_BINARY_BYTES:]))
-        return sequence, _header(_text(uuid), metadata)
+        return _Copy(fields, metadata, _header(_text(uuid), metadata))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def complete(kernel: Kernel, device: str) -> None:
+    """Bring a header that `is_renewed` to its end, as cryptsetup would have; no key is needed.
+
+    cryptsetup destroys the slots of the old master key first, and only then takes the re-encryption
+    out of the header (reencrypt_teardown_ok(), its lib/luks2/luks2_reencrypt.c). Killed between
+    these writes it never opens the device again, as it asks for the old master key, too. Stopped
+    anywhere, it can be repeated: one copy is whole at each moment. Raises OSError, which is EBUSY
+    while cryptsetup is at it, and ValueError for any other header.
+    """
+    with kernel.opened(device, to_write=True) as opened:
+        newest = _newest(opened.read)
+        if newest is None or not newest.header.is_renewed:
+            raise ValueError(f"{device} does not lack the end of a re-encryption alone")
+        for area in _end(newest.metadata):
+            opened.zero_out(int(area["offset"]), int(area["size"]))
+        opened.flush()
+        for number in range(len(_MAGICS)):
+            opened.write(number * METADATA_BYTES, newest.next(number))
+            opened.flush()
+
+
+def _end(metadata: dict[str, Any]) -> list[Mapping[str, Any]]:
+    """Take a re-encryption out of what a header says; the areas of the slots of the old key."""
+    slots, segments, digests = (metadata[one] for one in ("keyslots", "segments", "digests"))
+    old = digests[_digest_of(metadata, _BEFORE)]["keyslots"]
+    areas = [slots[one]["area"] for one in old]
+    for name in [one for one, how in slots.items() if how["type"] == _REENCRYPTION or one in old]:
+        del slots[name]
+    for name in [one for one, how in segments.items() if not _is_data(how)]:
+        del segments[name]
+    for how in (*digests.values(), *metadata.get("tokens", {}).values()):
+        for kept, names in (("keyslots", slots), ("segments", segments)):
+            if kept in how:
+                how[kept] = [one for one in how[kept] if one in names]
+    for name in [one for one, how in digests.items() if not how["keyslots"] + how["segments"]]:
+        del digests[name]
+    config = metadata["config"]
+    every = config.pop("requirements", {}).get("mandatory", [])
+    if left := [one for one in every if not one.startswith(_REQUIREMENT)]:
+        config["requirements"] = {"mandatory": left}
+    return areas
 
 
 def digest(data: bytes, kind: str) -> bytes:
@@ -126,8 +210,28 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
         is_reencrypting,
         int(first["size"]) if is_begun else 0,
         any(_TORN in _flags(one) for one in data),
+        is_reencrypting and _is_renewed(metadata),
         _reading(data, digests),
     )
+
+
+def _is_renewed(metadata: Mapping[str, Any]) -> bool:
+    """Whether the one segment of the data is as it will be after a re-encryption."""
+    data = [one for one, how in metadata["segments"].items() if _is_data(how)]
+    before, afterwards = (_digest_of(metadata, one) for one in (_BEFORE, _AFTERWARDS))
+    return (
+        len(data) == 1
+        and not _flags(metadata["segments"][data[0]])
+        and afterwards not in (None, before)
+        and data[0] in metadata["digests"][afterwards]["segments"]
+    )
+
+
+def _digest_of(metadata: Mapping[str, Any], flag: str) -> str | None:
+    """The digest of the master key of the segment with a flag."""
+    flagged = {one for one, how in metadata["segments"].items() if flag in _flags(how)}
+    every = metadata["digests"].items()
+    return next((one for one, how in every if flagged & set(how["segments"])), None)
 
 
 def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:

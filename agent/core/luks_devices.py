@@ -148,4 +148,5 @@ def progress(kernel: Kernel, device: Device) -> str:
     if found is None or not found.is_reencrypting:
         return "not begun"
     size_bytes = kernel.device_size_bytes(device.path) - found.offset_bytes
-    return f"{100 * found.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"
+    renewed_bytes = size_bytes if found.is_renewed else found.renewed_bytes
+    return f"{100 * renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"

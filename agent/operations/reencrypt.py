@@ -10,6 +10,7 @@ complete header that is not being re-encrypted and has the volume's own UUID has
 |---|---|
 | another's UUID | keys other than the call's are killed, and a re-encryption is begun |
 | is being re-encrypted | it goes on; what cryptsetup was at when it was killed is recovered first |
+| all is done but the end of the header | it is ended here: cryptsetup may open it no more |
 | the volume's own UUID | the tag is removed: it is done |
 
 Crash point: between the end and the UUID; it is re-encrypted once more.
@@ -28,7 +29,7 @@ from agent.core.secret import Key, Keys
 from agent.core.task_queue import Job, TaskQueue
 from lvm import volumes
 from lvm.devices import Device
-from mount import command
+from mount import command, luks
 from mount import errors as mount_errors
 from mount.luks import Header
 
@@ -71,6 +72,8 @@ class Reencrypter:
             return False
         job = self.jobs.of(str(volume.id))
         if job is None or job.ended.done():
+            if header.is_renewed:
+                header = self._complete(volume, device)
             key = next((one for one in keys if self._opens(header, device, one)), None)
             if key is None:
                 raise mount_errors.WrongKey(device.path)
@@ -99,6 +102,17 @@ class Reencrypter:
         except BaseException:
             job.secret.wipe()
             raise
+
+    def _complete(self, volume: Volume, device: Device) -> Header:
+        """End what a cryptsetup that was killed in its last steps left."""
+        try:
+            luks.complete(self._kernel, device.path)
+        except (OSError, ValueError) as error:
+            raise mount_errors.CryptFailed("reencrypt", device.path, str(error)) from error
+        # Crash point: complete, with another's UUID; it is re-encrypted once more.
+        self._cryptsetup.name(device.path, own_uuid(device))
+        _log.warning("volume %s: the end of its re-encryption was made up for", volume.id)
+        return luks_devices.header(self._kernel, device.path, str(volume.id))
 
     def _opens(self, header: Header, device: Device, key: Key) -> bool:
         try:

@@ -364,6 +364,30 @@ def test_a_killed_re_encryption_is_recovered_and_continues(
     assert not box.header("vol-copy").is_reencrypting
 
 
+def test_one_killed_between_its_last_writes_is_ended_without_cryptsetup(
+    client: Client, box: Box, service: Service, source: csi.Volume
+) -> None:
+    # By then the old master key is gone, and cryptsetup opens what needs both no more.
+    made = copy(client, source)
+    path = box.logical("vol-copy")
+    with box.host.killed_reencryption(path, at_end=True), expect.code("INTERNAL"):
+        box.stage(made, KEY, block())
+    before = box.header("vol-copy")
+    assert before.is_renewed
+    assert len(before.slots) == 1
+    below = outside(box, "copy")
+    with expect.code("UNAUTHENTICATED"):
+        box.stage(made, OTHER, block())
+    box.stage(made, KEY, block())
+    after = box.header("vol-copy")
+    assert not after.is_reencrypting
+    assert after.uuid != before.uuid
+    assert after.slots == before.slots
+    assert inside(box, "copy") == MARK
+    assert outside(box, "copy") == below, "it was re-encrypted once more"
+    assert "sharedKey" not in box.tags("vol-copy")
+
+
 @pytest.mark.variation
 def test_a_copy_can_be_deleted_after_a_killed_re_encryption(
     client: Client, source: csi.Volume, killed: csi.Volume

@@ -100,6 +100,8 @@ class FakeCryptsetup:
         self.pieces = 4
         # Before the last of them it waits, or dies.
         self.is_slow = self.dies = False
+        # It dies between its last two writes of the header, which it cannot open then.
+        self.dies_at_end = False
 
     def __call__(self, words: Sequence[str], stdin: bytearray | None) -> Result:
         """Carry out `cryptsetup ACTION …`."""
@@ -108,6 +110,8 @@ class FakeCryptsetup:
         assert not any(key.decode() in one for one in words if key), "a key among the words"
         at = given.index("--")
         options, rest = given[:at], given[at + 1 :]
+        if action in ("open", "repair", "luksAddKey", "luksKillSlot") and self._lacks_end(rest[0]):
+            return Result(1, "", "")
         return {
             "luksFormat": self._format,
             "open": self._open,
@@ -273,6 +277,14 @@ class FakeCryptsetup:
             header["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
             _put(device, _uuid(device), header)
         _renew(device, offset, header)
+        if self.dies_at_end:
+            _leave_end(device)
+            raise Died
+
+    def _lacks_end(self, path: str) -> bool:
+        header = _read(self._devices.get(path)) or {"keyslots": {}}
+        kinds = [one["type"] for one in header["keyslots"].values()]
+        return "reencrypt" in kinds and "next" not in header
 
     def _repair(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
@@ -345,6 +357,23 @@ def _tear(device: FakeDevice) -> None:
         _put(device, _uuid(device), header)
 
 
+def _leave_end(device: FakeDevice) -> None:
+    """Have a header as it is before the last write: without the slots of the old master key."""
+    header = _header(device)
+    [left] = header["keyslots"]
+    header["keyslots"]["7"] = {"type": "reencrypt"}
+    data, digest = header["segments"]["0"], header["digests"]["0"]
+    for name, flag in (("1", "backup-previous"), ("2", "backup-final")):
+        header["segments"][name] = {**data, "flags": [flag]}
+    header["digests"] = {
+        "0": {**digest, "keyslots": [], "segments": ["1"], "digest": "of the old master key"},
+        "1": {**digest, "keyslots": [left], "segments": ["0", "2"]},
+        "2": {"type": "pbkdf2", "keyslots": ["7"], "segments": [], "digest": "of its parameters"},
+    }
+    header["config"] = {"requirements": {"mandatory": ["online-reencrypt-v2"]}}
+    _write(device, _uuid(device), header)
+
+
 def _renew(device: FakeDevice, offset_bytes: int, header: dict[str, Any]) -> None:
     """Have what is in a device lie there by the next master key, and by no other slot."""
     first, length = offset_bytes // BLOCK_BYTES, device.size_bytes - offset_bytes
@@ -395,7 +424,10 @@ def _put(device: FakeDevice, uuid: str, header: dict[str, Any]) -> None:
     # Made of nothing else, so it is as good as a master key's own name.
     master = hashlib.sha256(header["master"].encode()).hexdigest()
     digest = {"type": "pbkdf2", "keyslots": bound, "segments": ["0"], "digest": master}
-    header = {**header, "digests": {"0": digest}}
+    _write(device, uuid, {**header, "digests": {"0": digest}})
+
+
+def _write(device: FakeDevice, uuid: str, header: dict[str, Any]) -> None:
     for number, copy in enumerate(copies(uuid, header)):
         device.media.write(number * luks.METADATA_BYTES, copy)
     device.contents = Signature("crypto_LUKS", "crypto", uuid, "carver")

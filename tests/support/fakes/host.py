@@ -297,11 +297,14 @@ class FakeHost:
         self.cryptsetup.is_slow = False
 
     @contextmanager
-    def killed_reencryption(self, _device: str) -> Iterator[None]:
-        """Inside, a cryptsetup that re-encrypts a device is killed before its end."""
-        self.cryptsetup.dies = True
+    def killed_reencryption(self, _device: str, *, at_end: bool = False) -> Iterator[None]:
+        """Inside, a cryptsetup that re-encrypts a device is killed in its midst.
+
+        Or `at_end`, between its last two writes of the header.
+        """
+        self.cryptsetup.dies, self.cryptsetup.dies_at_end = not at_end, at_end
         yield
-        self.cryptsetup.dies = False
+        self.cryptsetup.dies = self.cryptsetup.dies_at_end = False
 
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""

@@ -36,6 +36,8 @@ from mount.programs import Programs
 
 _EXTENT_BYTES = 4 << 20
 _LOOK_SECONDS = 0.02
+# How long a program runs between looks at what it is doing.
+_STEP_SECONDS = 0.001
 _TRIES = 20
 _CLEAN_UP_TRIES = 15
 _BLOCK_BYTES = 4096
@@ -195,10 +197,13 @@ class RealHost:
         yield
 
     @contextmanager
-    def killed_reencryption(self, device: str) -> Iterator[None]:
-        """Inside, a cryptsetup that re-encrypts a device is killed before its end."""
+    def killed_reencryption(self, device: str, *, at_end: bool = False) -> Iterator[None]:
+        """Inside, a cryptsetup that re-encrypts a device is killed in its midst.
+
+        Or `at_end`, between its last two writes of the header.
+        """
         over = threading.Event()
-        killer = threading.Thread(target=self._kill, args=(device, over))
+        killer = threading.Thread(target=self._kill, args=(device, over, at_end))
         killer.start()
         try:
             yield
@@ -206,16 +211,19 @@ class RealHost:
             over.set()
             killer.join()
 
-    def _kill(self, device: str, over: threading.Event) -> None:
-        while not over.wait(_LOOK_SECONDS):
+    def _kill(self, device: str, over: threading.Event, at_end: bool) -> None:
+        while not over.wait(_STEP_SECONDS if at_end else _LOOK_SECONDS):
             header = luks.read(self.kernel, device)
             if header is None or not header.is_reencrypting:
                 continue
-            for one in Path("/proc").glob("[0-9]*/cmdline"):
-                with suppress(OSError):
-                    words = one.read_bytes().split(b"\0")
-                    if b"reencrypt" in words and device.encode() in words:
-                        os.kill(int(one.parent.name), signal.SIGKILL)
+            for process in _reencrypting(device):
+                with suppress(ProcessLookupError):
+                    # It is stopped while it is looked at, so that it does not get past the place.
+                    os.kill(process, signal.SIGSTOP)
+                    header = luks.read(self.kernel, device)
+                    is_there = header and header.is_renewed and len(header.slots) == 1
+                    is_over = is_there or not at_end
+                    os.kill(process, signal.SIGKILL if is_over else signal.SIGCONT)
 
     def new_device(self, size_bytes: int) -> str:
         self._own.append(self._lab.new_device(size_bytes))
@@ -534,6 +542,15 @@ class RealHost:
         for mount in reversed(table.read(self.kernel).mounts):
             if mount.path.startswith(own):
                 self.kernel.unmount(mount.path)
+
+
+def _reencrypting(device: str) -> Iterator[int]:
+    """The processes of a cryptsetup that re-encrypts a device."""
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = one.read_bytes().split(b"\0")
+            if b"reencrypt" in words and device.encode() in words:
+                yield int(one.parent.name)
 
 
 @contextmanager
