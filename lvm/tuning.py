@@ -2,6 +2,10 @@
 
 LVM's metadata hold it: as properties that lvm2 gives to the kernel at once and at activation
 (lvchange(8), lvmraid(7)), and the limits as Carver's tags.
+
+A bound on RAID recovery takes the place of the volume's maximum where that is higher, or none; a
+tag keeps the maximum then. It is there before a disk fails: with a disk missing lvm2 changes no
+rates.
 """
 
 import mmap
@@ -24,6 +28,8 @@ MOST_READ_AHEAD_BYTES = 1 << 30
 MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
+# Keeps a volume's maximum rate of recovery, in KiB, 0 for none, where lvm2 has a bound for it.
+_OWN_MAXIMUM = "ownRecoveryRate"
 
 # The least limits: with fewer, a pod's last writes, and so its end, would take hours.
 LEAST_IOPS = 10
@@ -52,6 +58,8 @@ class Tuning:
     write_iops_per_gib: int | None = None
     read_bandwidth_per_gib: int | None = None
     write_bandwidth_per_gib: int | None = None
+    # What lvm2 has in place of the maximum; 0 where it has that.
+    bound_recovery_kib: int | None = None
 
     @property
     def of_raid(self) -> Sequence[str]:
@@ -72,6 +80,17 @@ class Tuning:
         """What a volume has once this is said of it."""
         return replace(present, **self._said())
 
+    def bounded(self, present: Self, bound_kib: int) -> Self:
+        """The same, with the bound that a RAID volume has once this is said of it, 0 for none.
+
+        It is not below the volume's minimum, which lvm2 would refuse.
+        """
+        after = self.over(present)
+        if bound_kib:
+            bound_kib = max(bound_kib, after.minimum_recovery_kib or 0)
+        is_lower = not after.maximum_recovery_kib or bound_kib < after.maximum_recovery_kib
+        return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
+
     def lacking_in(self, present: Self) -> Self:
         """What of this a volume has not."""
         changed = {key: value for key, value in self._said().items() if value != vars(present)[key]}
@@ -79,7 +98,8 @@ class Tuning:
 
     def for_new(self) -> Self:
         """What of this lvcreate takes: 2.03.16 finds a minimum without a maximum to be above it."""
-        return self if self.maximum_recovery_kib else replace(self, minimum_recovery_kib=None)
+        has_maximum = self.maximum_recovery_kib or self.bound_recovery_kib
+        return self if has_maximum else replace(self, minimum_recovery_kib=None)
 
     @property
     def is_limited(self) -> bool:
@@ -106,13 +126,18 @@ class Tuning:
     def words(self) -> list[str]:
         """Its options for lvcreate(8) and lvchange(8), beside its tags."""
         said = self._said()
+        if self.bound_recovery_kib:
+            said["maximum_recovery_kib"] = self.bound_recovery_kib
         given = [one for one in SETTINGS if one.part in said and one.option]
         return [word for one in given for word in (one.option, one.write(said[one.part]))]
 
     def tags(self) -> dict[str, str]:
         """The tags that keep the rest of it."""
         said = self._said()
-        return {one.tag: str(said[one.part]) for one in SETTINGS if one.tag and said.get(one.part)}
+        kept = {one.tag: str(said[one.part]) for one in SETTINGS if one.tag and said.get(one.part)}
+        if self.bound_recovery_kib:
+            kept[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
+        return kept
 
     def _said(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -162,12 +187,17 @@ SETTINGS: Sequence[Setting] = (
     Setting("read_bandwidth_per_gib", tag="readBandwidthPerGiB"),
     Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
 )
+_MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 COLUMNS = tuple(one.column for one in SETTINGS if one.column)
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
     """What a row of a report says, and the volume's tags; a tag that is no number is none."""
     found = {one.part: one.read(row[one.column]) for one in SETTINGS if one.column}
+    found["bound_recovery_kib"] = 0
+    if (own := own_tags.get(_OWN_MAXIMUM, "")).isascii() and own.isdigit():
+        found["bound_recovery_kib"] = found["maximum_recovery_kib"]
+        found["maximum_recovery_kib"] = int(own)
     return replace(limits(own_tags), **found)
 
 
@@ -181,16 +211,26 @@ def limits(own_tags: Mapping[str, str]) -> Tuning:
 
 AS_IT_IS = Tuning()
 # What a volume has of which nothing was said.
-PLAIN = Tuning(AUTO, *[0] * (len(SETTINGS) - 1))
+PLAIN = replace(Tuning(AUTO, *[0] * (len(SETTINGS) - 1)), bound_recovery_kib=0)
 
 
-def change(lvm: Lvm, group: str, name: str, tuning: Tuning, present: Tuning = PLAIN) -> None:
-    """Give a volume what it lacks, in one metadata write: all of it, or nothing (lvchange(8)).
+def change(
+    lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present: Tuning = PLAIN
+) -> None:
+    """Give volumes what they lack, each in one metadata write: all of it, or nothing (lvchange(8)).
 
-    lvm2 refuses a read-ahead that the volume has already, and for the origin of copy-on-write
-    snapshots any.
+    One command; killed, it has changed some of them. lvm2 refuses a read-ahead that a volume has
+    already, and for the origin of copy-on-write snapshots any.
     """
-    kept, said = present.tags(), tuning._said()
-    old = {one.tag: kept[one.tag] for one in SETTINGS if one.tag in kept and one.part in said}
-    changes = [*tags.words("--deltag", old), *tags.words("--addtag", tuning.tags())]
-    lvm("lvchange", *tuning.words(), *changes, "--", f"{group}/{name}")
+    kept, parts = present.tags(), set(tuning._said())
+    if parts & _MAXIMUM_PARTS:
+        # The option and the tag go by both.
+        after = tuning.over(present)
+        tuning = replace(tuning, **{part: vars(after)[part] for part in _MAXIMUM_PARTS})
+    old = {one.tag: kept[one.tag] for one in SETTINGS if one.tag in kept and one.part in parts}
+    if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in kept:
+        old[_OWN_MAXIMUM] = kept[_OWN_MAXIMUM]
+    new = tuning.tags()
+    old = {key: text for key, text in old.items() if new.get(key) != text}
+    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
+    lvm("lvchange", *tuning.words(), *changes, "--", *(f"{group}/{name}" for name in names))

@@ -7,6 +7,8 @@ from mount.block_devices import BlockDevices, LoopDevices, attribute
 # Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
 _COMPLETED, _TICKS, _IN_FLIGHT = (0, 4, 11, 15), (3, 7, 14, 16), 8
 _FIELDS = 17
+_SECTORS_READ, _SECTORS_WRITTEN = 2, 6
+_SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,22 @@ class DiskLoads(BlockDevices, LoopDevices):
 
     def disk_load(self, disk: str) -> DiskLoad:
         """What a disk is at; nothing for one that is gone or has no statistics."""
-        found = [int(one) for one in attribute(f"/sys/block/{disk}/stat").split()]
-        found += [0] * (_FIELDS - len(found))  # older kernels have fewer
+        found = _statistics(f"/sys/block/{disk}")
         return DiskLoad(
             sum(found[at] for at in _COMPLETED), sum(found[at] for at in _TICKS), found[_IN_FLIGHT]
         )
+
+    def transferred_bytes(self, device: str) -> int:
+        """How much was read of a block device and written to it since it was made. Raises OSError.
+
+        0 where it has no statistics.
+        """
+        major, minor = self.device_number(device)
+        found = _statistics(f"/sys/dev/block/{major}:{minor}")
+        return (found[_SECTORS_READ] + found[_SECTORS_WRITTEN]) * _SECTOR_BYTES
+
+
+def _statistics(device: str) -> list[int]:
+    """The fields of a device's `stat`; older kernels have fewer, and count as 0."""
+    found = [int(one) for one in attribute(f"{device}/stat").split()]
+    return found + [0] * (_FIELDS - len(found))

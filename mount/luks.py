@@ -20,7 +20,7 @@ from typing import Any
 
 from mount import errors
 from mount.blocks import Opened
-from mount.command import Result, Runner, Stream
+from mount.command import Result, Runner, Stream, Turn
 from mount.kernel import Kernel
 
 # The size that cryptsetup gives a header by default, and so with Carver: 16 KiB each.
@@ -423,14 +423,14 @@ class Cryptsetup:
         device: str,
         key: bytearray,
         slot: int | None,
-        check: Callable[[], None],
+        turn: Turn,
     ) -> None:
         """Give what a device holds, which is not open, another master key: as long as that takes.
 
         The key is that of a slot, the only one that is left then; of None, one goes on that was
-        ended. `check` is asked each second, and what it raises ends it at a safe point, as SIGTERM
-        does (cryptsetup-reencrypt(8)). What a kill left is recovered first. The key is overwritten
-        as soon as cryptsetup has it. Raises what `stream` does.
+        ended. It works in turns, and what `turn` raises ends it at a safe point, as SIGTERM does
+        (cryptsetup-reencrypt(8)). What a kill left is recovered first. The key is overwritten as
+        soon as cryptsetup has it. Raises what `stream` does.
         """
         begin = ("--key-slot", str(slot or 0), *_PBKDF, "--use-random")
         words = (
@@ -443,11 +443,10 @@ class Cryptsetup:
         with ExitStack() as until_open:
             until_open.enter_context(_turn(device))
             called = (*self._prefix, "cryptsetup", "reencrypt", *words, "--", device)
-            with stream(*called, stdin=key) as lines:
+            with stream(*called, stdin=key, turn=turn) as lines:
                 key[:] = bytes(len(key))
                 for _ in lines:
                     until_open.close()
-                    check()
 
     def recover(self, device: str, key: bytearray) -> None:
         """Mend what a re-encryption was at when it was killed. Raises CryptFailed."""

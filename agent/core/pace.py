@@ -10,6 +10,9 @@ the last piece, is others'. Then pieces take half as long as others' I/O does on
 is followed by a pause as long as itself: others wait little, and the work keeps half of the disks'
 time. What was written is flushed each 16 MiB and at the end, or others' next fsync(2) would pay for
 all of it.
+
+A program that does the work itself, as cryptsetup does, runs for slices of time, each as long as a
+piece takes it, and is stopped between them. What it did counts, which may be more.
 """
 
 import math
@@ -24,6 +27,7 @@ from typing import Protocol
 
 from agent.core.settings import Config
 from lvm.layout import NO_RESERVE, Reserve
+from mount.command import Turn
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
@@ -50,6 +54,9 @@ _LONG_SECONDS = 0.5
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 # Pieces under a limit, in seconds of it.
 _LIMITED_SECONDS = 0.1
+# The slices of a program: the least, in which it gets anywhere; the longest, after which it is seen
+# that it is called off; and where it is not known yet how fast it is.
+_LEAST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS, _FIRST_SLICE_SECONDS = 0.01, 0.5, 0.05
 # So much is written before it is flushed, which may take longer than to write a small piece.
 FLUSHED_BYTES = 16 << 20
 # What a piece takes at least, for its rate.
@@ -166,6 +173,38 @@ class Work:
             yield
         self.progress.add(length_bytes)
 
+    def slices(self, done: Callable[[], int]) -> Turn:
+        """Make turns for a program (mount.command.Stream); `done` counts the bytes that it did.
+
+        What it does before its first turn counts in that. Raises what `check` and `done` raise.
+        """
+        return _Slices(self, done).turn
+
+
+class _Slices:
+    """The turns of one program."""
+
+    def __init__(self, work: Work, done: Callable[[], int]) -> None:
+        self._work, self._done, self._done_bytes = work, done, done()
+        # Bytes a second while it runs; 0 where that is not known yet.
+        self._rate = 0.0
+
+    @contextmanager
+    def turn(self) -> Iterator[float | None]:
+        """Wait for a turn; yield how many seconds it has, None where it is not limited."""
+        pace = self._work.pace
+        with pace.turn(self._work, MOST_BYTES) as piece:
+            seconds = piece.length_bytes / self._rate if self._rate else _FIRST_SLICE_SECONDS
+            seconds = min(max(seconds, _LEAST_SLICE_SECONDS), _LONGEST_SLICE_SECONDS)
+            begun_at = pace.clock()
+            yield None if pace.is_unlimited else seconds
+            took_seconds = max(pace.clock() - begun_at, _LEAST_SECONDS)
+            before, self._done_bytes = self._done_bytes, self._done()
+            # Less is counted where its device was made anew.
+            piece.length_bytes = max(0, self._done_bytes - before)
+            # Also of nothing: where it computes and does no I/O, slices become long.
+            self._rate = _mean(self._rate, piece.length_bytes / took_seconds)
+
 
 class _Rule(Protocol):
     """How large pieces are, and what is paused between them; used by whose turn it is."""
@@ -216,8 +255,8 @@ class _GivingWay:
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
         is_alone = not self._is_beside_others
-        # Beside others a piece waits for theirs.
-        rate = _mean(rate, measured) if is_alone else max(rate, measured)
+        # Beside others a piece waits for theirs. A program may have done nothing in its turn.
+        rate = _mean(rate, measured) if is_alone and measured else max(rate, measured)
         self._rates[work.kind, work.disks] = rate
         self._length_bytes, self._took_seconds = length_bytes, seconds
         self._ended_at = self._clock()
@@ -321,7 +360,7 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._kernel, self._clock, self._sleep = kernel, clock, sleep
+        self._kernel, self.clock, self._sleep = kernel, clock, sleep
         self._rule: _Rule = _Unlimited()
         if bandwidth is None:
             self._rule = _GivingWay(kernel, clock)
@@ -367,7 +406,7 @@ class Pace:
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
             disks |= self._kernel.disks_below(one)
-        progress = progress or Progress(self._clock)
+        progress = progress or Progress(self.clock)
         return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes)
 
     @contextmanager
@@ -377,7 +416,7 @@ class Pace:
         with self._place(work.check):
             piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
             piece = Piece(left_bytes if whole else min(left_bytes, piece_bytes))
-            begun_at = self._clock()
+            begun_at = self.clock()
             with self._moved:
                 self._hangs_at = begun_at + _HANGING_SECONDS
             yield piece
@@ -388,7 +427,7 @@ class Pace:
                 if self._unflushed_bytes >= FLUSHED_BYTES or piece.length_bytes == left_bytes:
                     work.flush()
                     self._unflushed_bytes = 0
-            self._rule.end(work, piece.length_bytes, self._clock() - begun_at)
+            self._rule.end(work, piece.length_bytes, self.clock() - begun_at)
             self._bytes[work.kind] += piece.length_bytes
 
     @contextmanager
@@ -415,7 +454,7 @@ class Pace:
         with self._moved:
             if self._queue[0] is not own:
                 self._moved.wait(_CHECK_SECONDS)
-            if self._queue[0] is not own and self._clock() >= self._hangs_at:
+            if self._queue[0] is not own and self.clock() >= self._hangs_at:
                 self._queue.popleft()
                 # The next one has not begun.
                 self._hangs_at = math.inf
@@ -425,8 +464,8 @@ class Pace:
             return True
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
-        until = self._clock() + seconds
-        while (left_seconds := until - self._clock()) > 0:
+        until = self.clock() + seconds
+        while (left_seconds := until - self.clock()) > 0:
             check()
             self._sleep(min(left_seconds, _CHECK_SECONDS))
         check()

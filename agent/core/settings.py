@@ -12,6 +12,7 @@ from agent.core import classes, errors, ids, values
 from agent.core.classes import DeviceClass
 from agent.core.values import HALF, Address
 from lvm.layout import NO_RESERVE, Reserve
+from lvm.tuning import MOST_RECOVERY_KIB
 from mount.filesystem import OLDEST_KERNEL
 
 
@@ -333,6 +334,14 @@ class Config:
     def bandwidth_of(self, group: str) -> Bandwidth:
         """What limits the background I/O of a group."""
         return self.bandwidths.get(group, self.background_bandwidth)
+
+    def recovery_bound_kib(self, group: str) -> int:
+        """How many KiB a second RAID recovery in a group may take on each disk; 0 for no bound.
+
+        Only a size bounds it. What a part is of is not known before something was measured.
+        """
+        bandwidth = self.bandwidth_of(group) or NO_RESERVE
+        return min(bandwidth.size_bytes >> 10, MOST_RECOVERY_KIB)
 
     @property
     def here(self) -> dict[str, str]:

@@ -38,7 +38,7 @@ from lvm.devicemapper import ThinPool
 from lvm.thin import Pool
 from mount import command
 from mount import errors as mount_errors
-from mount.command import Finished, Result, Runner, Stream
+from mount.command import Finished, Result, Runner, Stream, Turn
 
 # Times of creation would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -108,8 +108,10 @@ class Metrics:
         """Count each program whose output `stream` reads as it comes."""
 
         @contextmanager
-        def counting(*words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
-            with self._counted(words), stream(*words, stdin=stdin) as output:
+        def counting(
+            *words: str, stdin: bytearray | None = None, turn: Turn | None = None
+        ) -> Iterator[BinaryIO]:
+            with self._counted(words), stream(*words, stdin=stdin, turn=turn) as output:
                 yield output
 
         return counting

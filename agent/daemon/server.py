@@ -29,7 +29,7 @@ from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
 from agent.daemon.extra import Extra
-from agent.operations import preflight
+from agent.operations import modify, preflight
 from agent.operations.adopt import Adopter
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
@@ -244,7 +244,7 @@ def resume(service: Service, *groups: str) -> bool:
     except errors.GroupRefused:
         return False  # logged by the volume group, and reported by each call
     service.context.holds.resume(service.inventory, *groups)
-    steps = {
+    steps: dict[str, Callable[..., int]] = {
         "wipes": service.eraser.resume,
         "empty pools": service.pool_remover.resume,
         "groups to be swept": service.freed_eraser.resume,
@@ -252,6 +252,7 @@ def resume(service: Service, *groups: str) -> bool:
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
         "limits of I/O": service.context.limiter.resume,
+        "rates of RAID recovery": partial(modify.resume, service.context),
     }
     for extra in service.extras.values():
         steps |= extra.recoveries()

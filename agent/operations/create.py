@@ -150,7 +150,8 @@ class VolumeCreator:
         # Crash points: after lvcreate, before the cache or before the rates of recovery.
         self._allocators.of(one).finish(lvm, volume)
         # Crash point: on record and not set; the next start, or this call again, sets it.
-        self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning))
+        bound_kib = self._config.recovery_bound_kib(volume.group.name)
+        self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
     def _make(
         self,
@@ -170,7 +171,8 @@ class VolumeCreator:
             raise errors.NoSuchVolume(str(origin.id))
         allocator = self._allocators.of(one)
         size_bytes, own_tags = plan.new(call, one, allocator, group, origin)
-        own_tags |= call.tuning.tags()
+        tuning = modify.bounded(self._config, one, call.tuning)
+        own_tags |= tuning.tags()
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
@@ -181,7 +183,7 @@ class VolumeCreator:
         self._eraser.jobs.forget(str(volume_id))
         pool = pool_name(one.name)
         if origin is not None and clone.is_in(origin, group, pool):
-            volume = clone.share(lvm, origin, name, size_bytes, own_tags, call.tuning)
+            volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
             return volume, None
         source = None
@@ -197,11 +199,11 @@ class VolumeCreator:
             # it.
             self._pool_remover.keep(group, pool)
             undo.callback(self._pool_remover.give_back, group.name, pool)
-        allocator.create(lvm, group, New(name, size_bytes, own_tags, call.tuning.for_new()))
+        allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
         # Only now: a stream for that name might have been received in between.
         self._holds.allow(str(volume_id))
-        modify.complete(lvm, group.name, name, call.tuning)
+        modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, group, name, size_bytes, own_tags), source
 
     def capacity(self, call: GetCapacity) -> Capacity:

@@ -1,13 +1,18 @@
 """ControllerModifyVolume: a volume's mutable parameters, all of them changed or none."""
 
-from agent.core import errors, ids, records
+from collections import defaultdict
+
+from agent.core import errors, ids, records, tag
+from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
-from lvm import tuning
+from agent.core.settings import Config
+from lvm import names, tags, tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
+from lvm.report import Group
 from lvm.tuning import PLAIN, Tuning
 
 
@@ -19,18 +24,23 @@ def modify(context: Context, call: ModifyVolume) -> None:
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
         volume = context.inventory.require(call.volume_id)
-        tuned = ensure(context.volume_groups.lvm(volume.group.name), volume, call.tuning)
+        name = volume.group.name
+        bound_kib = context.config.recovery_bound_kib(name)
+        tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
         # Crash point: on record and not set; the next start, or this call again, sets it.
         context.limiter.apply(volume, tuned)
 
 
-def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> Tuning:
+def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
     """Change what a volume lacks of its parameters, and return all: one metadata write, or none.
 
-    The group's lock is held. Raises BadField, HasSnapshots; then nothing is changed.
+    RAID recovery is bounded to so many KiB a second, 0 for no bound. The group's lock is held.
+    Raises BadField, HasSnapshots; then nothing is changed.
     """
     group, present = volume.group, volume.group.volume(volume.name).tuning
     check(wanted, volume.layout, present)
+    if volume.layout.is_raid:
+        wanted = wanted.bounded(present, bound_kib)
     lacking = wanted.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
         return present
@@ -39,7 +49,7 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> Tuning:
         raise errors.HasSnapshots(
             str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
         )
-    tuning.change(lvm, group.name, volume.name, lacking, present)
+    tuning.change(lvm, group.name, [volume.name], lacking, present)
     return wanted.over(present)
 
 
@@ -47,7 +57,46 @@ def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
     """Give a new volume the parameters that lvcreate refuses: one command, mostly none."""
     lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
     if lacking != tuning.AS_IT_IS:
-        tuning.change(lvm, group, name, lacking)
+        tuning.change(lvm, group, [name], lacking)
+
+
+def bounded(config: Config, one: DeviceClass, wanted: Tuning = tuning.AS_IT_IS) -> Tuning:
+    """What a new volume of a class gets of which this is said: also the bound on RAID recovery."""
+    if not one.layout.is_raid:
+        return wanted
+    return wanted.bounded(PLAIN, config.recovery_bound_kib(one.group))
+
+
+def bound(context: Context, group: Group) -> int:
+    """Have RAID recovery in a group keep to its `background_bandwidth`, as that is now.
+
+    Returns how many volumes were changed: one command for those that are alike, none where all is
+    so. While a disk is missing lvm2 changes nothing. The group's lock is held.
+    """
+    if group.missing_uuids:
+        return 0
+    bound_kib = context.config.recovery_bound_kib(group.name)
+    alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
+    for name, one in sorted(group.volumes.items()):
+        # lvm2 copies the tags of a RAID to its images.
+        is_own = tag.NAME in tags.decode(one.tags) and not names.is_part(name)
+        if "raid" not in one.layout or not is_own:
+            continue
+        lacking = tuning.AS_IT_IS.bounded(one.tuning, bound_kib).lacking_in(one.tuning)
+        if lacking != tuning.AS_IT_IS:
+            alike[lacking, one.tuning].append(name)
+    for (lacking, present), named in alike.items():
+        tuning.change(context.volume_groups.lvm(group.name), group.name, named, lacking, present)
+    return sum(len(named) for named in alike.values())
+
+
+def resume(context: Context, *groups: str) -> int:
+    """`bound` these groups, or all, at the start: the setting may be another than before."""
+    known, count = context.inventory, 0
+    for one in known.fresh_groups(*groups):
+        with context.volume_groups.hold(one.name):
+            count += bound(context, known.group(known.state(one.name), one.name))
+    return count
 
 
 def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:

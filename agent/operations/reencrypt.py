@@ -51,7 +51,7 @@ class Reencrypter:
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._stream = context.stream
+        self._stream, self._paces = context.stream, context.paces
         self._cryptsetup = Mappings(context).cryptsetup
         self.grace_seconds = 10.0
         self.jobs = TaskQueue(
@@ -150,9 +150,13 @@ class Reencrypter:
     def _reencrypt(self, job: _Reencryption, header: Header) -> None:
         slot = None if header.is_reencrypting else self._only_slot(job, header)
         _log.info("volume %s is being re-encrypted", job.key)
-        self._cryptsetup.reencrypt(
-            self._stream, job.device.path, job.secret.data, slot, lambda: self.jobs.check(job)
+        device = job.device.path
+        work = self._paces.of(job.volume.group.name).work(
+            "reencrypt", device, check=lambda: self.jobs.check(job)
         )
+        # All of it is read and written once.
+        turn = work.slices(lambda: self._kernel.transferred_bytes(device) // 2)
+        self._cryptsetup.reencrypt(self._stream, device, job.secret.data, slot, turn)
         if luks_devices.header(self._kernel, job.device.path, job.key).is_reencrypting:
             raise mount_errors.CryptFailed("reencrypt", job.device.path, "it ended before its time")
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from agent.core import errors
 from agent.core.allocation import is_own_pool
 from agent.core.context import Context
-from agent.operations import erase
+from agent.operations import erase, modify
 from agent.operations.erase_policy import ErasePolicy
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
@@ -39,7 +39,7 @@ class Replacement:
     ) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
-        self._repairer = repairer
+        self._context, self._repairer = context, repairer
         self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
         # By the UUIDs of both disks: the extents allocated on the new one when all of the old one
         # lies there, if no earlier move left data on it. Its free extents are clean then.
@@ -236,6 +236,8 @@ class Replacement:
         # have lvm2 mark it as missing for good.
         if not erase.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
+        # A volume may be from before the setting, and lvm2 could not change it till now.
+        modify.bound(self._context, group)
         if unsynced := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")

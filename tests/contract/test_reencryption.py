@@ -1,7 +1,8 @@
 """Copies of encrypted volumes get a master key of their own, whatever interrupts that."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import chosen
 import expect
@@ -9,15 +10,17 @@ import grpc
 import pytest
 from csi_client import Client
 from encrypted import Box
+from fakes.host import FakeHost
 from real.any import AnyHost
 
 from agent.cli import status
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
+from agent.core.pace import Pace
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm.layout import Layout
+from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
@@ -328,6 +331,52 @@ def test_a_re_encryption_stopped_by_unstage_continues_at_the_next_stage(
     assert inside(box, "copy") == MARK
 
 
+@contextmanager
+def limited(service: Service, box: Box, rate: int) -> Iterator[Pace]:
+    """Inside, the group's background I/O may take so many bytes a second; 0 for any number."""
+    paces, pace = service.context.paces._paces, Pace(Reserve(size_bytes=rate), box.host.kernel)
+    before, paces[box.group] = service.context.paces.of(box.group), pace
+    yield pace
+    paces[box.group] = before
+
+
+def test_a_re_encryption_keeps_to_the_groups_bandwidth(
+    client: Client, box: Box, service: Service, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    # The emulated VM re-encrypts 4 MiB a second.
+    rate = 40 * MIB if isinstance(box.host, FakeHost) else 2 * MIB
+    begun = time.monotonic()
+    with limited(service, box, rate) as pace:
+        box.stage(made, KEY, block())
+    seconds = time.monotonic() - begun
+    # cryptsetup also overwrites the old key slots' area: dozens of times, on a disk that rotates.
+    done_bytes = pace.done_bytes["reencrypt"]
+    assert done_bytes > 0.9 * (SIZE - box.header("vol-copy").offset_bytes)
+    # Of the last piece nothing is waited for, and the fake has few and large ones.
+    assert 0.7 * done_bytes / rate < seconds < 3 * done_bytes / rate
+    assert inside(box, "copy") == MARK
+
+
+def test_a_re_encryption_that_is_stopped_ends_at_once_when_it_is_called_off(
+    client: Client, box: Box, service: Service, source: csi.Volume
+) -> None:
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    with limited(service, box, MIB) as pace:
+        with expect.code("ABORTED"):
+            box.stage(made, KEY, block())
+        # Once so much is done it is stopped most of the time.
+        expect.soon(lambda: pace.done_bytes.get("reencrypt", 0) > 4 * MIB)
+        begun = time.monotonic()
+        at_last(lambda: box.unstage(made))
+        # cryptsetup ends after its hot zone, for which the emulated VM takes some 15 s.
+        assert time.monotonic() - begun < (8 if isinstance(box.host, FakeHost) else 60)
+    assert service.reencrypter.jobs.counts()["running"] == 0
+    assert box.mapping("vol-copy") is None
+    client.delete(made.volume_id)
+
+
 @pytest.mark.variation
 def test_a_copy_can_be_deleted_during_its_re_encryption(
     client: Client, box: Box, service: Service, source: csi.Volume
@@ -370,7 +419,12 @@ def test_one_killed_between_its_last_writes_is_ended_without_cryptsetup(
     # By then the old master key is gone, and cryptsetup opens what needs both no more.
     made = copy(client, source)
     path = box.logical("vol-copy")
-    with box.host.killed_reencryption(path, at_end=True), expect.code("INTERNAL"):
+    # Without a limit it runs on unless this test stops it.
+    with (
+        limited(service, box, 0),
+        box.host.killed_reencryption(path, at_end=True),
+        expect.code("INTERNAL"),
+    ):
         box.stage(made, KEY, block())
     before = box.header("vol-copy")
     assert before.is_renewed

@@ -31,6 +31,8 @@ from proto import csi_pb2 as csi
 MIB = 1 << 20
 SECTOR_BYTES = 4096
 PATIENCE_SECONDS = 300
+# What waits for a service that is stopped ends after that.
+CALL_SECONDS = 5.0
 PLACE = Path("/var/lib/kubelet/plugins/across-reboot")
 
 
@@ -116,8 +118,8 @@ class Kept:
 class Copy:
     """A copy that is being given a master key of its own when the machine ends.
 
-    Where the machine `is_cut`, its cryptsetup is stopped until then: however fast the machine is,
-    the copy does not come to its end before.
+    Where the machine `is_cut`, its cryptsetup is stopped until then, and the service, which has it
+    run in turns: however fast the machine is, the copy does not come to its end before.
     """
 
     source: Kept
@@ -140,10 +142,10 @@ class Copy:
         return made, *paths
 
     def before(self, client: Client) -> None:
-        """Have it begun; a call that waits for it ends with how far it is."""
+        """Have it begun; a call that waits for it ends with how far it is, or in vain."""
         volume, path, _ = self.create(client)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(self._is_staged, client, volume)
+        with ThreadPoolExecutor(1) as pool, Client(DEFAULT_SOCKET, CALL_SECONDS) as caller:
+            call = pool.submit(self._is_staged, caller, volume)
 
             def is_over() -> bool:
                 # It may end long before, with ABORTED.
@@ -154,7 +156,8 @@ class Copy:
             self._until(lambda: is_over() or header(path).is_reencrypting)
             if self.is_cut:
                 assert worker is not None
-                os.kill(worker, signal.SIGSTOP)
+                for process in (service(), worker):
+                    os.kill(process, signal.SIGSTOP)
             assert not (self.is_cut and call.result()), "it came to its end"
 
     def after(self, client: Client) -> None:
@@ -177,7 +180,7 @@ class Copy:
         try:
             client.stage(volume, self.staging, block(), self.source.secret)
         except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.ABORTED:
+            if error.code() not in (grpc.StatusCode.ABORTED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
             return False
         return True
@@ -199,6 +202,12 @@ def header(path: str) -> luks.Header:
 def beneath(path: str) -> bytes:
     """How the first sector of what an encrypted volume holds lies on the disk."""
     return Kernel().read(path, header(path).offset_bytes, SECTOR_BYTES)
+
+
+def service() -> int:
+    """The process id of the installed service."""
+    words = ("systemctl", "show", "--property", "MainPID", "--value", "carver")
+    return int(subprocess.run(words, check=True, capture_output=True).stdout)
 
 
 def worker_at(path: str) -> int | None:
@@ -236,8 +245,9 @@ def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
-    copy.before(client)
     forged.before(client, PLACE)
+    # The last: it may stop the service.
+    copy.before(client)
 
 
 def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:

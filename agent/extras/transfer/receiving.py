@@ -27,7 +27,7 @@ from agent.core.records import Volume
 from agent.core.requests import BLOCK
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
-from agent.operations import clone
+from agent.operations import clone, modify
 from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
 from lvm import layout, names, report, volumes
@@ -188,6 +188,8 @@ class Receiver:
         group = self._inventory.group(known, one.group)
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
         own_tags = sending.tags_of(name, one, header, size_bytes, group)
+        tuning = modify.bounded(self._config, one)
+        own_tags |= tuning.tags()
         allocator = self._allocators.of(one)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
@@ -199,7 +201,7 @@ class Receiver:
             if one.layout.is_thin:
                 self._pool_remover.keep(group, pool_name(one.name))
                 undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
-            new = New(logical, size_bytes, own_tags)
+            new = New(logical, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
         made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, own_tags)

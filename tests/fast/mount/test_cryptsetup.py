@@ -1,16 +1,15 @@
 """How cryptsetup is run: keys at standard input only, and what its exit codes mean."""
 
-import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import BinaryIO
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO, cast
 
 import pytest
 
 from mount import errors, luks
-from mount.command import Result, Runner
+from mount.command import Result, Runner, Turn
 from mount.luks import Cryptsetup
 
 KEY = bytearray(b"correct horse battery staple")
@@ -75,7 +74,7 @@ def test_what_a_header_is_made_with() -> None:
 
 
 class Streamed:
-    """Prints lines, and remembers what it was given."""
+    """Prints two lines, each in a turn, and remembers what it was given."""
 
     def __init__(self) -> None:
         self.words: tuple[str, ...] = ()
@@ -83,18 +82,27 @@ class Streamed:
         self.is_ended = False
 
     @contextmanager
-    def __call__(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+    def __call__(
+        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
+    ) -> Iterator[BinaryIO]:
         self.words, self.stdin = words, bytes(stdin or b"")
+        assert turn is not None
+
+        def lines() -> Iterator[bytes]:
+            for line in (b"one\n", b"two\n"):
+                with turn():
+                    yield line
+
         try:
-            yield io.BytesIO(b"one\ntwo\n")
+            yield cast("BinaryIO", lines())
         finally:
             self.is_ended = True
 
 
 def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> None:
-    program, key, checks = Streamed(), bytearray(b"sesame"), iter([None])
-    with pytest.raises(StopIteration):
-        cryptsetup(Program()).reencrypt(program, "/dev/x", key, 1, lambda: next(checks))
+    program, key, turns = Streamed(), bytearray(b"sesame"), [nullcontext()]
+    with pytest.raises(IndexError):
+        cryptsetup(Program()).reencrypt(program, "/dev/x", key, 1, turns.pop)
     assert program.is_ended
     assert program.stdin == b"sesame"
     assert key == bytes(6), "it is overwritten once cryptsetup has it"
@@ -109,7 +117,7 @@ def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> Non
 def test_one_that_was_ended_goes_on_by_the_key_of_any_slot() -> None:
     program = Streamed()
     device = cryptsetup(Program(), waits_for_udev=False)
-    device.reencrypt(program, "/dev/x", bytearray(b"sesame"), None, lambda: None)
+    device.reencrypt(program, "/dev/x", bytearray(b"sesame"), None, nullcontext)
     assert program.words[:4] == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "reencrypt")
     assert "--resume-only" in program.words
     assert "--key-slot" not in program.words

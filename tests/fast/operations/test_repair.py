@@ -1,5 +1,6 @@
 """Repair RAID volumes and pools with damaged metadata: on request, and automatically."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -13,7 +14,8 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm.layout import Layout
+from lvm import report
+from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 
 MIB = 1 << 20
@@ -272,4 +274,45 @@ def test_without_a_class_for_automatic_repair_nothing_runs(tmp_path: Path, fake:
     service = serving.start(configured.carver(tmp_path), fake)
     service.auto_repair.tasks.start()
     assert not service.auto_repair.tasks.is_alive
+    service.stop()
+
+
+def rates(fake: FakeHost) -> tuple[int | None, int | None]:
+    """The maximum rate of recovery of `a`, and the bound that it has, in KiB a second."""
+    found = report.read(fake.lvm).group("data").volume("vol-a").tuning
+    return found.maximum_recovery_kib, found.bound_recovery_kib
+
+
+@pytest.mark.parametrize("own", [0, 8192])
+def test_a_repair_keeps_to_the_bound_that_the_volume_has(
+    fake: FakeHost, config: Config, own: int
+) -> None:
+    bounded = replace(config, background_bandwidth=Reserve(size_bytes=4 * MIB))
+    service = serving.start(bounded, fake)
+    with Client(bounded.endpoint) as client:
+        volume = make(client, "a", "raid")
+        client.modify(volume, {"maximumRecoveryRate": f"{own}KiB"})
+        fake.lose_disk("data", 0)
+        repaired(client, volume)
+    assert rates(fake) == (own, 4096)
+    service.stop()
+
+
+def test_a_volume_from_before_the_setting_is_bounded_once_its_lost_disk_is_replaced(
+    fake: FakeHost, config: Config
+) -> None:
+    service = serving.start(config, fake)
+    with Client(config.endpoint) as client:
+        make(client, "a", "raid")
+    service.stop()
+    lost = fake.lvm2.groups["data"].disks[0].uuid
+    fake.lose_disk("data", 0)
+    bounded = replace(config, background_bandwidth=Reserve(size_bytes=4 * MIB))
+    service, new = serving.start(bounded, fake), fake.new_device(61 * EXTENT)
+    assert rates(fake) == (0, 0), "lvm2 changes no rates while a disk is missing"
+    with Client(config.endpoint) as client:
+        for _ in range(20):
+            if client.replace_disk(lost, new)[0]:
+                break
+    assert rates(fake) == (0, 4096)
     service.stop()

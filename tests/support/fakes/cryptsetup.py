@@ -21,7 +21,7 @@ from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
 from lvm import errors
 from mount import luks
-from mount.command import Result
+from mount.command import Result, Turn
 from mount.filesystem import Signature
 
 _SECTOR_BYTES = 512
@@ -207,7 +207,9 @@ class FakeCryptsetup:
         device.held += 1
 
     @contextmanager
-    def reencrypting(self, words: Sequence[str], stdin: bytearray | None) -> Iterator[BinaryIO]:
+    def reencrypting(
+        self, words: Sequence[str], stdin: bytearray | None, turn: Turn | None = None
+    ) -> Iterator[BinaryIO]:
         """Carry out `cryptsetup reencrypt …`: a line for each piece, before it is done."""
         given, key = list(words[2:]), bytes(stdin or b"")
         assert not any(key.decode() in one for one in words), "a key among the words"
@@ -220,6 +222,8 @@ class FakeCryptsetup:
         device.held += 1
         try:
             pieces = self._pieces(device) if result.exit_code == 0 else iter(())
+            if turn is not None:
+                pieces = _in_turns(pieces, turn)
             yield cast(BinaryIO, pieces)
             # To the end, where the reader does not end it.
             for _ in pieces:
@@ -275,6 +279,8 @@ class FakeCryptsetup:
             if self.dies and number == self.pieces - 1:
                 raise Died
             header["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
+            # Read and written.
+            device.transferred_bytes += 2 * size_bytes // self.pieces
             _put(device, _uuid(device), header)
         _renew(device, offset, header)
         if self.dies_at_end:
@@ -347,6 +353,16 @@ class FakeCryptsetup:
         device.media.inner = self._inner[_uuid(device)]
         device.contents = Signature("crypto_LUKS", "crypto", _uuid(device), "carver")
         return _DONE
+
+
+def _in_turns(pieces: Iterator[bytes], turn: Turn) -> Iterator[bytes]:
+    """What a program prints that is stopped between turns."""
+    while True:
+        with turn():
+            line = next(pieces, None)
+        if line is None:
+            return
+        yield line
 
 
 def _tear(device: FakeDevice) -> None:

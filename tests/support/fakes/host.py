@@ -29,7 +29,7 @@ from lvm.session import Session
 from mount import table
 from mount.blocks import By
 from mount.cgroups import Cgroups
-from mount.command import Result
+from mount.command import Result, Turn
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 from mount.stacks import Stack
@@ -113,13 +113,15 @@ class FakeHost:
         return Result(ended.exit_code, ended.stdout, ended.stderr)
 
     @contextmanager
-    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+    def stream(
+        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
+    ) -> Iterator[BinaryIO]:
         """The seam `mount.command.Stream`."""
         if (answer := self.intercept(words)) is None:
             self.commands.append(words)
             called = words[2:] if words[0] == "env" else words
             if called[0] == "cryptsetup":
-                with self.cryptsetup.reencrypting(called, stdin) as told:
+                with self.cryptsetup.reencrypting(called, stdin, turn) as told:
                     yield told
                 return
             answer = thin_tools.run(words, self.lvm2)

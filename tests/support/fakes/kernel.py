@@ -55,7 +55,7 @@ LOOKING = frozenset(
         *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
         *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
         *("loop_devices", "loop_free", "loop_status", "error_counters"),
-        *("disks_below", "disk_load"),
+        *("disks_below", "disk_load", "transferred_bytes"),
         *("stack", "discard_doubts", "are_zero", *DECIDING),
         # Opened by commands, which the trials of streams kill.
         "opened",
@@ -281,6 +281,9 @@ class FakeKernel(Kernel):
 
     def disk_load(self, disk: str) -> DiskLoad:
         raise NotImplementedError(disk)  # no device stands on a disk here
+
+    def transferred_bytes(self, device: str) -> int:
+        return self._block_device(device).transferred_bytes
 
     def device_holders(self, device: str) -> list[str]:
         return self._block_device(device).holders

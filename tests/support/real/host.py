@@ -29,7 +29,7 @@ from lvm.session import Session
 from mount import errors as mount_errors
 from mount import loop, luks, table
 from mount.cgroups import Cgroups
-from mount.command import Result
+from mount.command import Result, Turn
 from mount.errors import CommandError, MountError
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -184,11 +184,13 @@ class RealHost:
         return self._lab.programs(*words, stdin=stdin)
 
     @contextmanager
-    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+    def stream(
+        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
+    ) -> Iterator[BinaryIO]:
         """The seam `mount.command.Stream`."""
         assert self.intercept(words) is None, "what is streamed has no other answer"
         self.commands.append(words)
-        with self._lab.programs.stream(*words, stdin=stdin) as printed:
+        with self._lab.programs.stream(*words, stdin=stdin, turn=turn) as printed:
             yield printed
 
     @contextmanager

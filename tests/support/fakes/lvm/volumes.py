@@ -195,8 +195,9 @@ class VolumeCommands(PoolCommands):
         group, volume = self._found(path)
         assert not further or not (permission or refreshed), "not needed so far"
         assert not further or activate != "y", "not needed so far"
-        for _, one in map(self._found, further):
+        for its_group, one in map(self._found, further):
             one.tags = (one.tags - set(removed)) | set(added)
+            self._tune(its_group, one, tuning)
         self._tune(group, volume, tuning)
         if policy or settings:
             wanted = {"cache": ("cleaner", ""), "writecache": ("", "cleaner=1")}
