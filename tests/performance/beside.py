@@ -27,7 +27,8 @@ _FILE_BYTES, _ERASED_BYTES = 12 * _GIB, 8 * _GIB
 _COPIED_BYTES, _NEIGHBOUR_BYTES = 512 * _MIB, 128 * _MIB
 _WRITE_BYTES, _SECTOR_BYTES, _BEGINS_SECTORS = 4096, 512, 2048
 # Parts of the time: the neighbour alone, the erase alone, both, the neighbour beside a copy.
-_ALONE, _ERASING, _BOTH, _COPYING = 0.25, 0.1, 0.35, 0.3
+_ALONE, _ERASING, _BOTH, _COPYING = 0.2, 0.2, 0.35, 0.25
+_LOOK_SECONDS = 0.02
 _SETTLED_SECONDS = 1.0
 
 
@@ -65,19 +66,8 @@ def measure(place: Path, settings: str, seconds: float, samples: Samples) -> Non
         client.create("neighbour", _NEIGHBOUR_BYTES, block())
         throughput.write(_path("neighbour"), _NEIGHBOUR_BYTES)
         samples.seconds[rows.WRITES_ALONE] += _writes(seconds * _ALONE / 2)
-        doomed = client.create("doomed", _ERASED_BYTES, block())
-        erased = Written(_path("doomed"))
-        client.delete(doomed.volume_id)
-        time.sleep(_SETTLED_SECONDS)
-        for name, part in ((rows.ERASED_ALONE, _ERASING), (rows.ERASED_BESIDE, _BOTH)):
-            erased.begin()
-            if name == rows.ERASED_ALONE:
-                time.sleep(seconds * part)
-                erased.look()
-            else:
-                found = _writes(seconds * part, erased.look)
-                samples.seconds[rows.WRITES_ERASING] += found
-            samples.seconds[name] += erased.seconds_for_gib()
+        _erase(client, seconds * _ERASING, samples, rows.ERASED_ALONE)
+        _erase(client, seconds * _BOTH, samples, rows.ERASED_BESIDE, rows.WRITES_ERASING)
         source = client.create("source", _COPIED_BYTES, block())
         throughput.write(_path("source"), _COPIED_BYTES)
         with ThreadPoolExecutor(1) as pool:
@@ -92,6 +82,27 @@ def measure(place: Path, settings: str, seconds: float, samples: Samples) -> Non
             client.delete(one.volume_id)
         _await_idle(client)
         samples.seconds[rows.WRITES_ALONE] += _writes(seconds * _ALONE / 2)
+
+
+def _erase(
+    client: Client, seconds: float, samples: Samples, name: str, writes: str | None = None
+) -> None:
+    """Delete a volume, and look for so long at how it is erased; beside a neighbour, or not."""
+    doomed = client.create("doomed", _ERASED_BYTES, block())
+    time.sleep(_SETTLED_SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        erased = Written(_path("doomed"))
+        deleting = pool.submit(client.delete, doomed.volume_id)
+        until = time.monotonic() + seconds
+        while not erased.has_begun() and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        if writes is not None:
+            samples.seconds[writes] += _writes(seconds, erased.look)
+        while writes is None and not erased.look() and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        samples.seconds[name] += erased.seconds_for_gib()
+        deleting.result()
+    _await_idle(client)
 
 
 def _await_idle(client: Client) -> None:
@@ -126,26 +137,29 @@ class Written:
     def __init__(self, path: str) -> None:
         number = os.stat(path).st_rdev  # noqa: PTH116
         self._key = os.major(number), os.minor(number)
-        self.begin()
+        self._begun = self._last = time.monotonic(), self._sectors() or 0
 
-    def begin(self) -> None:
-        """Count from now on."""
-        self._begun = self._last = time.monotonic(), self._sectors()
+    def has_begun(self) -> bool:
+        """Count from now on; return whether anything was written before."""
+        before, now = self._begun[1], self._sectors()
+        self._begun = self._last = time.monotonic(), now or before
+        return now is None or now > before
 
     def look(self) -> bool:
         """Look how much was written; return whether the device is gone."""
-        if sectors := self._sectors():
+        sectors = self._sectors()
+        if sectors is not None:
             self._last = time.monotonic(), sectors
-        return not sectors
+        return sectors is None
 
     def seconds_for_gib(self) -> list[float]:
-        """What a GiB took between `begin` and the last look; empty where nothing was written."""
+        """What a GiB took from the beginning to the last look; empty where nothing was written."""
         (begun, before), (last, after) = self._begun, self._last
         done = (after - before) * _SECTOR_BYTES / _GIB
         return [(last - begun) / done] if done > 0 else []
 
-    def _sectors(self) -> int:
-        return block_devices.written_sectors().get(self._key, 0)
+    def _sectors(self) -> int | None:
+        return block_devices.written_sectors().get(self._key)
 
 
 def _path(name: str) -> str:

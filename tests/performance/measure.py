@@ -46,9 +46,11 @@ from performance.group import Group
 from performance.rows import Row, Samples
 from performance.service import Served
 from rich.console import Console
+from vm import pods
 
 from agent.core import errors
 from agent.csi.client import Client, block
+from mount.cgroups import Cgroups
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
 
@@ -153,6 +155,8 @@ class Pass:
             if self._limit.left_seconds():
                 full, idle_percent = self._beside_snapshots(own)
                 yield from rows.of_snapshots(empty, full, idle_percent)
+            if self._limit.left_seconds():
+                yield from rows.of_value(rows.IDLE_LIMITED, [self._beside_limited(own)])
         yield from rows.of_value(rows.START, self._starts)
 
     def _counted(self) -> Samples:
@@ -303,6 +307,23 @@ class Pass:
                 carver.settle()
                 samples.time(rows.CAPACITY, carver.client.capacity, time.monotonic)
             return samples, carver.busy_percent(_IDLE_SECONDS)
+
+    def _beside_limited(self, own: Group) -> float:
+        """How busy a service is by itself that has many volumes in use limited."""
+        self._say(f"{rows.LIMITED} volumes with limits")
+        own.fill(rows.LIMITED)
+        bare.run("lvchange", "--addtag", "carver.readIOPS=1000", "--", group.NAME)
+        with pods.pod(pods.SYSTEMD), self._served() as carver, contextlib.ExitStack() as in_use:
+            for volume in carver.client.volumes():
+                place = self._place / volume.volume_id.rpartition("/")[2]
+                staging, target = f"{place}-staging", f"{place}-target"
+                carver.client.stage(volume, staging, block())
+                in_use.callback(carver.client.unstage, volume.volume_id, staging)
+                carver.client.publish(volume, staging, target, block())
+                in_use.callback(carver.client.unpublish, volume.volume_id, target)
+            assert len(Cgroups().limits()) == rows.LIMITED
+            carver.settle()
+            return carver.busy_percent(_IDLE_SECONDS)
 
     def _live(self, client: Client, name: str, samples: Samples, guard: threading.Lock) -> None:
         life = Life(client, name, self._place)
