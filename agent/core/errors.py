@@ -447,6 +447,17 @@ class NotReceived(AgentError):
         super().__init__(f"cannot receive {name!r}: {why}")
 
 
+class NeedsOther(AgentError):
+    """What a newer version of Carver made, with properties that this version does not know."""
+
+    def __init__(self, identity: str, unknown: Iterable[str]) -> None:
+        super().__init__(
+            f"cannot use {identity!r}: a newer version of Carver made it, with"
+            f" {', '.join(sorted(unknown))}, which this version does not know and leaves alone;"
+            " use that version or a newer one on this node"
+        )
+
+
 class Moved(AgentError):
     """The volume was moved to another node, or is being moved."""
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from agent.core import errors, group_definitions, ids, locks, records, tag
 from agent.core.background import Probes
@@ -19,6 +20,8 @@ from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from mount import command
 from mount import errors as mount_errors
+
+_Record = TypeVar("_Record", Volume, Snapshot, Volume | None, Snapshot | None)
 
 # How long a call waits for the status of a pool, which takes a moment as a rule.
 _POOL_SECONDS = 5.0
@@ -328,11 +331,11 @@ class Inventory:
         """A volume by the cached state, which is refreshed when it is due; None proves nothing."""
         self.keep_fresh()
         known = self._cached_report()
-        if VolumeId.parse(volume_id) is None:
-            return self.named(known, volume_id, ids.INLINE_PREFIX)
         try:
+            if VolumeId.parse(volume_id) is None:
+                return self.named(known, volume_id, ids.INLINE_PREFIX)
             return self.get(known, volume_id)
-        except (errors.NoSuchVolume, errors.OtherGroup):
+        except (errors.NoSuchVolume, errors.OtherGroup, errors.NeedsOther):
             return None
 
     def _cached_report(self) -> report.Report:
@@ -413,28 +416,31 @@ class Inventory:
     def named(
         self, known: report.Report, name: str, prefix: str = ids.VOLUME_PREFIX
     ) -> Volume | None:
-        """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
+        """The volume that the CO calls `name`, in whichever of Carver's groups it is.
+
+        Raises NeedsOther.
+        """
         own_name = names.logical_volume(prefix, name)
         found = ((one, one.volumes.get(own_name)) for one in self.own_groups(known))
         every = (records.volume(group, one) for group, one in found if one is not None)
-        return next(filter(None, every), None)
+        return _known(next(filter(None, every), None))
 
     def get(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of an id, even one that is being erased.
 
-        Raises NoSuchVolume where the report proves its absence, and OtherGroup where its group is
-        not here, so that nothing is proved.
+        Raises NoSuchVolume where the report proves its absence, OtherGroup where its group is not
+        here, so that nothing is proved, and NeedsOther.
         """
         found = _find(known, volume_id)
-        volume = None if found is None else records.volume(*found)
+        volume = _known(None if found is None else records.volume(*found))
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
         return volume
 
     def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
-        """The snapshot of an id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
+        """The snapshot of an id; raises NoSuchSnapshot, OtherGroup or NeedsOther, as `get` does."""
         found = _find(known, snapshot_id)
-        snapshot = None if found is None else records.snapshot(*found)
+        snapshot = _known(None if found is None else records.snapshot(*found))
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         own = snapshot.group_snapshot_id
@@ -450,9 +456,12 @@ class Inventory:
                 yield one
 
     def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group snapshot that are present, be it complete or not."""
+        """The snapshots of a group snapshot that are present, be it complete or not.
+
+        Raises NeedsOther.
+        """
         every = self.all_snapshots(known)
-        return [one for one in every if one.group_snapshot_id == group_snapshot_id]
+        return [_known(one) for one in every if one.group_snapshot_id == group_snapshot_id]
 
     def group_snapshots(self, known: report.Report) -> Mapping[str, list[Snapshot]]:
         """The snapshots of each group snapshot that are present, by its id."""
@@ -517,17 +526,22 @@ class Inventory:
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
     def doomed(self, known: report.Report) -> Iterator[Volume]:
-        """Every volume that is recorded as deleted, and has yet to be erased."""
+        """Every volume that is recorded as deleted, and has yet to be erased.
+
+        Without those that only a newer version knows how to erase.
+        """
         for group, logical in self._logical(known):
             volume = records.volume(group, logical) or records.remains(group, logical)
-            if volume is not None and volume.wiping:
+            if volume is None or not volume.wiping:
+                continue
+            if not records.unknown_needs(volume.own_tags):
                 yield volume
 
     def doomed_one(self, known: report.Report, identity: str) -> Volume:
-        """The volume recorded as deleted under an id; raises NoSuchVolume, OtherGroup."""
+        """The volume recorded as deleted under an id; raises as `get` does."""
         found = _find(known, identity)
         volume = None if found is None else records.volume(*found) or records.remains(*found)
-        if volume is None or not volume.wiping:
+        if (volume := _known(volume)) is None or not volume.wiping:
             raise errors.NoSuchVolume(identity)
         return volume
 
@@ -573,6 +587,13 @@ def require_own(volume: Volume) -> None:
         raise errors.Receiving(str(volume.id))
     if volume.moved:
         raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
+
+
+def _known(found: _Record) -> _Record:
+    """A volume or snapshot, or none; raises NeedsOther for one that only newer versions know."""
+    if found is not None and (unknown := records.unknown_needs(found.own_tags)):
+        raise errors.NeedsOther(str(found.id), unknown)
+    return found
 
 
 def _present(groups: Mapping[str, report.Group | None]) -> report.Report:

@@ -206,9 +206,16 @@ class Parameters:
         return cls(*_of_volume("volume_context", wire, INLINE, _OF_POD))
 
     @classmethod
-    def from_context(cls, wire: Mapping[str, str]) -> Self:
-        """Read a volume_context that `context` made; other programs may have added keys."""
+    def from_context(cls, wire: Mapping[str, str], *, newer: bool = True) -> Self:
+        """Read a volume_context that `context` made; other programs may have added keys.
+
+        Those of a `newer` version are passed over: what must be known is in the volume's tags
+        (agent.core.tag.NEEDS). Else each of Carver's must be known; raises BadField.
+        """
         own = {key: value for key, value in wire.items() if key.startswith(PREFIX)}
+        if newer:
+            known = {PREFIX + row.key for row in IN_CONTEXT}
+            own = {key: value for key, value in own.items() if key in known}
         return cls(_read("volume_context", own, IN_CONTEXT))
 
     @property

@@ -223,6 +223,11 @@ class Snapshot:
         )
 
 
+def unknown_needs(own_tags: Mapping[str, str]) -> set[str]:
+    """What this version would have to know, and does not, to use what has these tags."""
+    return {one for one in own_tags.get(tag.NEEDS, "").split(",") if one} - tag.KNOWN_NEEDS
+
+
 def key_generation(own_tags: Mapping[str, str]) -> str:
     """The name of the only valid key; in brackets, why there is none."""
     if tag.ROTATING in own_tags:

@@ -340,7 +340,7 @@ class ValidateVolume:
         try:
             capabilities = Capability.several(asked)
             parameters = Parameters.from_proto(wire.parameters)
-            context = Parameters.from_context(wire.volume_context).context()
+            context = Parameters.from_context(wire.volume_context, newer=False).context()
             tuning = tuning_of(wire.mutable_parameters).over(parameters.tuning)
         except errors.BadField as error:
             return cls(volume_id, (), str(error))

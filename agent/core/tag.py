@@ -87,6 +87,11 @@ MOVE_ENDED = "moveEnded"
 GIVEN_UP = "givenUp"
 # Of a volume that Carver did not make: its name before it was adopted.
 ADOPTED = "adopted"
+# Of what has a property without which a version of Carver that does not know it would do harm: the
+# names of these properties, with commas. Other keys that a version does not know it passes over.
+NEEDS = "needs"
+# Those that this version knows.
+KNOWN_NEEDS: frozenset[str] = frozenset()
 # Of a group: lvm.report derives from them which disks are unclean.
 SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 

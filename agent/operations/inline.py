@@ -260,7 +260,7 @@ class InlineVolumes:
                 try:
                     self._deleter.delete(str(volume.id))
                     self._admitted.forget(volume_id)
-                except errors.VolumeInUse as error:
+                except (errors.VolumeInUse, errors.NeedsOther) as error:
                     _log.warning("%s", error)
 
     def _all(self, known: report.Report, group: str = "") -> list[Volume]:

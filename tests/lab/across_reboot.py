@@ -141,9 +141,8 @@ class Copy:
         subprocess.run(activate, check=True, capture_output=True)
         return made, *paths
 
-    def before(self, client: Client) -> None:
+    def before(self, volume: csi.Volume, path: str) -> None:
         """Have it begun; a call that waits for it ends with how far it is, or in vain."""
-        volume, path, _ = self.create(client)
         with ThreadPoolExecutor(1) as pool, Client(DEFAULT_SOCKET, CALL_SECONDS) as caller:
             call = pool.submit(self._is_staged, caller, volume)
 
@@ -245,9 +244,11 @@ def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
+    # Before lvm2 sees the forged disks, which it refuses.
+    volume, path, _ = copy.create(client)
     forged.before(client, PLACE)
     # The last: it may stop the service.
-    copy.before(client)
+    copy.before(volume, path)
 
 
 def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
