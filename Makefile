@@ -165,6 +165,10 @@ faults: venv ## what can go wrong: kills, power losses, disks, lvm2; one table, 
 load: venv ## 200 volumes by 8 clients: times of calls, and what they cost the service
 	vagrant/lab.py during vagrant/lab.py run 'cd /carver && PYTHONPATH=.:tests:tests/support /opt/carver/test-venv/bin/python tests/load/run.py'
 
+.PHONY: upgrade
+upgrade: venv ## volumes of each kind that one version made, served by another, both ways
+	vagrant/lab.py during tests/upgrade/run.py
+
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/testing.md)
 	vagrant/lab.py up

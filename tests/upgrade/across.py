@@ -25,10 +25,11 @@ import grpc
 from faults.process import await_begun
 from rich.console import Console
 from rich.table import Table
+from vm import pods
 
 from agent.core import sockets
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from mount import loop
+from mount import loop, table
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
@@ -44,6 +45,7 @@ _CLASSES: Mapping[str, str] = {
     "striped": 'layout = "striped"\nstripes = 2',
     "mirrored": 'layout = "raid1"',
     "thin": 'layout = "thin"',
+    "zeroed": 'zero = "fully"',
     "sealed": 'encryption = "luks2"',
     "own": 'encryption = "luks2"\nreencrypt = true',
 }
@@ -83,7 +85,8 @@ KINDS = (
     Kind("sealed", "sealed", size_bytes=48 * MIB),
     Kind("sealed-in-use", "sealed", "", 48 * MIB, is_kept_in_use=True),
     Kind("tuned", mutable={"readAhead": "1MiB", "writeIOPS": "1000"}),
-    Kind("zeroed", parameters={"carver/zero": "fully"}),
+    Kind("zeroed", "zeroed"),
+    Kind("options", parameters={"carver/mkfsOptions": "-m 1", "carver/mountOptions": "noatime"}),
 )
 # What is made of another: its kind, the source's, and whether by a snapshot.
 COPIES = (
@@ -111,10 +114,19 @@ def group(place: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            _let_go(place)
             _run("vgremove", "--force", "--force", "--yes", "--", GROUP)
     finally:
         for disk in disks:
             _run("losetup", "--detach", disk)
+
+
+def _let_go(place: Path) -> None:
+    """Unmount and close what a trial that failed left in use."""
+    for mounted_at in reversed(table.read(Kernel()).under(str(place))):
+        subprocess.run(("umount", mounted_at.path), check=False)
+    for one in Path("/dev/mapper").glob("carver-luks-*"):
+        subprocess.run(("cryptsetup", "close", one.name), check=False)
 
 
 @contextmanager
@@ -177,6 +189,10 @@ class Trial:
         """All that the other version does with it."""
         there = {one.volume_id for one in client.volumes()}
         every = [*KINDS, *(kind for kind, *_ in COPIES)]
+        # Beside a snapshot a volume in use does not grow.
+        for kind in every:
+            if kind.name in self._snapshots:
+                self._step(kind, "restored", partial(self._restore, client, kind))
         for kind in every:
             is_listed = self._volumes[kind.name].volume_id in there
             self._step(kind, "listed", partial(_require, is_listed))
@@ -188,9 +204,6 @@ class Trial:
                 ("let go of", self._leave),
             ):
                 self._step(kind, name, partial(step, client, kind))
-        for kind in every:
-            if kind.name in self._snapshots:
-                self._step(kind, "restored", partial(self._restore, client, kind))
         for kind in every:
             delete = partial(client.delete, self._volumes[kind.name].volume_id)
             self._step(kind, "deleted", delete)
@@ -267,7 +280,7 @@ class Trial:
         volume, (_, target) = self._volumes[kind.name], self._paths(kind)
         size = kind.size_bytes + 64 * MIB
         client.expand(volume.volume_id, size)
-        client.node_expand(volume.volume_id, target, size)
+        client.node_expand(volume.volume_id, target, size, kind.secret)
 
     def _snapshot(self, client: Client, kind: Kind) -> None:
         taken = client.snapshot(f"now-{kind.name}", self._volumes[kind.name].volume_id)
@@ -311,7 +324,7 @@ def main() -> int:
     maker, server = map(Path, sys.argv[1:])
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         place = Path(name)
-        with group(place):
+        with pods.pod(pods.SYSTEMD), group(place):
             trial = Trial(place)
             with served(maker, place) as client:
                 trial.make(client)
