@@ -111,6 +111,14 @@ manifests: venv ## render deploy/helm into deploy/kubernetes
 image: venv ## the container image, from Debian packages and wheels, into dist/; as root
 	$(BIN)/python deploy/image/build.py
 
+.PHONY: image-arm64
+image-arm64: venv ## the image for arm64, its programs emulated by qemu; as root
+	$(BIN)/python deploy/image/build.py --arch arm64
+
+.PHONY: release
+release: venv image ## what is given to users, with checksums and notes, into dist/release; as root
+	$(BIN)/python deploy/release.py
+
 .PHONY: deb
 deb: venv ## a Debian package of the service, into dist/
 	$(BIN)/python deploy/deb/build.py

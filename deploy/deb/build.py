@@ -76,10 +76,10 @@ def main() -> int:
     root = WORK / "root"
     (root / "DEBIAN").mkdir(parents=True)
     image.DIST.mkdir(exist_ok=True)
-    image.fetch_wheels(WORK)
+    architecture = image.native()
+    image.fetch_wheels(WORK, architecture)
     fill(root, WORK / "wheels")
     describe(root)
-    architecture = image.output("dpkg", "--print-architecture").strip()
     package = image.DIST / f"carver_{image.project()['version']}_{architecture}.deb"
     image.run("dpkg-deb", "--root-owner-group", "-Zxz", "--build", root, package)
     shutil.rmtree(WORK)
@@ -117,7 +117,7 @@ def describe(root: Path) -> None:
     fields = {
         "Package": "carver",
         "Version": about["version"],
-        "Architecture": image.output("dpkg", "--print-architecture").strip(),
+        "Architecture": image.native(),
         "Maintainer": "The Carver maintainers <root@localhost>",
         "Section": "admin",
         "Priority": "optional",

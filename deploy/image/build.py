@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Build Carver's container image from Debian packages and wheels: `make image`. Runs as root.
 
+    deploy/image/build.py                 for this machine's processor
+    deploy/image/build.py --arch arm64    for another one, whose programs qemu-user(1) then runs
+
     dist/carver-<version>-<architecture>.oci.tar    an OCI archive, for containerd, podman, skopeo
     dist/carver-<version>-<architecture>.spdx.json  what is in it, which is in the image too
 
@@ -9,6 +12,7 @@ constraints.txt into a virtual environment in it, umoci writes the image. There 
 everything in it changes together.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -18,6 +22,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from email import message_from_string
 from pathlib import Path
@@ -64,8 +69,13 @@ LEFT_OUT = (
     "path-exclude=/usr/sbin/xfs_scrub*",
     "path-exclude=/usr/lib/*/libicu*",
 )
+# Debian's name of an architecture, and the kernel's and the wheels'.
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 # Tools of the machine that builds: program and Debian package.
 TOOLS = {"mmdebstrap": "mmdebstrap", "umoci": "umoci"}
+# With `arch-test` mmdebstrap sees that emulation works before it begins.
+EMULATION = {"arch-test": "arch-test"}
+BINFMT = Path("/proc/sys/fs/binfmt_misc")
 # pip does not derive older platforms from newer ones when they are named explicitly.
 GLIBC = ("2_36", "2_34", "2_31", "2_28", "2_17", "2_12", "2_5")
 PYTHON = "3.11"
@@ -73,19 +83,23 @@ PYTHON = "3.11"
 
 def main() -> int:
     """Build the image; 0 is success."""
+    parser = argparse.ArgumentParser(description="Build Carver's container image into dist/.")
+    parser.add_argument("--arch", choices=MACHINES, default=native(), help="default: %(default)s")
+    architecture = parser.parse_args().arch
     if os.geteuid() != 0:
         print("build.py: run it as root: it makes a root file system", file=sys.stderr)
         return 2
     started = time.monotonic()
-    ensure_tools()
+    ensure_tools(TOOLS)
+    if architecture != native():
+        ensure_emulated(MACHINES[architecture])
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     DIST.mkdir(exist_ok=True)
-    architecture = output("dpkg", "--print-architecture").strip()
     stem = f"carver-{project()['version']}-{architecture}"
 
-    fetch_wheels(WORK)
-    root = make_root(WORK / "root", WORK / "wheels")
+    fetch_wheels(WORK, architecture)
+    root = make_root(WORK / "root", WORK / "wheels", architecture)
     document = json.dumps(sbom(root, stem), indent=1) + "\n"
     (root / SBOM).parent.mkdir(parents=True)
     (root / SBOM).write_text(document)
@@ -116,29 +130,58 @@ def output(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
+def native() -> str:
+    """This machine's architecture, by Debian's name."""
+    return output("dpkg", "--print-architecture").strip()
+
+
+def git(*words: str) -> str:
+    """What git prints about this tree, which may be another user's. CalledProcessError without one."""
+    return output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *words)
+
+
 def created() -> datetime:
-    """When the tree was committed; now, outside a repository. Every time in the image is this."""
-    words = ("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", "log", "-1", "--format=%ct")
+    """The one time in all that is built: SOURCE_DATE_EPOCH, else the commit's; now without either."""
     try:
-        seconds = int(output(*words))
+        seconds = int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct"))
     except (OSError, ValueError, subprocess.CalledProcessError):
         seconds = int(time.time())
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def ensure_tools() -> None:
+def revision() -> str:
+    """The commit, with `.dirty` where files differ from it; empty outside a repository."""
+    try:
+        commit, changes = git("rev-parse", "HEAD").strip(), git("status", "--porcelain")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{commit}.dirty" if changes else commit
+
+
+def ensure_tools(tools: Mapping[str, str]) -> None:
     """Install what builds the image, where it is missing."""
-    missing = [package for program, package in TOOLS.items() if shutil.which(program) is None]
+    missing = [package for program, package in tools.items() if shutil.which(program) is None]
     if missing:
         run("apt-get", "--quiet", "update")
         apt = ("apt-get", "--yes", "--quiet", "install", "--no-install-recommends")
         run(*apt, *missing, DEBIAN_FRONTEND="noninteractive")
 
 
-def fetch_wheels(work: Path) -> None:
+def ensure_emulated(machine: str) -> None:
+    """Have the kernel start another processor's programs by qemu: binfmt_misc, until the next boot."""
+    ensure_tools({**EMULATION, f"qemu-{machine}-static": "qemu-user-static"})
+    if not (BINFMT / "register").exists():
+        run("mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT)
+    if not (BINFMT / f"qemu-{machine}").exists():
+        # Of the package; F: the kernel opens qemu now, so that it is found from any root.
+        known = Path(f"/usr/lib/binfmt.d/qemu-{machine}.conf").read_text()
+        (BINFMT / "register").write_text(known)
+
+
+def fetch_wheels(work: Path, architecture: str) -> None:
     """Put into `work`/wheels Carver's own wheel, those that it needs, and pip's."""
     wheels = work / "wheels"
-    machine = os.uname().machine
+    machine = MACHINES[architecture]
     platforms = [f"--platform=manylinux_{version}_{machine}" for version in GLIBC]
     # setuptools takes up what an earlier build left in build/: so, a copy.
     tree = work / "tree"
@@ -153,7 +196,7 @@ def fetch_wheels(work: Path) -> None:
     )
 
 
-def make_root(root: Path, wheels: Path) -> Path:
+def make_root(root: Path, wheels: Path, architecture: str) -> Path:
     """The root file system: Debian's packages, and Carver in an environment of its own."""
     [pip] = wheels.glob("pip-*.whl")
     python = f"/{ENVIRONMENT}/bin/python"
@@ -178,6 +221,7 @@ def make_root(root: Path, wheels: Path) -> Path:
         # What it mounts is gone with it, also when it is killed.
         *("unshare", "--mount"),
         *("mmdebstrap", "--quiet", "--mode=root", "--variant=essential", "--format=directory"),
+        f"--architectures={architecture}",
         *(f"--dpkgopt={option}" for option in LEFT_OUT),
         *("--dpkgopt=force-unsafe-io", f"--include={','.join(PACKAGES)}"),
         *(f"--customize-hook={hook}" for hook in hooks),
@@ -291,6 +335,8 @@ def pack(root: Path, archive: Path, architecture: str) -> Path:
         "version": version,
         "licenses": about["license"],
         "created": when.isoformat(),
+        # deploy/release.py takes no image of another commit.
+        "revision": revision(),
     }
     same_tar = (
         *("tar", "--sort=name", "--numeric-owner", "--format=posix", "--xattrs"),
