@@ -79,6 +79,17 @@ BINFMT = Path("/proc/sys/fs/binfmt_misc")
 # pip does not derive older platforms from newer ones when they are named explicitly.
 GLIBC = ("2_36", "2_34", "2_31", "2_28", "2_17", "2_12", "2_5")
 PYTHON = "3.11"
+# The image as in a pod: read-only, and no disk; memory where a pod has directories of the node.
+AS_A_POD = """\
+mount --bind "$1" "$1"
+mount -o remount,bind,ro "$1"
+mount -t proc proc "$1/proc"
+mount -t sysfs -o ro sysfs "$1/sys"
+for folder in dev run tmp var/lib/carver; do mount -t tmpfs tmpfs "$1/$folder"; done
+mknod -m 666 "$1/dev/null" c 1 3
+mknod -m 666 "$1/dev/urandom" c 1 9
+exec chroot "$1" env "PATH=$2:/usr/sbin:/usr/bin:/sbin:/bin" python -
+"""
 
 
 def main() -> int:
@@ -90,6 +101,8 @@ def main() -> int:
         print("build.py: run it as root: it makes a root file system", file=sys.stderr)
         return 2
     started = time.monotonic()
+    # The tree may be edited while the image is made of its copy.
+    commit, when = revision(), created()
     ensure_tools(TOOLS)
     if architecture != native():
         ensure_emulated(MACHINES[architecture])
@@ -99,13 +112,13 @@ def main() -> int:
     stem = f"carver-{project()['version']}-{architecture}"
 
     fetch_wheels(WORK, architecture)
-    root = make_root(WORK / "root", WORK / "wheels", architecture)
-    document = json.dumps(sbom(root, stem), indent=1) + "\n"
+    root = make_root(WORK / "root", WORK / "wheels", architecture, when)
+    document = json.dumps(sbom(root, stem, when), indent=1) + "\n"
     (root / SBOM).parent.mkdir(parents=True)
     (root / SBOM).write_text(document)
     (DIST / f"{stem}.spdx.json").write_text(document)
     check(root)
-    archive = pack(root, DIST / f"{stem}.oci.tar", architecture)
+    archive = pack(root, DIST / f"{stem}.oci.tar", architecture, when, commit)
 
     unpacked = int(output("du", "--summarize", "--bytes", str(root)).split()[0])
     print(f"{archive.relative_to(ROOT)}: {archive.stat().st_size / 1e6:.0f} MB", end=", ")
@@ -131,17 +144,18 @@ def output(*words: str) -> str:
 
 
 def native() -> str:
-    """This machine's architecture, by Debian's name."""
+    """Debian's name for the architecture of this machine."""
     return output("dpkg", "--print-architecture").strip()
 
 
 def git(*words: str) -> str:
-    """What git prints about this tree, which may be another user's. CalledProcessError without one."""
+    """What git prints about this tree; CalledProcessError if it is no repository."""
+    # The tree may be another user's.
     return output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *words)
 
 
 def created() -> datetime:
-    """The one time in all that is built: SOURCE_DATE_EPOCH, else the commit's; now without either."""
+    """The time of all that is built: SOURCE_DATE_EPOCH, else the commit's, else now."""
     try:
         seconds = int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct"))
     except (OSError, ValueError, subprocess.CalledProcessError):
@@ -168,7 +182,7 @@ def ensure_tools(tools: Mapping[str, str]) -> None:
 
 
 def ensure_emulated(machine: str) -> None:
-    """Have the kernel start another processor's programs by qemu: binfmt_misc, until the next boot."""
+    """Have the kernel start programs of another processor by qemu, until it ends (binfmt_misc)."""
     ensure_tools({**EMULATION, f"qemu-{machine}-static": "qemu-user-static"})
     if not (BINFMT / "register").exists():
         run("mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT)
@@ -196,7 +210,7 @@ def fetch_wheels(work: Path, architecture: str) -> None:
     )
 
 
-def make_root(root: Path, wheels: Path, architecture: str) -> Path:
+def make_root(root: Path, wheels: Path, architecture: str, when: datetime) -> Path:
     """The root file system: Debian's packages, and Carver in an environment of its own."""
     [pip] = wheels.glob("pip-*.whl")
     python = f"/{ENVIRONMENT}/bin/python"
@@ -226,13 +240,13 @@ def make_root(root: Path, wheels: Path, architecture: str) -> Path:
         *("--dpkgopt=force-unsafe-io", f"--include={','.join(PACKAGES)}"),
         *(f"--customize-hook={hook}" for hook in hooks),
         *(SUITE, root),
-        SOURCE_DATE_EPOCH=str(int(created().timestamp())),
+        SOURCE_DATE_EPOCH=str(int(when.timestamp())),
     )
     return root
 
 
 def check(root: Path) -> None:
-    """The programs that Carver starts are there and start, and no compiler is."""
+    """Carver and the programs that it starts are there and start, and no compiler is."""
     programs = (
         (f"/{ENVIRONMENT}/bin/carver", "--version"),
         ("lvm", "version"),
@@ -249,6 +263,12 @@ def check(root: Path) -> None:
     ]
     if found:
         raise SystemExit(f"build.py: does not belong in the image: {', '.join(found)}")
+    subprocess.run(
+        ("unshare", "--mount", "sh", "-ec", AS_A_POD, "sh", str(root), f"/{ENVIRONMENT}/bin"),
+        input=(ROOT / "deploy" / "image" / "starts.py").read_text(),
+        check=True,
+        text=True,
+    )
 
 
 def paths(root: Path) -> str:
@@ -257,7 +277,7 @@ def paths(root: Path) -> str:
     return os.pathsep.join(str(root / folder) for folder in folders)
 
 
-def sbom(root: Path, name: str) -> dict[str, Any]:
+def sbom(root: Path, name: str, when: datetime) -> dict[str, Any]:
     """What is in the image, as SPDX 2.3: Debian's packages and Python's, with their versions."""
     form = r"${binary:Package}\t${Version}\t${Architecture}\n"
     query = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "--show", "--showformat", form)
@@ -274,7 +294,7 @@ def sbom(root: Path, name: str) -> dict[str, Any]:
         "name": name,
         "documentNamespace": f"urn:carver:sbom:{name}:{digest}",
         "creationInfo": {
-            "created": created().strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "created": when.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "creators": ["Tool: carver deploy/image/build.py"],
         },
         "packages": packages,
@@ -324,9 +344,9 @@ def _package(kind: str, name: str, version: str, licence: str, locator: str) -> 
     }
 
 
-def pack(root: Path, archive: Path, architecture: str) -> Path:
+def pack(root: Path, archive: Path, architecture: str, when: datetime, commit: str) -> Path:
     """The root file system as an OCI archive with one layer and a name that containerd knows."""
-    about, version, when = project(), project()["version"], created()
+    about, version = project(), project()["version"]
     layer, layout = WORK / "layer.tar", WORK / "oci"
     image = f"{layout}:{version}"
     labels = {
@@ -336,7 +356,7 @@ def pack(root: Path, archive: Path, architecture: str) -> Path:
         "licenses": about["license"],
         "created": when.isoformat(),
         # deploy/release.py takes no image of another commit.
-        "revision": revision(),
+        "revision": commit,
     }
     same_tar = (
         *("tar", "--sort=name", "--numeric-owner", "--format=posix", "--xattrs"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from container.pod import FOLDER, LOG, NAME, NAMESPACE, PID_FILE, Pod
 
+from deploy.image.build import native
 from vagrant import guest
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,8 @@ def in_guest(*words: str, check: bool = True) -> subprocess.CompletedProcess[str
 @contextmanager
 def image() -> Iterator[None]:
     """The image in containerd's store, and the installed service stopped."""
-    archive = max((ROOT / "dist").glob("carver-*.oci.tar"), key=lambda path: path.stat().st_mtime)
+    ours = (ROOT / "dist").glob(f"carver-*-{native()}.oci.tar")
+    archive = max(ours, key=lambda path: path.stat().st_mtime)
     in_guest("mkdir", "-p", f"{FOLDER}/config")
     guest.copy(str(archive), _ARCHIVE)
     in_guest("systemctl", "start", "containerd")
