@@ -122,7 +122,9 @@ def gather(
     install = section((ROOT / "docs" / "install.md").read_text(), INSTALL, "docs/install.md")
     texts = {
         "NOTES.md": notes(changelog, version, project),
-        "INSTALL.md": install.replace(INSTALL, f"# Carver {version} without a registry"),
+        "INSTALL.md": install.replace(INSTALL, f"# Carver {version} without a registry").replace(
+            f"carver-{project}", f"carver-{version}"
+        ),
         "IMAGES": "".join(f"{one.name} linux/{one.architecture} {one.digest}\n" for one in found),
     }
 

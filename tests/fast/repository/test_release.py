@@ -284,9 +284,9 @@ def test_a_version_without_notes_is_refused(version: str) -> None:
 
 def test_the_install_notes_can_be_read_alone(dist: Dist) -> None:
     dist.add("amd64")
-    text = (dist.release() / "INSTALL.md").read_text()
-    assert text.startswith(f"# Carver {PROJECT} without a registry\n")
-    assert "images import" in text
+    text = (dist.release(UNTAGGED) / "INSTALL.md").read_text()
+    assert text.startswith(f"# Carver {UNTAGGED} without a registry\n")
+    assert f"images import carver-{UNTAGGED}-amd64.tar" in text
     # Files that it would lead to are not there.
     assert "](" not in text
 
