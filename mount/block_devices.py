@@ -2,12 +2,14 @@
 
 import errno
 import fcntl
+import functools
+import itertools
 import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,21 @@ from mount.calls import Calls
 # What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
 _STATISTICS = "/proc/diskstats"
 _SECTORS_WRITTEN = 9
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _unmounted() -> int:
+    """A directory in a file system that is mounted nowhere; it ends with the process.
+
+    Making one for each piece that is zeroed would cost more than to zero it.
+    """
+    context = calls.fsopen("tmpfs")
+    with blocks.closing(context):
+        calls.fsconfig(context, calls.CREATE)
+        return calls.fsmount(context)
 
 
 def attribute(path: str) -> str:
@@ -416,19 +433,17 @@ class BlockDevices(Calls):
         udev watches the nodes in /dev (udev(7), OPTIONS+="watch"), each an inode. Where there can
         be no other, such as before Linux 5.2, it is the node itself.
         """
-        with ExitStack() as kept:
-            try:
-                self._new_calls()
-                context = calls.fsopen("tmpfs")
-                kept.enter_context(blocks.closing(context))
-                calls.fsconfig(context, calls.CREATE)
-                tree = calls.fsmount(context)
-                kept.enter_context(blocks.closing(tree))
-                number = Path(device).stat().st_rdev
-                os.mknod("node", stat.S_IFBLK | 0o600, number, dir_fd=tree)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EPERM):
-                    raise
-                yield device, None
-            else:
-                yield "node", tree
+        name = f"node{next(_numbers)}"
+        try:
+            self._new_calls()
+            tree = _unmounted()
+            os.mknod(name, stat.S_IFBLK | 0o600, Path(device).stat().st_rdev, dir_fd=tree)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
+            yield device, None
+            return
+        try:
+            yield name, tree
+        finally:
+            os.unlink(name, dir_fd=tree)
