@@ -28,8 +28,7 @@ from mount.table import DeviceNumber
 _log = logging.getLogger(__name__)
 
 # systemd takes the I/O controller away when it reloads, and when units end that it was there for.
-_CHECK_SECONDS = 5.0
-_MEASURE_SECONDS = 10.0
+_CHECK_SECONDS = 10.0
 # Pods that do so much of what a limit allows wait for it.
 _NEARLY = 0.95
 
@@ -81,7 +80,6 @@ class Limiter:
         # Held for writes to cgroupfs, which wait for no disk.
         self._guard = threading.Lock()
         self._limited: dict[DeviceNumber, Limited] = {}
-        self._measured_seconds = 0.0
         # What the kernel has while each is as it should be: with 200 volumes a comparison of all is
         # more than a percent of a core.
         self._kept: Mapping[DeviceNumber, IoMax] | None = None
@@ -220,12 +218,10 @@ class Limiter:
                 _log.warning("volume %s lost its limits of I/O; they are set again", one.volume_id)
 
     def _measure(self) -> None:
-        if time.monotonic() - self._measured_seconds < _MEASURE_SECONDS:
-            return
-        self._measured_seconds, counts = time.monotonic(), self._cgroups.counts()
+        now, counts = time.monotonic(), self._cgroups.counts()
         for one in self.limited:
             if one.counted_seconds and counts is self._counts:  # the pods are idle
-                one.counted_seconds = self._measured_seconds
+                one.counted_seconds = now
             else:
                 one.measure(counts.get(one.number, one.count))
         self._counts = counts

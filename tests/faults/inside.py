@@ -14,6 +14,7 @@ from faults import killed, load, lvm2, outside
 from faults.bench import PLACE, Bench, Fault
 from faults.row import Row
 from real.host import Lab, lab
+from vm import pods
 
 FAULTS: tuple[Fault, ...] = (
     killed.at_a_step_of_every_call,
@@ -65,7 +66,8 @@ def main() -> None:
     chosen = parser.parse_args()
     shutil.rmtree(PLACE, ignore_errors=True)
     PLACE.mkdir()
-    with lab(PLACE) as shared:
+    # Some volumes have limits of I/O, for which there must be a cgroup of pods.
+    with lab(PLACE) as shared, pods.pod(pods.SYSTEMD):
         for fault in FAULTS:
             if not chosen.names or fault.__name__ in chosen.names:
                 print(attempt(fault, shared, chosen.seed, chosen.cut).line(), flush=True)
