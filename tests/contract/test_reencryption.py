@@ -340,6 +340,7 @@ def limited(service: Service, box: Box, rate: int) -> Iterator[Pace]:
     paces[box.group] = before
 
 
+@pytest.mark.variation
 def test_a_re_encryption_keeps_to_the_groups_bandwidth(
     client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:
@@ -358,6 +359,7 @@ def test_a_re_encryption_keeps_to_the_groups_bandwidth(
     assert inside(box, "copy") == MARK
 
 
+@pytest.mark.variation
 def test_a_re_encryption_that_is_stopped_ends_at_once_when_it_is_called_off(
     client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:
