@@ -26,8 +26,8 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _FILE_BYTES, _ERASED_BYTES = 12 * _GIB, 8 * _GIB
 _COPIED_BYTES, _NEIGHBOUR_BYTES = 512 * _MIB, 128 * _MIB
 _WRITE_BYTES, _SECTOR_BYTES, _BEGINS_SECTORS = 4096, 512, 2048
-# Parts of the time: the neighbour alone, the erase alone, both, the neighbour beside a copy.
-_ALONE, _ERASING, _BOTH, _COPYING = 0.2, 0.2, 0.35, 0.25
+# Parts of the time: the neighbour alone; an erase alone, twice; both; the neighbour beside a copy.
+_ALONE, _ERASING, _BOTH, _COPYING = 0.2, 0.1, 0.35, 0.25
 _LOOK_SECONDS = 0.02
 _SETTLED_SECONDS = 1.0
 
@@ -61,7 +61,15 @@ def made(directory: Path) -> Iterator[None]:
 
 def measure(place: Path, settings: str, seconds: float, samples: Samples) -> None:
     """Latencies of a neighbour's writes, and what a GiB takes, by the names of the rows."""
-    with made(place), service.served(place, NAME, settings) as carver:
+    with made(place):
+        _measure(place, settings, seconds, samples)
+        unpaced = f'{settings}\nbackground_bandwidth = "0"'
+        with service.served(place, NAME, unpaced) as carver:
+            _erase(carver.client, seconds * _ERASING, samples, rows.ERASED_UNPACED)
+
+
+def _measure(place: Path, settings: str, seconds: float, samples: Samples) -> None:
+    with service.served(place, NAME, settings) as carver:
         client = carver.client
         client.create("neighbour", _NEIGHBOUR_BYTES, block())
         throughput.write(_path("neighbour"), _NEIGHBOUR_BYTES)

@@ -71,6 +71,7 @@ WRITES_ALONE, ERASED_ALONE = "the same without Carver's work", "a GiB erased, al
 WRITES_ERASING = "p99 of writes of 4 KiB with fsync, beside an erase"
 WRITES_COPYING = "p99 of writes of 4 KiB with fsync, beside a copy"
 ERASED_BESIDE = "a GiB erased, beside such writes"
+ERASED_UNPACED = "the same by background_bandwidth = 0"
 
 # Copy-on-write, active, of one volume; and how busy an idle service is beside them.
 SNAPSHOTS = 500
@@ -142,6 +143,7 @@ PROMISES = (
     ),
     Promise(WRITES_ERASING, WRITES_ALONE, target=2),
     Promise(WRITES_COPYING, WRITES_ALONE, target=2),
+    Promise(ERASED_ALONE, ERASED_UNPACED, target=2),
     Promise(ERASED_BESIDE, ERASED_ALONE, target=2),
     Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),
     *(
@@ -269,6 +271,7 @@ def of_neighbour(samples: Samples) -> Iterator[Row]:
     for name, beside, of in (
         (WRITES_ERASING, WRITES_ALONE, late),
         (WRITES_COPYING, WRITES_ALONE, late),
+        (ERASED_ALONE, ERASED_UNPACED, median),
         (ERASED_BESIDE, ERASED_ALONE, median),
     ):
         if samples.has(name, beside):
