@@ -656,16 +656,21 @@ class ClusterSilent(AgentError):
     """The API server did not list all objects, so absence is not proved."""
 
     def __init__(self, what: str, problem: str) -> None:
+        self.problem = f"{what}: {problem}"
         super().__init__(
-            f"cannot list what the cluster needs: {what}: {problem}; nothing counts as an orphan,"
+            f"cannot list what the cluster needs: {self.problem}; nothing counts as an orphan,"
             " and nothing was changed"
         )
 
 
 class ClusterRefused(AgentError):
-    """The API server did not answer, or refused a request about one object."""
+    """The API server did not answer, or refused a request about one object.
 
-    def __init__(self, method: str, path: str, problem: str) -> None:
+    `reason` is the API's word for a refusal, such as AlreadyExists; empty where it gave none.
+    """
+
+    def __init__(self, method: str, path: str, problem: str, reason: str = "") -> None:
+        self.reason = reason
         super().__init__(f"the API server: {method} {path}: {problem}")
 
 

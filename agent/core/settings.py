@@ -221,6 +221,11 @@ SETTINGS: Mapping[str, Setting] = {
         3600,
         "how long something must be an orphan before it counts as one; 60 or more",
     ),
+    "health_interval_seconds": Setting(
+        values.parse_period,
+        0,
+        "how often the controller asks nodes for unhealthy volumes, to write Events; 0: never",
+    ),
     "controller_address": Setting(
         values.parse_grpc_address,
         "",
@@ -313,6 +318,7 @@ class Config:
     kubeconfig: Path | None = None
     orphan_interval_seconds: int = 0
     orphan_grace_seconds: int = 3600
+    health_interval_seconds: int = 0
     controller_address: Address | None = None
     tls_directory: Path | None = None
     nodes_file: Path | None = None

@@ -296,5 +296,6 @@ ROUTINE = frozenset(
         "NodeGetCapabilities",
         "NodeGetVolumeStats",
         "GetCapacity",
+        "ControllerListVolumeHealth",
     }
 )

@@ -397,6 +397,23 @@ def test_the_cluster_is_listed_only_where_orphans_are_looked_for(
         assert manifest.controller(made).orphan_interval_seconds == 600
 
 
+@both_modes
+def test_pods_are_listed_only_where_events_tell_of_volumes_health(
+    central: bool, template: Template
+) -> None:
+    def rights(seconds: int) -> set[tuple[str, str]]:
+        values = DEMO | {"controller": {"healthIntervalSeconds": seconds}}
+        made = template(in_mode(values, central))
+        if central:
+            assert manifest.controller(made).health_interval_seconds == seconds
+        rules = [rule for one in manifest.of_kind(made, "ClusterRole") for rule in one["rules"]]
+        return {
+            (verb, what) for rule in rules for verb in rule["verbs"] for what in rule["resources"]
+        }
+
+    assert rights(60) - rights(0) == ({("list", "pods")} if central else set())
+
+
 # Inline volumes
 
 

@@ -46,6 +46,12 @@ class SimulatedNode:
         # Cleared: it hangs where it has created a volume.
         self.creates = asyncio.Event()
         self.creates.set()
+        # What it says is wrong, by the ids of its volumes: statuses, reasons, messages.
+        self.unhealthy: dict[str, list[tuple[str, str, str]]] = {}
+        # Volumes that it does not list as unhealthy, does not answer about, or says are not there.
+        self.unlisted: set[str] = set()
+        self.unanswered: set[str] = set()
+        self.gone: set[str] = set()
         # Whether it cannot list.
         self.refuses = False
         self.asked = False
@@ -116,6 +122,39 @@ class SimulatedNode:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "a disk does not answer")
         return self.volumes
 
+    async def _list_health(self, data: bytes, context: Any) -> bytes:
+        """The unhealthy volumes, a page for each."""
+        self.calls.append("ControllerListVolumeHealth")
+        await self.answers.wait()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "a disk does not answer")
+        token = csi.ControllerListVolumeHealthRequest.FromString(data).starting_token
+        ids = [one for one in sorted(self.unhealthy.keys() - self.unlisted) if one >= token]
+        answer = csi.ControllerListVolumeHealthResponse(
+            entries=map(self._health_of, ids[:1]), next_token="".join(ids[1:2])
+        )
+        return answer.SerializeToString()
+
+    async def _get_health(self, data: bytes, context: Any) -> bytes:
+        volume_id = csi.ControllerGetVolumeHealthRequest.FromString(data).volume_id
+        self.calls.append(f"ControllerGetVolumeHealth {volume_id}")
+        await self.answers.wait()
+        if volume_id in self.gone:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
+        if volume_id in self.unanswered:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "its group does not answer")
+        if volume_id.split("@")[1].split("/")[0] not in self.groups:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the group is not here")
+        answer = csi.ControllerGetVolumeHealthResponse(volume_health=self._health_of(volume_id))
+        return answer.SerializeToString()
+
+    def _health_of(self, volume_id: str) -> csi.VolumeHealth:
+        found = csi.VolumeHealth(volume_id=volume_id)
+        for status, reason, message in self.unhealthy.get(volume_id, ()):
+            kind = csi.VolumeHealthErrorType.Value(status)
+            found.health_statuses.add(status=kind, reason=reason, message=message)
+        return found
+
     async def _volume(self, data: bytes, context: Any) -> bytes:
         request = csi.ControllerGetVolumeRequest.FromString(data)
         self.calls.append(request.volume_id)
@@ -150,6 +189,8 @@ class SimulatedNode:
                 "CreateSnapshot": self._snapshot,
                 "ListVolumes": self._list,
                 "ControllerGetVolume": self._volume,
+                "ControllerListVolumeHealth": self._list_health,
+                "ControllerGetVolumeHealth": self._get_health,
             },
         }
         for service, calls in served.items():

@@ -25,6 +25,7 @@ _SETTINGS = (
     "forget_deleted_nodes",
     "orphan_interval_seconds",
     "orphan_grace_seconds",
+    "health_interval_seconds",
     "log_format",
     "log_level",
     "metrics_address",

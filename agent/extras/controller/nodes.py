@@ -270,6 +270,10 @@ class Nodes:
         other = self._owner(parsed, what)
         return other if other is not node else None
 
+    def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
+        """Whether another node has the group of an id; False for a group that no node has."""
+        return self._owners.get(identity.group_uuid, node.name) != node.name
+
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""
         for one in self._nodes.values():

@@ -206,7 +206,8 @@ def run(config: Config) -> None:
                 pages = monitor.Monitor(address, text)
                 pages.start()
                 ending.callback(pages.stop)
-        asyncio.run(_serve(controller, config, ender))
+        events = health_events(config, controller.nodes)
+        asyncio.run(_serve(controller, config, ender, events))
 
 
 def _source(config: Config) -> Source:
@@ -233,12 +234,26 @@ def orphan_watch(config: Config) -> Extra:
     return Orphans(OrphanWatch(look, interval, first_seconds=_ORPHANS_SECONDS))
 
 
+def health_events(config: Config, known: Nodes) -> Extra:
+    """The Events about unhealthy volumes, if the settings ask for them. Raises BadConfig."""
+    if not config.health_interval_seconds:
+        return Extra()
+    from agent.extras.controller.health_events import HealthEvents
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return HealthEvents(config, known, Objects(server), Lists(server))
+
+
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
     for one in observers:
         one(call)
 
 
-async def _serve(controller: ClusterController, config: Config, ender: ProcessEnder) -> None:
+async def _serve(
+    controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
+) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def end() -> None:
@@ -248,6 +263,7 @@ async def _serve(controller: ClusterController, config: Config, ender: ProcessEn
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     await controller.start()
+    events.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
     looking: asyncio.Task[None] | None = None
     while not ended.is_set():
@@ -257,6 +273,7 @@ async def _serve(controller: ClusterController, config: Config, ender: ProcessEn
             if looking is None or looking.done():
                 looking = loop.create_task(controller.look())
             controller.take()
+    events.stop()
     await controller.stop()
     _log.info("stopped")
     # A thread that waits for the API server would hold up the end of the loop.

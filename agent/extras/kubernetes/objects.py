@@ -183,7 +183,11 @@ class Objects:
     def change(self, path: str, change: Object, version: str) -> None:
         """Merge a change into an object, if it still has that version."""
         about = {**change.get("metadata", {}), "resourceVersion": version}
-        self._write("PATCH", path, {**change, "metadata": about}, _MERGE_PATCH)
+        self.merge(path, {**change, "metadata": about})
+
+    def merge(self, path: str, change: Object) -> None:
+        """Merge a change into an object, whatever its version."""
+        self._write("PATCH", path, change, _MERGE_PATCH)
 
     def delete(self, path: str, uid: str) -> None:
         """Delete an object, if it has this UID; its finalizers run first."""
@@ -197,7 +201,8 @@ class Objects:
             problem = f"{_problem_of(error)}; it may have been done"
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
-            raise errors.ClusterRefused(method, path, _refusal(status, answer))
+            reason = str(answer.get("reason") or "")
+            raise errors.ClusterRefused(method, path, _refusal(status, answer), reason)
         return answer
 
     def _ask(

@@ -446,6 +446,32 @@ def test_the_alert_of_a_missing_group_outlives_a_restart_of_carver() -> None:
     assert before == f"{by} (max_over_time(carver_group_present[14d])) == 1"
 
 
+def test_each_reason_of_health_has_an_alert_but_that_of_a_repair_that_goes_on() -> None:
+    alerts = [
+        one["expr"] for one in rules() if re.search("carver_(volume|storage)_health", one["expr"])
+    ]
+    for kind in ("volume", "storage"):
+        wanted = {
+            (getattr(one, f"of_{kind}"), one.word)
+            for one in Reason
+            if getattr(one, f"of_{kind}") and one is not Reason.RAID_RESYNCING
+        }
+        chosen = [
+            (status, excepted)
+            for expression in alerts
+            for status, excepted in re.findall(
+                rf'carver_{kind}_health{{status="(\w+)"(?:, reason!="(\w+)")?}} == 1$', expression
+            )
+        ]
+        fired = {
+            (status, one.word)
+            for status, excepted in chosen
+            for one in Reason
+            if getattr(one, f"of_{kind}") == status and one.word != excepted
+        }
+        assert fired == wanted
+
+
 def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> None:
     occurring = {
         "code": {code.name for code in grpc.StatusCode},

@@ -125,7 +125,10 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             "asyncio",
             {
                 f"agent/extras/controller/{one}.py"
-                for one in ("enrolment", "lists", "nodes", "placement", "process", "router")
+                for one in (
+                    *("enrolment", "health_events", "lists", "nodes"),
+                    *("placement", "process", "router"),
+                )
             },
         ),
     ],

@@ -242,7 +242,7 @@ volumeMounts:
 {{- define "carver.check" -}}
 {{- $set := list "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
 {{- if .Values.controller.enabled }}
-{{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "node_account" "orphan_interval_seconds") }}
+{{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "health_interval_seconds" "node_account" "orphan_interval_seconds") }}
 {{- end }}
 {{- $names := list }}
 {{- range include "carver.pools" . | fromYamlArray }}

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
+import api_server
 import configured
 
 from agent.extras.controller import process
@@ -28,6 +29,9 @@ def main(directory: Path) -> None:
         endpoint=directory / "controller.sock",
         tls_directory=directory / "controller",
         nodes_file=directory / "nodes.toml",
+        # With the looks at volumes' health, whose API server is not there.
+        health_interval_seconds=60,
+        kubeconfig=api_server.kubeconfig(directory / "kubeconfig", "http://127.0.0.1:1"),
     )
     with (
         patch.object(process, "Files", Hanging),

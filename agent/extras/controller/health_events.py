@@ -1,0 +1,330 @@
+"""Kubernetes Events about volumes that are not healthy, for kubelets that do not ask themselves.
+
+Each node that answers lists its unhealthy volumes. A condition is said once, on the claim and on
+the pods that use it then, and once more when the node says that it is over. Nothing is kept on
+disk: after a start an Event that is still in the cluster counts as said. A node that does not
+answer has no conditions begin or end.
+"""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from agent.core import errors
+from agent.core.background import PeriodicTask
+from agent.core.ids import VolumeId
+from agent.core.settings import Config
+from agent.daemon.extra import Extra
+from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary
+from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
+from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.volume_users import VolumeUsers
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LIST = "/csi.v1.Controller/ControllerListVolumeHealth"
+_GET = "/csi.v1.Controller/ControllerGetVolumeHealth"
+# The reason of the Event that says that a condition is over.
+ENDED = "ConditionEnded"
+# When nodes are first asked: they have enrolled by then.
+_FIRST_SECONDS = 30.0
+_PATIENCE_SECONDS = 10.0
+_AT_ONCE = 16
+# A condition is over if no look found it for so long, so that one that comes and goes is said once.
+_CALM_SECONDS = 300.0
+# What could not be said, as of a volume without a claim, is tried again after so long.
+_AGAIN_SECONDS = 600.0
+# How long what is over is remembered, to count how often it was: as long as the API server keeps
+# Events by default.
+_COUNTED_SECONDS = 3600.0
+# Of one look: conditions that begin or end, and failures after which the API server is left alone.
+_MOST_SAID, _MOST_FAILURES = 200, 5
+# What a node may say: of Kubernetes' own events a reason has 128 bytes, a note 1,024.
+_REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
+_MOST_OF_A_NODE = 10_000
+# A topology segment that no node has.
+_NOWHERE = "?"
+
+
+class _Key(NamedTuple):
+    volume_id: str
+    reason: str
+
+
+class _Fate(enum.Enum):
+    """What became of a condition: it lasts or is unknown, is over, or is gone with its volume."""
+
+    LASTS = enum.auto()
+    OVER = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass
+class _Condition:
+    """A condition that was found, and is not known to be over. Seconds are of the epoch."""
+
+    key: _Key
+    node: str
+    # The node's topology segment, if the group is not known to be there; else empty.
+    segment: str
+    status: str
+    message: str
+    # Whether an earlier look at the node did not find it.
+    is_new: bool
+    # The last look that found it.
+    seen_seconds: float = 0.0
+    # Not before this it is tried to say that it began, or is over.
+    due_seconds: float = 0.0
+    # What has an Event about it; None before that.
+    subjects: Sequence[Subject] | None = None
+
+
+class HealthEvents(Extra):
+    """Asks the nodes periodically, and writes the Events."""
+
+    def __init__(
+        self,
+        config: Config,
+        nodes: Nodes,
+        objects: Objects,
+        lists: Lists,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._nodes, self._clock = config, nodes, clock
+        self._objects, self._lists = objects, lists
+        self._events = Events(objects, config.driver_name, clock)
+        # The nodes' event loop, after the start.
+        self._loop: asyncio.AbstractEventLoop
+        self._conditions: dict[_Key, _Condition] = {}
+        # The nodes whose volumes were listed before.
+        self._looked: frozenset[str] = frozenset()
+        # How often a condition was over, and when it was last.
+        self._ends: dict[_Key, tuple[int, float]] = {}
+        # The nodes whose list failed, and whether an Event could not be written.
+        self._silent: frozenset[str] = frozenset()
+        self._is_refused = False
+        self.task = PeriodicTask(
+            "volume health",
+            self.look,
+            config.health_interval_seconds,
+            "cannot look for volumes that are not healthy: %s",
+            first_seconds=_FIRST_SECONDS,
+        )
+
+    def start(self) -> None:
+        """Begin; called in the event loop of the nodes."""
+        self._loop = asyncio.get_running_loop()
+        self.task.start()
+
+    def stop(self) -> None:
+        """Begin no further look."""
+        self.task.stop()
+
+    def look(self) -> None:
+        """Ask the nodes once, and write what is new; waits for the API server, so not in a loop."""
+        try:
+            found = self._in_loop(self._ask_all())
+            now = self._clock()
+            self._note(found, now)
+            self._say(found, now)
+        except CancelledError:
+            _log.debug("a look at the volumes' health was cut off")
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # What the nodes say
+
+    async def _ask_all(self) -> Mapping[str, Sequence[_Condition]]:
+        """The conditions of volumes by their node's name, of the nodes that answer."""
+        turn, found = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
+        problems: dict[str, str] = {}
+
+        async def ask(node: Node) -> None:
+            async with turn:
+                try:
+                    async with asyncio.timeout(_PATIENCE_SECONDS):
+                        found[node.name] = await self._listed(node)
+                except grpc.aio.AioRpcError as error:
+                    problems[node.name] = f"{error.code().name}: {error.details()}"
+                except (Refused, DecodeError) as error:
+                    problems[node.name] = str(error)
+                except TimeoutError:
+                    problems[node.name] = "it does not answer in time"
+                except asyncio.CancelledError:
+                    # Its connection was closed meanwhile; or else this is the end.
+                    if (task := asyncio.current_task()) is None or task.cancelling():
+                        raise
+                    problems[node.name] = "it left the cluster, or its address changed"
+
+        await asyncio.gather(*map(ask, self._nodes.answering()))
+        for name in problems.keys() - self._silent:
+            text = "node %s does not say which of its volumes are healthy: %s"
+            _log.warning(text, name, problems[name])
+        self._silent = frozenset(problems)
+        return found
+
+    async def _listed(self, node: Node) -> Sequence[_Condition]:
+        """The conditions of one node's volumes, of all pages."""
+        found, request = list[_Condition](), csi.ControllerListVolumeHealthRequest()
+        while True:
+            data = await unary(node, _LIST, request.SerializeToString(), _PATIENCE_SECONDS)
+            answer = csi.ControllerListVolumeHealthResponse.FromString(data)
+            for one in answer.entries:
+                parsed = VolumeId.parse(one.volume_id)
+                # A group that moved on is the other node's to tell of.
+                if parsed is not None and not self._nodes.is_elsewhere(node, parsed):
+                    found += self._of_volume(node, parsed, one)
+            token = answer.next_token
+            # One that does not advance would be asked for ever.
+            if token <= request.starting_token or len(found) > _MOST_OF_A_NODE:
+                return found
+            request.starting_token = token
+
+    def _of_volume(
+        self, node: Node, parsed: VolumeId, health: csi.VolumeHealth
+    ) -> Sequence[_Condition]:
+        is_there = parsed.group_uuid in node.groups
+        segment = "" if is_there else node.segments.get(self._config.topology_key, _NOWHERE)
+        return [
+            _Condition(
+                _Key(health.volume_id, one.reason[:_REASON_CHARACTERS]),
+                node.name,
+                segment,
+                _status(one.status),
+                one.message[:_MESSAGE_CHARACTERS],
+                is_new=node.name in self._looked,
+            )
+            for one in health.health_statuses
+        ]
+
+    # What is said of it
+
+    def _note(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
+        """Take the conditions that were found."""
+        for conditions in found.values():
+            for one in conditions:
+                known = self._conditions.setdefault(one.key, one)
+                known.node, known.segment = one.node, one.segment
+                known.status, known.message, known.seen_seconds = one.status, one.message, now
+        self._looked = self._looked.union(found)
+        lately = now - _COUNTED_SECONDS
+        self._ends = {key: one for key, one in self._ends.items() if one[1] > lately}
+
+    def _say(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
+        """Write what began and what is over; what fails is tried again later."""
+        every = sorted(self._conditions.values(), key=lambda one: one.due_seconds)
+        due = [one for one in every if one.due_seconds <= now]
+        begun = [one for one in due if one.subjects is None and one.seen_seconds == now]
+        # Only what its node did not name although it answered, or whose node left the cluster.
+        left = [one for one in due if one.node in found or self._nodes.get(one.node) is None]
+        ending = [one for one in left if now - one.seen_seconds >= _CALM_SECONDS]
+        work = [(one, self._beginning(one)) for one in begun[:_MOST_SAID]]
+        if ending:
+            work += self._in_loop(self._ended(ending[:_MOST_SAID]))
+        users = VolumeUsers(
+            self._objects, self._lists, self._config.driver_name, self._config.topology_key
+        )
+        problems = 0
+        for one, event in work:
+            # Unless this succeeds.
+            one.due_seconds = now + _AGAIN_SECONDS
+            try:
+                self._write(one, event, users)
+            except (errors.ClusterRefused, errors.ClusterSilent) as error:
+                problems += 1
+                if not self._is_refused:
+                    why = error.problem if isinstance(error, errors.ClusterSilent) else error
+                    _log.error("cannot write Events of volumes' health: %s", why)
+                self._is_refused = True
+            if problems == _MOST_FAILURES:
+                return
+        if work and not problems and self._is_refused:
+            _log.info("Events of volumes' health can be written again")
+            self._is_refused = False
+
+    async def _ended(self, ending: Sequence[_Condition]) -> list[tuple[_Condition, Event]]:
+        """The Events of conditions that are over by the word of the volumes' nodes.
+
+        Those that nothing is to be said of are forgotten.
+        """
+        turn, over = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
+
+        async def judge(one: _Condition) -> None:
+            async with turn:
+                fate, others = await self._fate(one)
+            if fate is _Fate.LASTS:
+                one.due_seconds = self._clock() + _AGAIN_SECONDS
+            elif fate is _Fate.OVER and one.subjects:
+                over.append((one, self._end(one, others)))
+            else:
+                del self._conditions[one.key]
+
+        await asyncio.gather(*map(judge, ending))
+        return over
+
+    async def _fate(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
+        """What became of a condition that a list lacks, and the reasons that the volume has.
+
+        A list lacks it also where a node was restarted and has not seen the group since.
+        """
+        request = csi.ControllerGetVolumeHealthRequest(volume_id=one.key.volume_id)
+        try:
+            node = await self._nodes.owner(one.key.volume_id, "volume_id")
+            data = await unary(node, _GET, request.SerializeToString(), _PATIENCE_SECONDS)
+            health = csi.ControllerGetVolumeHealthResponse.FromString(data).volume_health
+        except grpc.aio.AioRpcError as error:
+            is_gone = error.code() is grpc.StatusCode.NOT_FOUND
+            return (_Fate.GONE if is_gone else _Fate.LASTS), ()
+        except NoOwner:
+            is_gone = self._nodes.get(one.node) is None
+            return (_Fate.GONE if is_gone else _Fate.LASTS), ()
+        except (Refused, DecodeError):
+            return _Fate.LASTS, ()
+        reasons = [entry.reason for entry in health.health_statuses]
+        return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons
+
+    def _write(self, one: _Condition, event: Event, users: VolumeUsers) -> None:
+        """Write one Event on all that it concerns. Raises ClusterRefused, ClusterSilent."""
+        found = users.of(one.key.volume_id, one.node, one.segment)
+        if one.subjects is None:
+            for subject in found:
+                self._events.ensure(subject, event, is_new=one.is_new)
+            if found:
+                one.subjects, one.due_seconds = found, 0.0
+            return
+        for subject in found:
+            if subject in one.subjects:
+                self._events.ensure(subject, event, is_new=True)
+        self._ends[one.key] = event.times, self._clock()
+        del self._conditions[one.key]
+
+    def _beginning(self, one: _Condition) -> Event:
+        message = f"{one.status}: {one.message}"
+        return self._event(WARNING, one.key.reason, message, one)
+
+    def _end(self, one: _Condition, others: Sequence[str]) -> Event:
+        rest = f"it still has {', '.join(others)}" if others else "the volume is healthy"
+        return self._event(NORMAL, ENDED, f"{one.key.reason} is over, {rest}", one)
+
+    def _event(self, kind: str, reason: str, message: str, one: _Condition) -> Event:
+        where = f"volume {one.key.volume_id} on node {one.node}"
+        ends, _ = self._ends.get(one.key, (0, 0.0))
+        key = f"{kind} {one.key.reason} {one.key.volume_id}"
+        return Event(kind, reason, f"{message}; {where}", key, ends + 1)
+
+
+def _status(value: int) -> str:
+    """CSI's word, or the number of a newer one."""
+    found = csi.VolumeHealthErrorType.DESCRIPTOR.values_by_number.get(value)
+    return str(value) if found is None else found.name

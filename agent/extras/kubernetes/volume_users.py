@@ -1,0 +1,81 @@
+"""Who uses a volume in the cluster: the claim that is bound to it, and the claim's pods."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agent.core import ids
+from agent.extras.kubernetes.events import Subject
+from agent.extras.kubernetes.objects import Lists, Object, Objects
+from agent.extras.orphans import references
+
+_VOLUMES = "/api/v1/persistentvolumes"
+_PODS = "/api/v1/pods"
+_ENDED = ("Succeeded", "Failed")
+
+
+class VolumeUsers:
+    """Finds claims and pods, for one look: what was read once is not read again.
+
+    All methods raise ClusterRefused, ClusterSilent.
+    """
+
+    def __init__(self, objects: Objects, lists: Lists, driver_name: str, topology_key: str) -> None:
+        self._objects, self._lists = objects, lists
+        self._driver_name, self._topology_key = driver_name, topology_key
+        # The PersistentVolumes by their handles, where the list had to be read.
+        self._listed: Mapping[str, Object] | None = None
+        self._pods: dict[str, Sequence[Object]] = {}
+
+    def of(self, volume_id: str, node: str, segment: str = "") -> Sequence[Subject]:
+        """The claim, then the pods on that node that use it; empty for a volume without a claim.
+
+        With `segment` it is empty also unless the PersistentVolume names that topology segment.
+        """
+        found = self._volume(volume_id)
+        if found is None or (found.get("status") or {}).get("phase") != "Bound":
+            return ()
+        spec = found["spec"]
+        if segment and segment not in set(references.nodes_of(spec, self._topology_key)):
+            return ()
+        bound = spec.get("claimRef") or {}
+        claim = Subject(
+            "PersistentVolumeClaim",
+            *(str(bound.get(key) or "") for key in ("namespace", "name", "uid")),
+        )
+        return (claim, *self._users(claim, node)) if claim.uid else ()
+
+    def _volume(self, volume_id: str) -> Object | None:
+        # The provisioner names a PersistentVolume as its volume; a person may name it otherwise.
+        name = ids.readable_name(volume_id)
+        found = self._objects.find(f"{_VOLUMES}/{name}", "PersistentVolume")
+        if found is not None and self._handle(found) == volume_id:
+            return found
+        if self._listed is None:
+            every = self._lists.whole(_VOLUMES, "PersistentVolumeList").items
+            self._listed = {self._handle(one): one for one in every}
+        return self._listed.get(volume_id)
+
+    def _handle(self, volume: Object) -> str:
+        """The volume id in a PersistentVolume; empty for another driver's."""
+        source = (volume.get("spec") or {}).get("csi") or {}
+        return str(source.get("volumeHandle")) if source.get("driver") == self._driver_name else ""
+
+    def _users(self, claim: Subject, node: str) -> Iterator[Subject]:
+        if node not in self._pods:
+            on_node = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
+            self._pods[node] = on_node.items
+        for one in self._pods[node]:
+            about = one["metadata"]
+            if about.get("namespace") != claim.namespace or claim.name not in _claims_of(one):
+                continue
+            if (one.get("status") or {}).get("phase") not in _ENDED:
+                yield Subject("Pod", claim.namespace, about["name"], about["uid"])
+
+
+def _claims_of(pod: Mapping[str, Any]) -> Iterator[str]:
+    """The names of a pod's claims, also of those that are made for it (ephemeral)."""
+    for one in (pod.get("spec") or {}).get("volumes") or ():
+        if "ephemeral" in one:
+            yield f"{pod['metadata']['name']}-{one['name']}"
+        elif named := one.get("persistentVolumeClaim"):
+            yield str(named.get("claimName"))
