@@ -139,6 +139,7 @@ class Work:
     flush: Callable[[], None] | None
     progress: Progress
     most_bytes: int = MOST_BYTES
+    may_join: bool = False
 
     def chunks(
         self, end_bytes: int, begin_bytes: int = 0
@@ -206,6 +207,16 @@ class _Slices:
             self._rate = _mean(self._rate, piece.length_bytes / took_seconds)
 
 
+@dataclass
+class _Open:
+    """A turn under way that others may join until then; how many have, and are not done."""
+
+    disks: frozenset[str]
+    until_seconds: float
+    length_bytes: int
+    joined: int = 0
+
+
 class _Rule(Protocol):
     """How large pieces are, and what is paused between them; used by whose turn it is."""
 
@@ -245,7 +256,7 @@ class _GivingWay:
             self._look(work)
             self._pause(pause)
         most_bytes = 2 * self._length_bytes
-        if self._is_beside_others and (rate := self._rate(work)):
+        if self.is_beside_others and (rate := self._rate(work)):
             # Half: others' I/O may have waited for this work's.
             seconds = min(self._others_take_seconds / 2 or _UNKNOWN_SECONDS, _LONGEST_SECONDS)
             most_bytes = min(most_bytes, int(rate * seconds))
@@ -254,7 +265,7 @@ class _GivingWay:
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
-        is_alone = not self._is_beside_others
+        is_alone = not self.is_beside_others
         # Beside others a piece waits for theirs. A program may have done nothing in its turn.
         rate = _mean(rate, measured) if is_alone and measured else max(rate, measured)
         self._rates[work.kind, work.disks] = rate
@@ -263,7 +274,8 @@ class _GivingWay:
         self._seen |= self._loads(work)
 
     @property
-    def _is_beside_others(self) -> bool:
+    def is_beside_others(self) -> bool:
+        """Whether others used the disks a moment ago."""
         return self._clock() - self._others_at < _OTHERS_SECONDS
 
     def _rate(self, work: Work) -> float:
@@ -274,7 +286,7 @@ class _GivingWay:
 
         Returns whether there was any.
         """
-        if is_for_others := self._is_beside_others:
+        if is_for_others := self.is_beside_others:
             others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
             seconds = min(max(self._took_seconds, others), _PAUSE_SECONDS)
         else:
@@ -372,6 +384,7 @@ class Pace:
         self._hangs_at = math.inf
         self._bytes: Counter[str] = Counter()
         self._unflushed_bytes = 0
+        self._open: _Open | None = None
 
     @property
     def is_unlimited(self) -> bool:
@@ -396,30 +409,43 @@ class Pace:
         flush: Callable[[], None] | None = None,
         progress: Progress | None = None,
         most_bytes: int = MOST_BYTES,
+        may_join: bool = False,
     ) -> Work:
         """Make work on devices, by their paths, which waits for its turns here.
 
         `check` raises where it is called off. `flush` has on the disks what was written; leave it
         out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
-        can end within a piece.
+        can end within a piece. What `may_join` has its turn together with others that may, while
+        nobody else uses the disks or waits: one that reads what another writes.
         """
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
             disks |= self._kernel.disks_below(one)
         progress = progress or Progress(self.clock)
-        return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes)
+        return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
 
     @contextmanager
     def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[Piece]:
         """Wait for a turn; yield how many bytes of what is left are its piece, done inside."""
         work.check()
+        if (joined := self._join(work)) is not None:
+            piece = Piece(min(left_bytes, joined.length_bytes))
+            try:
+                yield piece
+            finally:
+                self._bytes[work.kind] += piece.length_bytes
+                with self._moved:
+                    joined.joined -= 1
+                    self._moved.notify_all()
+            return
         with self._place(work.check):
             piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
             piece = Piece(left_bytes if whole else min(left_bytes, piece_bytes))
             begun_at = self.clock()
             with self._moved:
                 self._hangs_at = begun_at + _HANGING_SECONDS
-            yield piece
+            with self._joinable(work, piece, begun_at):
+                yield piece
             if not piece.length_bytes:
                 return
             if work.flush is not None:
@@ -429,6 +455,39 @@ class Pace:
                     self._unflushed_bytes = 0
             self._rule.end(work, piece.length_bytes, self.clock() - begun_at)
             self._bytes[work.kind] += piece.length_bytes
+
+    @contextmanager
+    def _joinable(self, work: Work, piece: Piece, begun_at: float) -> Iterator[None]:
+        """Let others join inside; then wait for them: between turns nothing is on its way."""
+        is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
+        if not (work.may_join and is_alone):
+            yield
+            return
+        own = _Open(work.disks, begun_at + _LONG_SECONDS, piece.length_bytes)
+        with self._moved:
+            self._open = own
+        try:
+            yield
+        finally:
+            with self._moved:
+                self._open = None
+                # One that hangs is waited for no longer than by others in the queue.
+                self._moved.wait_for(lambda: not own.joined, _HANGING_SECONDS)
+
+    def _join(self, work: Work) -> _Open | None:
+        """Join the turn under way, if it is one to join and nobody waits for the next."""
+        with self._moved:
+            found = self._open
+            if (
+                found is None
+                or not work.may_join
+                or not work.disks <= found.disks
+                or len(self._queue) > 1
+                or self.clock() >= found.until_seconds
+            ):
+                return None
+            found.joined += 1
+            return found
 
     @contextmanager
     def _place(self, check: Callable[[], None]) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Turns:
                 raise errors.NotWanted("turns")
 
         work = self._paces.of(found.group).work(
-            first.kind, device.path, check=check, most_bytes=_MOST_BYTES
+            first.kind, device.path, check=check, most_bytes=_MOST_BYTES, may_join=True
         )
         asked: carver.TurnRequest | None = first
         self._add(context)

@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
+import expect
 import pytest
 
 from agent.core import pace
@@ -454,3 +456,90 @@ def test_progress_has_the_rest_at_the_present_rate(disk: Disk) -> None:
         disk.now += 10.0
         progress.add(100 * MIB)
     assert str(progress) == "4.3 of 8 GiB, about 6 min at the present rate"
+
+
+class Turns:
+    """Workers in threads of their own, each in one turn until it is told to end it."""
+
+    def __init__(self, one: Pace) -> None:
+        self._pace = one
+        self._pool = ThreadPoolExecutor(4)
+        self._told: dict[str, threading.Event] = {}
+        self.inside: set[str] = set()
+        self.ended: list[str] = []
+
+    def begin(self, kind: str, *, may_join: bool = True) -> None:
+        work = self._pace.work(kind, "/dev/data/a", check=lambda: None, may_join=may_join)
+        told = self._told[kind] = threading.Event()
+
+        def turn() -> None:
+            with work.piece(MIB):
+                self.inside.add(kind)
+                told.wait(20)
+                self.inside.discard(kind)
+            self.ended.append(kind)
+
+        self._pool.submit(turn)
+
+    def end(self, kind: str) -> None:
+        self._told[kind].set()
+
+    def close(self) -> None:
+        for one in self._told.values():
+            one.set()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def turns(disk: Disk) -> Iterator[Turns]:
+    made = Turns(paced(disk))
+    yield made
+    made.close()
+
+
+def test_a_reader_and_what_writes_it_have_their_turn_together(turns: Turns) -> None:
+    turns.begin("send")
+    expect.soon(lambda: turns.inside == {"send"})
+    turns.begin("receive")
+    expect.soon(lambda: turns.inside == {"send", "receive"})
+    # Between turns nothing may be on its way: the one waits for the other.
+    turns.end("send")
+    expect.soon(lambda: turns.inside == {"receive"})
+    assert turns.ended == []
+    turns.end("receive")
+    expect.soon(lambda: sorted(turns.ended) == ["receive", "send"])
+
+
+def test_nobody_joins_a_turn_while_another_waits(turns: Turns) -> None:
+    turns.begin("send")
+    expect.soon(lambda: turns.inside == {"send"})
+    turns.begin("erase", may_join=False)
+    expect.soon(lambda: len(turns._pace._queue) == 2)
+    turns.begin("receive")
+    expect.soon(lambda: len(turns._pace._queue) == 3)
+    assert turns.inside == {"send"}
+    turns.end("send")
+    expect.soon(lambda: turns.inside == {"erase"})
+    turns.end("erase")
+    expect.soon(lambda: turns.inside == {"receive"})
+
+
+def test_beside_others_nobody_joins(disk: Disk, turns: Turns) -> None:
+    disk.begin_neighbour(0.002)
+    turns.begin("send")
+    expect.soon(lambda: turns.inside == {"send"})
+    turns.begin("receive")
+    expect.soon(lambda: len(turns._pace._queue) == 2)
+    assert turns.inside == {"send"}
+    turns.end("send")
+    expect.soon(lambda: turns.inside == {"receive"})
+
+
+def test_what_was_done_in_a_joined_turn_counts(turns: Turns) -> None:
+    for kind in ("send", "receive"):
+        turns.begin(kind)
+        expect.soon(partial(turns.inside.__contains__, kind))
+    for kind in ("send", "receive"):
+        turns.end(kind)
+    expect.soon(lambda: len(turns.ended) == 2)
+    assert turns._pace.done_bytes == {"send": MIB, "receive": MIB}
