@@ -416,7 +416,7 @@ class Pace:
         `check` raises where it is called off. `flush` has on the disks what was written; leave it
         out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
         can end within a piece. What `may_join` has its turn together with others that may, while
-        nobody else uses the disks or waits: one that reads what another writes.
+        no one else uses the disks or waits: one that reads what another writes.
         """
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
@@ -475,7 +475,7 @@ class Pace:
                 self._moved.wait_for(lambda: not own.joined, _HANGING_SECONDS)
 
     def _join(self, work: Work) -> _Open | None:
-        """Join the turn under way, if it is one to join and nobody waits for the next."""
+        """Join the turn under way, if it is one to join and none waits for the next."""
         with self._moved:
             found = self._open
             if (

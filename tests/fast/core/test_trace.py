@@ -151,5 +151,5 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
 def test_mkfs_is_a_wait_of_the_call_that_needs_it() -> None:
     made, work = traced(), DetachedTasks()
     with trace.within(made):
-        work.do("vol-a", "data", "mkfs", lambda: time.sleep(0.002), lambda: None)
+        work.do("vol-a", "data", "mkfs", lambda: time.sleep(0.05), lambda: None)
     assert steps(made) == [(WAIT, "mkfs")]
