@@ -303,6 +303,7 @@ def test_staging_a_copy_costs_what_staging_again_costs(
     client.unstage(copy.volume_id, staging)
 
 
+@pytest.mark.variation
 def test_source_can_be_used_while_clones_are_filled(
     client: Client,
     volume: csi.Volume,

@@ -93,6 +93,7 @@ def test_of_a_volumes_own_maximum_and_the_bound_the_lower_holds(
     assert tuning(host, group) == expected
 
 
+@pytest.mark.variation
 def test_a_start_has_recovery_keep_to_the_setting_as_it_is_then(
     client: Client, host: AnyHost, group: str, config: Config
 ) -> None:

@@ -61,7 +61,7 @@ def finished(there: Node) -> csi.Volume:
     "kinds",
     chosen.kinds(
         [f"{one}, {other}" for one in LAYOUTS for other in LAYOUTS],
-        usual=["thin, linear"],
+        usual=[],
     ),
 )
 def test_one_full_stream_and_five_increments_are_equal_to_the_byte(
@@ -92,7 +92,7 @@ def test_one_full_stream_and_five_increments_are_equal_to_the_byte(
     "layout",
     chosen.kinds(
         [*LAYOUTS, *(f"{histories.SEALED}{one}" for one in LAYOUTS)],
-        usual=["raid1", "sealed-linear"],
+        usual=["sealed-linear"],
     ),
 )
 @pytest.mark.timeout(7200)

@@ -133,6 +133,7 @@ def test_a_twin_of_a_group_in_use_is_reported_and_ignored(
     assert "DiskIgnored" not in problems(client)
 
 
+@pytest.mark.variation
 @every_twin
 def test_a_twin_from_before_the_start_is_reported_and_ignored(
     host: AnyHost, group: str, tmp_path: Path, twin: Twin
