@@ -209,12 +209,13 @@ class _Slices:
 
 @dataclass
 class _Open:
-    """A turn under way that others may join until then; how many have, and are not done."""
+    """A turn under way that others may join until then: how many are in it, and what they did."""
 
     disks: frozenset[str]
     until_seconds: float
     length_bytes: int
     joined: int = 0
+    done_bytes: int = 0
 
 
 class _Rule(Protocol):
@@ -433,8 +434,9 @@ class Pace:
             try:
                 yield piece
             finally:
-                self._bytes[work.kind] += piece.length_bytes
                 with self._moved:
+                    self._bytes[work.kind] += piece.length_bytes
+                    joined.done_bytes += piece.length_bytes
                     joined.joined -= 1
                     self._moved.notify_all()
             return
@@ -444,30 +446,33 @@ class Pace:
             begun_at = self.clock()
             with self._moved:
                 self._hangs_at = begun_at + _HANGING_SECONDS
-            with self._joinable(work, piece, begun_at):
+            with self._joinable(work, piece, begun_at) as joined:
                 yield piece
-            if not piece.length_bytes:
+            done_bytes = piece.length_bytes + joined.done_bytes
+            if not done_bytes:
                 return
             if work.flush is not None:
                 self._unflushed_bytes += piece.length_bytes
                 if self._unflushed_bytes >= FLUSHED_BYTES or piece.length_bytes == left_bytes:
                     work.flush()
                     self._unflushed_bytes = 0
-            self._rule.end(work, piece.length_bytes, self.clock() - begun_at)
-            self._bytes[work.kind] += piece.length_bytes
+            # What others did in it, too, or it would look like I/O of strangers.
+            self._rule.end(work, done_bytes, self.clock() - begun_at)
+            with self._moved:
+                self._bytes[work.kind] += piece.length_bytes
 
     @contextmanager
-    def _joinable(self, work: Work, piece: Piece, begun_at: float) -> Iterator[None]:
+    def _joinable(self, work: Work, piece: Piece, begun_at: float) -> Iterator[_Open]:
         """Let others join inside; then wait for them: between turns nothing is on its way."""
+        own = _Open(work.disks, begun_at + _LONG_SECONDS, piece.length_bytes)
         is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
         if not (work.may_join and is_alone):
-            yield
+            yield own
             return
-        own = _Open(work.disks, begun_at + _LONG_SECONDS, piece.length_bytes)
         with self._moved:
             self._open = own
         try:
-            yield
+            yield own
         finally:
             with self._moved:
                 self._open = None

@@ -543,3 +543,23 @@ def test_what_was_done_in_a_joined_turn_counts(turns: Turns) -> None:
         turns.end(kind)
     expect.soon(lambda: len(turns.ended) == 2)
     assert turns._pace.done_bytes == {"send": MIB, "receive": MIB}
+
+
+def test_a_turn_in_which_only_who_joined_did_something_is_one_of_the_group(disk: Disk) -> None:
+    one = paced(disk)
+    first, second = (
+        one.work(kind, "/dev/data/a", check=lambda: None, may_join=True)
+        for kind in ("send", "receive")
+    )
+    with first.piece(MIB):
+        disk.write(MIB)
+    with first.piece(MIB) as nothing, second.piece(MIB):
+        disk.begin_neighbour(0.001)
+        disk.sleep(0.0015)
+        disk.end_neighbour()
+        nothing.length_bytes = 0
+    assert one.done_bytes["receive"] == MIB
+    with first.piece(MIB):
+        pass
+    # What was completed in that turn is no stranger's.
+    assert one.paused_seconds == 0
