@@ -24,9 +24,9 @@ from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.daemon.extra import Extra
 from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary
+from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
-from agent.extras.kubernetes.volume_users import VolumeUsers
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)

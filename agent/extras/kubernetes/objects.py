@@ -5,7 +5,7 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import sleep
 from typing import Any
@@ -222,6 +222,17 @@ class Objects:
         if not isinstance(answer, dict):
             raise Unproved(f"it answers {status}, without an object")
         return status, answer
+
+
+def claims_of(pod: Object) -> Iterator[str]:
+    """The names of a pod's claims, also of those that are made for it; none once it has ended."""
+    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return
+    for one in (pod.get("spec") or {}).get("volumes") or ():
+        if "ephemeral" in one:
+            yield f"{pod['metadata']['name']}-{one['name']}"
+        elif named := one.get("persistentVolumeClaim"):
+            yield str(named.get("claimName"))
 
 
 def _problem_of(error: Exception) -> str:

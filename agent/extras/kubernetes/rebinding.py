@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from agent.core import errors, ids
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.objects import Lists, Object, Objects
+from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
 
 _VOLUMES, _CLAIMS = "/api/v1/persistentvolumes", "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
@@ -38,7 +38,6 @@ _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
 _MOST_CHARACTERS = 230
 # How long to wait for the cluster to bind a claim, or to finish a deletion.
 _WAIT_SECONDS = 60
-_ENDED = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
@@ -264,9 +263,7 @@ class Rebinding:
     def _check_unused(self, state: _State) -> None:
         """Refuse while a scheduled pod uses the claim: its kubelet may be about to mount it."""
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
-            if _at(pod, "status", "phase") in _ENDED:
-                continue
-            if _at(pod, "spec", "nodeName") and state.name in _claims_of(pod):
+            if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
     def _retain(self, old: Object) -> None:
@@ -424,12 +421,6 @@ def _wanted_labels(volume: Object) -> Iterator[str]:
     for term in _at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
         for wanted in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
             yield str(wanted.get("key"))
-
-
-def _claims_of(pod: Object) -> Iterator[str]:
-    for one in _at(pod, "spec", "volumes") or ():
-        if claim := _at(one, "persistentVolumeClaim", "claimName"):
-            yield str(claim)
 
 
 def _annotations(one: Object) -> Mapping[str, str]:

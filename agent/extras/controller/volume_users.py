@@ -1,16 +1,14 @@
 """Who uses a volume in the cluster: the claim that is bound to it, and the claim's pods."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from agent.core import ids
 from agent.extras.kubernetes.events import Subject
-from agent.extras.kubernetes.objects import Lists, Object, Objects
+from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
 from agent.extras.orphans import references
 
 _VOLUMES = "/api/v1/persistentvolumes"
 _PODS = "/api/v1/pods"
-_ENDED = ("Succeeded", "Failed")
 
 
 class VolumeUsers:
@@ -66,16 +64,5 @@ class VolumeUsers:
             self._pods[node] = on_node.items
         for one in self._pods[node]:
             about = one["metadata"]
-            if about.get("namespace") != claim.namespace or claim.name not in _claims_of(one):
-                continue
-            if (one.get("status") or {}).get("phase") not in _ENDED:
+            if about.get("namespace") == claim.namespace and claim.name in claims_of(one):
                 yield Subject("Pod", claim.namespace, about["name"], about["uid"])
-
-
-def _claims_of(pod: Mapping[str, Any]) -> Iterator[str]:
-    """The names of a pod's claims, also of those that are made for it (ephemeral)."""
-    for one in (pod.get("spec") or {}).get("volumes") or ():
-        if "ephemeral" in one:
-            yield f"{pod['metadata']['name']}-{one['name']}"
-        elif named := one.get("persistentVolumeClaim"):
-            yield str(named.get("claimName"))
