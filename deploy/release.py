@@ -44,7 +44,6 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 RELEASE = image.DIST / "release"
 # The heading in docs/install.md that becomes INSTALL.md.
 INSTALL = "### Without a registry"
-_CHUNK_BYTES = 1 << 20
 
 
 class Refused(Exception):
@@ -284,11 +283,8 @@ def checksums(folder: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from mount.calls import Calls
 # What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
 _STATISTICS = "/proc/diskstats"
 _SECTORS_WRITTEN = 9
-
-
+# Names of nodes in `_unmounted`, which several threads make at once.
 _numbers = itertools.count()
 
 

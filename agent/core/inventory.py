@@ -540,8 +540,9 @@ class Inventory:
     def doomed_one(self, known: report.Report, identity: str) -> Volume:
         """The volume recorded as deleted under an id; raises as `get` does."""
         found = _find(known, identity)
-        volume = None if found is None else records.volume(*found) or records.remains(*found)
-        if (volume := _known(volume)) is None or not volume.wiping:
+        either = None if found is None else records.volume(*found) or records.remains(*found)
+        volume = _known(either)
+        if volume is None or not volume.wiping:
             raise errors.NoSuchVolume(identity)
         return volume
 

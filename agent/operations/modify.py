@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 
-from agent.core import errors, ids, records, tag
+from agent.core import errors, ids, records
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
 from agent.core.settings import Config
-from lvm import names, tags, tuning
+from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
-from lvm.report import Group
+from lvm.report import Group, Report
 from lvm.tuning import PLAIN, Tuning
 
 
@@ -77,14 +77,13 @@ def bound(context: Context, group: Group) -> int:
         return 0
     bound_kib = context.config.recovery_bound_kib(group.name)
     alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
-    for name, one in sorted(group.volumes.items()):
-        # lvm2 copies the tags of a RAID to its images.
-        is_own = tag.NAME in tags.decode(one.tags) and not names.is_part(name)
-        if "raid" not in one.layout or not is_own:
+    for volume in context.inventory.present(Report({group.name: group})):
+        one = group.volume(volume.name)
+        if "raid" not in one.layout:
             continue
         lacking = tuning.AS_IT_IS.bounded(one.tuning, bound_kib).lacking_in(one.tuning)
         if lacking != tuning.AS_IT_IS:
-            alike[lacking, one.tuning].append(name)
+            alike[lacking, one.tuning].append(volume.name)
     for (lacking, present), named in alike.items():
         tuning.change(context.volume_groups.lvm(group.name), group.name, named, lacking, present)
     return sum(len(named) for named in alike.values())

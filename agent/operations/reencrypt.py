@@ -20,6 +20,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 
 from agent.core import errors, luks_devices, tag
 from agent.core.context import Context
@@ -152,13 +153,13 @@ class Reencrypter:
         _log.info("volume %s is being re-encrypted", job.key)
         device = job.device.path
         work = self._paces.of(job.volume.group.name).work(
-            "reencrypt", device, check=lambda: self.jobs.check(job)
+            "reencrypt", device, check=partial(self.jobs.check, job)
         )
         # All of it is read and written once.
         turn = work.slices(lambda: self._kernel.transferred_bytes(device) // 2)
         self._cryptsetup.reencrypt(self._stream, device, job.secret.data, slot, turn)
-        if luks_devices.header(self._kernel, job.device.path, job.key).is_reencrypting:
-            raise mount_errors.CryptFailed("reencrypt", job.device.path, "it ended before its time")
+        if luks_devices.header(self._kernel, device, job.key).is_reencrypting:
+            raise mount_errors.CryptFailed("reencrypt", device, "it ended before its time")
 
     def _only_slot(self, job: _Reencryption, header: Header) -> int:
         """The slot of the key, after the other slots, which are keys of the source, are killed."""
