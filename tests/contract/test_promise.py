@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configured
+import left_behind
 import pytest
 from csi_client import Client
 from real.any import AnyHost, names
@@ -41,24 +42,7 @@ pytestmark = pytest.mark.variation
 @pytest.fixture(params=FORMATS, ids=lambda path: path.stem)
 def group(request: pytest.FixtureRequest, host: AnyHost) -> str:
     """The group as that version left it."""
-    kept = json.loads(request.param.read_text())
-    made = host.new_group(*kept["disks_extents"])
-    known = report.read(host.lvm).group(made)
-    assert known.extent_size_bytes == kept["extent_bytes"]
-    named = {
-        "{group}": made,
-        "{uuid}": known.uuid.replace("-", "")[:8],
-        "{directory}": str(host.directory),
-        **{f"{{disk{number}}}": disk.name for number, disk in enumerate(known.disks)},
-    }
-    for command in kept["commands"]:
-        words = []
-        for word in command:
-            for name, value in named.items():
-                word = word.replace(name, value)
-            words.append(word)
-        host.lvm(*words)
-    return made
+    return left_behind.group_of(json.loads(request.param.read_text()), host)
 
 
 @pytest.fixture

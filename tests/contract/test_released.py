@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import configured
+import left_behind
 import pytest
 import serving
 from csi_client import Client
@@ -19,7 +20,6 @@ from real.any import AnyHost, names
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_volume
-from lvm import report
 from lvm.layout import Layout
 from lvm.thin import Policy
 from proto import csi_pb2 as csi
@@ -43,21 +43,7 @@ def kept(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def group(kept: dict[str, Any], host: AnyHost) -> str:
     """The group as that version left it."""
-    made = host.new_group(*kept["disks_extents"])
-    known = report.read(host.lvm).group(made)
-    assert known.extent_size_bytes == kept["extent_bytes"]
-    named = {
-        "{group}": made,
-        "{uuid}": known.uuid.replace("-", "")[:8],
-        "{directory}": str(host.directory),
-        **{f"{{disk{number}}}": disk.name for number, disk in enumerate(known.disks)},
-    }
-    for command in kept["commands"]:
-        words = list(command)
-        for name, value in named.items():
-            words = [word.replace(name, value) for word in words]
-        host.lvm(*words)
-    return made
+    return left_behind.group_of(kept, host)
 
 
 @pytest.fixture

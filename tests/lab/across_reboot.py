@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 from lab import forged
+from real.host import reencrypting
 from vm import pods
 
 from agent.core import ids
@@ -150,12 +150,12 @@ class Copy:
                 # It may end long before, with ABORTED.
                 return call.done() and call.result()
 
-            self._until(lambda: is_over() or worker_at(path) is not None)
-            worker = worker_at(path)
+            self._until(lambda: is_over() or any(reencrypting(path)))
+            workers = list(reencrypting(path))
             self._until(lambda: is_over() or header(path).is_reencrypting)
             if self.is_cut:
-                assert worker is not None
-                for process in (service(), worker):
+                assert workers
+                for process in (service(), *workers):
                     os.kill(process, signal.SIGSTOP)
             assert not (self.is_cut and call.result()), "it came to its end"
 
@@ -207,17 +207,6 @@ def service() -> int:
     """The process id of the installed service."""
     words = ("systemctl", "show", "--property", "MainPID", "--value", "carver")
     return int(subprocess.run(words, check=True, capture_output=True).stdout)
-
-
-def worker_at(path: str) -> int | None:
-    """The process id of the cryptsetup that re-encrypts a device."""
-    device = os.path.realpath(path)
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            words = [word.decode() for word in one.read_bytes().split(b"\0")]
-            if "reencrypt" in words and device in map(os.path.realpath, words):
-                return int(one.parent.name)
-    return None
 
 
 FS_TYPES = ("ext4", "ext4", "ext4", *FILE_SYSTEMS)

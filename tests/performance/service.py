@@ -112,18 +112,27 @@ def counted(log: str) -> Commands:
 @contextmanager
 def served(place: Path, group: str, settings: str, *, counting: bool = False) -> Iterator[Served]:
     """Carver on a socket in `place`; where `counting`, its log tells of each command."""
+    text = configuration(place, group, settings, "debug" if counting else "warning")
+    with started(place, text, Path(__file__).resolve().parents[2]) as made:
+        yield made
+
+
+@contextmanager
+def started(place: Path, text: str, tree: Path) -> Iterator[Served]:
+    """The Carver of a tree with this configuration, whose socket is `place`/csi.sock."""
     file, socket, log = place / "config.toml", place / "csi.sock", place / "log"
-    file.write_text(configuration(place, group, settings, "debug" if counting else "warning"))
+    file.write_text(text)
     words = [sys.executable, "-m", "agent", "serve", "--config", str(file)]
-    tree = Path(__file__).resolve().parents[2]
-    started = time.monotonic()
+    begun = time.monotonic()
     with log.open("wb") as target:
-        running = subprocess.Popen(words, stderr=target, cwd=tree, env=dict(os.environ))
+        running = subprocess.Popen(
+            words, stderr=target, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}
+        )
     try:
-        _await_served(socket, running, log, started + _START_SECONDS)
+        _await_served(socket, running, log, begun + _START_SECONDS)
         with Client(socket, timeout_seconds=_CALL_SECONDS) as client:
             await_begun(client)
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - begun
             yield Served(client, psutil.Process(running.pid), log, seconds)
     finally:
         running.terminate()

@@ -19,27 +19,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
-from faults.process import await_begun
+from faults.load import patiently
+from performance import service
 from rich.console import Console
 from rich.table import Table
 from vm import pods
 
-from agent.core import sockets
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from mount import loop, table
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
-T = TypeVar("T")
 MIB = 1 << 20
 GROUP = "carver_upgrade"
 KEY = {"passphrase": "correct horse battery staple"}
 MARK, AT = b"made by one version", MIB
 _DISKS, _DISK_BYTES = 2, 3 << 30
-_START_SECONDS, _STOP_SECONDS, _CALL_SECONDS = 120, 60, 300
+# How long erasing may take.
+_ERASED_SECONDS = 300
 _CLASSES: Mapping[str, str] = {
     "plain": "default = true",
     "striped": 'layout = "striped"\nstripes = 2',
@@ -132,31 +131,16 @@ def _let_go(place: Path) -> None:
 @contextmanager
 def served(tree: Path, place: Path) -> Iterator[Client]:
     """A version of Carver, as a process that ends with the `with`."""
-    file, socket, log = place / "config.toml", place / "csi.sock", place / "log"
     classes = "".join(
         f'[[classes]]\nname = "{name}"\ngroup = "{GROUP}"\n{lines}\n\n'
         for name, lines in _CLASSES.items()
     )
-    file.write_text(
-        f'node_id = "upgrade"\nendpoint = "{socket}"\nregistration = "none"\n'
+    text = (
+        f'node_id = "upgrade"\nendpoint = "{place}/csi.sock"\nregistration = "none"\n'
         f'kubelet_dir = "{place}"\n\n{classes}'
     )
-    with log.open("ab") as target:
-        words = [sys.executable, "-m", "agent", "serve", "--config", str(file)]
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
-        running = subprocess.Popen(words, stderr=target, cwd=tree, env=environment)
-    try:
-        end = time.monotonic() + _START_SECONDS
-        while not sockets.is_served(socket):
-            if running.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{tree} does not serve: {log.read_text()}")
-            time.sleep(0.1)
-        with Client(socket, timeout_seconds=_CALL_SECONDS) as client:
-            await_begun(client)
-            yield client
-    finally:
-        running.terminate()
-        running.wait(_STOP_SECONDS)
+    with service.started(place, text, tree) as carver:
+        yield carver.client
 
 
 class Trial:
@@ -207,7 +191,7 @@ class Trial:
         for kind in every:
             delete = partial(client.delete, self._volumes[kind.name].volume_id)
             self._step(kind, "deleted", delete)
-        end = time.monotonic() + _CALL_SECONDS
+        end = time.monotonic() + _ERASED_SECONDS
         while left := _run("lvs", "--noheadings", "-o", "lv_name", GROUP):
             if time.monotonic() > end:
                 raise RuntimeError(f"left in the group: {left}")
@@ -235,7 +219,7 @@ class Trial:
             )
         parameters = {"carver/class": kind.of, **kind.parameters}
         size = 0 if source else kind.size_bytes
-        return _until_done(
+        return patiently(
             lambda: client.create(
                 kind.name,
                 size,
@@ -258,7 +242,7 @@ class Trial:
 
     def _use(self, client: Client, kind: Kind, *, write: bool = False) -> None:
         volume, (staging, target) = self._volumes[kind.name], self._paths(kind)
-        _until_done(lambda: client.stage(volume, staging, kind.capability, kind.secret))
+        patiently(lambda: client.stage(volume, staging, kind.capability, kind.secret))
         client.publish(volume, staging, target, kind.capability, kind.secret)
         if kind.fs_type:
             file = target / "mark"
@@ -308,18 +292,6 @@ def _require(is_so: bool, problem: str = "is not so") -> None:
         raise AssertionError(problem)
 
 
-def _until_done(call: Callable[[], T]) -> T:
-    """Call until the answer is not that it is still at work."""
-    end = time.monotonic() + _CALL_SECONDS
-    while True:
-        try:
-            return call()
-        except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.ABORTED or time.monotonic() > end:
-                raise
-        time.sleep(0.5)
-
-
 def main() -> int:
     maker, server = map(Path, sys.argv[1:])
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
@@ -330,13 +302,13 @@ def main() -> int:
                 trial.make(client)
             with served(server, place) as client:
                 trial.serve(client)
-    table = Table("volume", "step", "outcome", title=f"made by {maker}, served by {server}")
+    shown = Table("volume", "step", "outcome", title=f"made by {maker}, served by {server}")
     for (kind, step), said in trial.outcomes.items():
         if said != "OK":
-            table.add_row(kind, step, said)
+            shown.add_row(kind, step, said)
     failed = sum(said != "OK" for said in trial.outcomes.values())
     console = Console(width=200, highlight=False)
-    console.print(table if failed else "", f"{len(trial.outcomes)} steps, {failed} not OK")
+    console.print(shown if failed else "", f"{len(trial.outcomes)} steps, {failed} not OK")
     return min(failed, 1)
 
 

@@ -218,7 +218,7 @@ class RealHost:
             header = luks.read(self.kernel, device)
             if header is None or not header.is_reencrypting:
                 continue
-            for process in _reencrypting(device):
+            for process in reencrypting(device):
                 with suppress(ProcessLookupError):
                     # It is stopped while it is looked at, so that it does not get past the place.
                     os.kill(process, signal.SIGSTOP)
@@ -546,12 +546,13 @@ class RealHost:
                 self.kernel.unmount(mount.path)
 
 
-def _reencrypting(device: str) -> Iterator[int]:
+def reencrypting(path: str) -> Iterator[int]:
     """The processes of a cryptsetup that re-encrypts a device."""
+    device = os.path.realpath(path)
     for one in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            words = one.read_bytes().split(b"\0")
-            if b"reencrypt" in words and device.encode() in words:
+            words = [os.fsdecode(word) for word in one.read_bytes().split(b"\0")]
+            if "reencrypt" in words and device in map(os.path.realpath, words):
                 yield int(one.parent.name)
 
 
