@@ -7,9 +7,9 @@ and how large they are, is the setting `background_bandwidth`.
 `auto` looks at the disks below the device before each piece (mount/disk_load.py). Between pieces
 none of the group's background I/O is on its way, so what is in flight then, or was completed since
 the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
-is followed by a pause as long as itself: others wait little, and the work keeps half of the disks'
-time. What was written is flushed each 16 MiB and at the end, or others' next fsync(2) would pay for
-all of it.
+is followed by a pause twice as long: others wait little, and the work keeps a third of
+the disks' time. What was written is flushed within its turn, or others' next fsync(2) would pay for
+it.
 
 A program that does the work itself, as cryptsetup does, runs for slices of time, each as long as a
 piece takes it, and is stopped between them. What it did counts, which may be more.
@@ -46,6 +46,8 @@ _OTHERS_SECONDS = 0.5
 # The longest pieces and pauses beside others; and those where it is not known how long others' I/O
 # takes.
 _LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
+# The pause beside others, by the piece before it.
+_PAUSE_PER_PIECE = 2
 _UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
 # Alone, work that can end within a piece has pieces that take so long: where one begins and ends,
 # what several threads read is read one by one.
@@ -57,8 +59,6 @@ _LIMITED_SECONDS = 0.1
 # The slices of a program: the least, in which it gets anywhere; the longest, after which it is seen
 # that it is called off; and where it is not known yet how fast it is.
 _LEAST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS, _FIRST_SLICE_SECONDS = 0.01, 0.5, 0.05
-# So much is written before it is flushed, which may take longer than to write a small piece.
-FLUSHED_BYTES = 16 << 20
 # What a piece takes at least, for its rate.
 _LEAST_SECONDS = 1e-5
 # How soon a worker that waits finds that it is called off.
@@ -283,13 +283,13 @@ class _GivingWay:
         return self._rates.get((work.kind, work.disks), 0.0)
 
     def _pause(self, pause: Callable[[float], None]) -> bool:
-        """Pause, for others as long as a piece and one of theirs; alone only to look for others.
+        """Pause, for others twice a piece, one of theirs at least; alone to look for others.
 
         Returns whether there was any.
         """
         if is_for_others := self.is_beside_others:
             others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
-            seconds = min(max(self._took_seconds, others), _PAUSE_SECONDS)
+            seconds = min(max(_PAUSE_PER_PIECE * self._took_seconds, others), _PAUSE_SECONDS)
         else:
             seconds = min(self._took_seconds * _ALONE_PART, _ALONE_SECONDS)
         if (left_seconds := self._ended_at + seconds - self._clock()) <= 0:
@@ -384,7 +384,6 @@ class Pace:
         # When the piece that is under way counts as hanging.
         self._hangs_at = math.inf
         self._bytes: Counter[str] = Counter()
-        self._unflushed_bytes = 0
         self._open: _Open | None = None
 
     @property
@@ -452,10 +451,7 @@ class Pace:
             if not done_bytes:
                 return
             if work.flush is not None:
-                self._unflushed_bytes += piece.length_bytes
-                if self._unflushed_bytes >= FLUSHED_BYTES or piece.length_bytes == left_bytes:
-                    work.flush()
-                    self._unflushed_bytes = 0
+                work.flush()
             # What others did in it, too, or it would look like I/O of strangers.
             self._rule.end(work, done_bytes, self.clock() - begun_at)
             with self._moved:

@@ -152,6 +152,7 @@ def test_the_next_start_deactivates_what_a_kill_left(disk: Disk, step: str) -> N
     require_left_alone(disk, name_of(own))
 
 
+@pytest.mark.variation
 def test_a_stream_leaves_no_snapshot_active(
     disk: Disk, here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,7 +366,7 @@ def test_a_name_that_is_taken_is_taken_by_no_other(
 
 
 @pytest.mark.parametrize("undone", [False, True], ids=["adopt", "undo"])
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", chosen.kinds([0, 1], usual=[1]))
 def test_what_was_cut_off_goes_on_where_it_was(
     host: AnyHost, config: Config, group: str, undone: bool, step: int
 ) -> None:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+import chosen
 import clustered
 import expect
 import grpc
@@ -156,7 +157,7 @@ def test_changed_blocks_are_passed_on(two: Cluster) -> None:
     node.client.unstage(volume.volume_id, node.directory / "staging")
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 0])
+@pytest.mark.parametrize("most", chosen.kinds([1, 2, 3, 0], usual=[2]))
 def test_a_list_has_each_volume_once_page_by_page(two: Cluster, most: int) -> None:
     made = {
         create(two, f"pvc-{number}", node).volume_id
@@ -175,6 +176,7 @@ def test_a_list_has_each_volume_once_page_by_page(two: Cluster, most: int) -> No
     assert len({one.split("/")[0] for one in found}) == 2
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("token", ["nonsense", "c:", "group1@abcdefgh/vol-1"])
 def test_a_token_of_no_node_is_refused(two: Cluster, token: str) -> None:
     request = csi.ListVolumesRequest(starting_token=token)
@@ -183,6 +185,7 @@ def test_a_token_of_no_node_is_refused(two: Cluster, token: str) -> None:
     )
 
 
+@pytest.mark.variation
 def test_a_node_that_does_not_answer_costs_its_own_calls_only(two: Cluster) -> None:
     lost, kept = create(two, "pvc-1", "a"), create(two, "pvc-2", "b")
     clustered.listener(two.nodes["a"]).stop()
@@ -323,6 +326,7 @@ def test_a_node_with_another_s_key_is_not_believed(two: Cluster) -> None:
     assert two.nodes["b"].names() == set()
 
 
+@pytest.mark.variation
 def test_certificates_are_replaced_without_a_pause(two: Cluster) -> None:
     volume = create(two, "pvc-1", "a")
     driver = two.config.driver_name
@@ -334,6 +338,7 @@ def test_certificates_are_replaced_without_a_pause(two: Cluster) -> None:
     assert all(not one.problem for one in two.controller.nodes)
 
 
+@pytest.mark.variation
 def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two: Cluster) -> None:
     driver, volume = two.config.driver_name, create(two, "pvc-1", "a")
     successor = Authority("successor")
@@ -371,8 +376,10 @@ def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two:
     two.client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("side", ["controller", "tls-a"])
-@pytest.mark.parametrize("broken", ["tls.key", "tls.crt", "ca.crt", "another's key"])
+@pytest.mark.parametrize("side", chosen.kinds(["controller", "tls-a"], usual=["tls-a"]))
+@pytest.mark.parametrize(
+    "broken", chosen.kinds(["tls.key", "tls.crt", "ca.crt", "another's key"], usual=["tls.key"])
+)
 def test_files_that_are_broken_midway_change_nothing(
     two: Cluster, side: str, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,6 +430,7 @@ def test_secrets_are_in_no_log_of_either_side(
     assert not [one for one in everything if hidden in one]
 
 
+@pytest.mark.variation
 def test_large_requests_and_slow_clients_hold_up_no_call(two: Cluster) -> None:
     """From who has a certificate, and from who has none."""
     name = certificates.node_name("a", two.config.driver_name)

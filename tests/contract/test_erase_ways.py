@@ -36,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Sequence[By]]] = {
     },
 }
 CASES = [f"{kind}: {wipe}" for kind, ways in WAYS.items() for wipe in ways]
-USUAL = ["no LBPRZ: discard-unguaranteed", "false LBPRZ: discard", "no write zeroes: zero"]
+USUAL = ["false LBPRZ: discard", "no write zeroes: zero"]
 
 
 class Asked:

@@ -341,6 +341,7 @@ def test_a_stopped_move_continues_after_its_snapshot_overflowed(
     require_arrived(here, there)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     "layout",
     chosen.kinds(
@@ -393,6 +394,7 @@ def test_random_histories_move_to_the_byte(
         assert (here.names(), there.names()) == (set(), set())
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
 def test_a_step_of_the_clock_does_not_stop_a_move(
     here: Node, there: Node, volume: csi.Volume, clock: Clock, hours: int
@@ -471,6 +473,7 @@ def third(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
+@pytest.mark.variation
 def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
     here: Node,
     there: Node,
@@ -704,6 +707,7 @@ class Older(Stand):
         return {}
 
 
+@pytest.mark.variation
 def test_a_volume_moves_to_an_older_carver(here: Node, there: Node, volume: csi.Volume) -> None:
     content = here.content("vol-db")
     stand, compared = Older(there), []

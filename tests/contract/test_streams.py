@@ -324,6 +324,7 @@ def test_only_an_older_snapshot_of_the_same_volume_is_a_base(here: Node) -> None
         nodes.stream(here, "a", offset_bytes=100)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear"]))
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
 def test_a_step_of_the_clock_changes_no_stream(
@@ -345,7 +346,7 @@ def test_a_step_of_the_clock_changes_no_stream(
         nodes.stream(here, "1", since="2")
 
 
-@pytest.mark.parametrize("which", ["snapshot", "base"])
+@pytest.mark.parametrize("which", chosen.kinds(["snapshot", "base"], usual=["snapshot"]))
 def test_a_snapshot_replaced_by_one_of_its_name_is_not_sent(
     here: Node, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

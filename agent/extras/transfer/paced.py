@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from agent.core.pace import FLUSHED_BYTES, LEAST_BYTES, MOST_BYTES
+from agent.core.pace import LEAST_BYTES, MOST_BYTES
 from agent.csi.client import Client
 from mount.blocks import Bytes, Opened
 from proto import carver_pb2 as carver
@@ -16,6 +16,8 @@ from proto.carver_pb2_grpc import TransferStub
 
 # What is asked for: so much is granted at once only where there is no limit.
 _ASKED_BYTES = 1 << 30
+# So much is written before it is flushed: a turn also ends where a pipe is empty.
+_FLUSHED_BYTES = 16 << 20
 # How soon turns are asked for again where there are none.
 _AGAIN_SECONDS = 10.0
 
@@ -88,7 +90,7 @@ class _Paced(Opened):
     def _wrote(self, turn_bytes: int) -> None:
         """A turn ends in which so much was written: others' next flush is not to pay for it."""
         self._unflushed_bytes += turn_bytes
-        if self._unflushed_bytes >= FLUSHED_BYTES:
+        if self._unflushed_bytes >= _FLUSHED_BYTES:
             self.flush()
 
 

@@ -411,35 +411,24 @@ def test_a_failed_piece_ends_its_turn(disk: Disk) -> None:
     assert one.done_bytes == {"erase": MIB}
 
 
-def test_each_piece_is_flushed_within_its_turn(disk: Disk) -> None:
+@pytest.mark.parametrize(
+    ("bandwidth", "is_beside"), [(None, False), (None, True), (Reserve(size_bytes=10 * MIB), False)]
+)
+def test_each_piece_is_flushed_within_its_turn(
+    disk: Disk, bandwidth: Reserve | None, is_beside: bool
+) -> None:
+    if is_beside:
+        disk.begin_neighbour(0.002)
     flushed = list[float]()
 
     def flush() -> None:
         flushed.append(disk.now)
         disk.now += 0.5
 
-    work = paced(disk).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
+    work = paced(disk, bandwidth).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
     begun = [disk.now for _ in work.chunks(160 * MIB)]
     assert len(flushed) == len(begun) > 1
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
-
-
-@pytest.mark.parametrize("bandwidth", [None, Reserve(size_bytes=10 * MIB)])
-def test_small_pieces_are_flushed_together_and_the_last_one_always(
-    disk: Disk, bandwidth: Reserve | None
-) -> None:
-    written, flushed = [0], [0]
-    disk.begin_neighbour(0.002)
-    one = paced(disk, bandwidth)
-    work = one.work(
-        "erase", "/dev/data/a", check=lambda: None, flush=lambda: flushed.append(written[-1])
-    )
-    for offset, length in work.chunks(250 * MIB):
-        assert written[-1] - flushed[-1] < 16 * MIB
-        disk.write(length)
-        written.append(offset + length)
-    assert flushed[-1] == 250 * MIB
-    assert len(flushed) < len(written) / 4
 
 
 def test_progress_has_the_rest_at_the_present_rate(disk: Disk) -> None:

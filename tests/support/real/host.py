@@ -29,7 +29,7 @@ from lvm.session import Session
 from mount import errors as mount_errors
 from mount import loop, luks, table
 from mount.cgroups import Cgroups
-from mount.command import Result, Turn
+from mount.command import Result, Runner, Turn
 from mount.errors import CommandError, MountError
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -503,9 +503,10 @@ class RealHost:
         udev may hold for a while what was just made or closed, so a step that fails is tried again.
         """
         self.intercept = lambda _words: None
+        run: Runner = self.run
         for tries_left in reversed(range(_CLEAN_UP_TRIES)):
             try:
-                self._clean_up()
+                self._clean_up(run)
                 return
             except (OSError, AssertionError, MountError, CommandError):
                 if not tries_left:
@@ -513,16 +514,18 @@ class RealHost:
                     for group in self._groups:
                         self._lab.set_aside(group)
                     raise
+                # The shell may be what fails.
+                run = self._lab.programs
                 time.sleep(1)
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, run: Runner) -> None:
         self._unmount_all()
         for group, disks in self._groups:
             for node in Path("/dev/mapper").glob(f"{names.escaped(group)}-*"):
                 number = self.kernel.device_number(str(node))
                 self._detach(number)
                 self._close(number)
-            Lvm(self._lab.programs, tuple(disks))("lvremove", "--yes", "--", group)
+            Lvm(run, tuple(disks), _SETTINGS)("lvremove", "--yes", "--", group)
         while self._own:
             loop.detach(self.kernel, self._own[-1])
             self._own.pop()
