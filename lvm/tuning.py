@@ -119,7 +119,7 @@ class Tuning:
         limits = []
         if fixed := getattr(self, part):
             limits.append(fixed)
-        if for_each := getattr(self, f"{part}_per_gib"):
+        if for_each := getattr(self, f"{part}_per_gib", 0):
             limits.append(max(least, for_each * size_bytes >> 30))
         return min(limits, default=0)
 
@@ -211,7 +211,7 @@ def limits(own_tags: Mapping[str, str]) -> Tuning:
 
 AS_IT_IS = Tuning()
 # What a volume has of which nothing was said.
-PLAIN = replace(Tuning(AUTO, *[0] * (len(SETTINGS) - 1)), bound_recovery_kib=0)
+PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUTO)
 
 
 def change(

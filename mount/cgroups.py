@@ -2,7 +2,7 @@
 
 The kernel counts and limits the I/O of a cgroup and of all below it, for each block device
 (Documentation/admin-guide/cgroup-v2.rst, "IO"). What is written through the page cache counts for
-the cgroup that wrote it, if its file system knows of cgroups: ext4, xfs and btrfs do.
+the cgroup that wrote it, if its file system knows of cgroups.
 """
 
 import errno
@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from mount import errors
 from mount.table import DeviceNumber
@@ -28,14 +29,19 @@ _NUMBER = re.compile(r"\d+:\d+")
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
+def _kind(in_stat: str, in_max: str) -> Any:
+    """A kind of I/O: its keys in io.stat and io.max."""
+    return field(default=0, metadata={"stat": in_stat, "max": in_max})
+
+
 @dataclass(frozen=True)
 class IoCount:
-    """What the pods did on a device since it is there."""
+    """What the pods did on a device since it is there; a further kind is a row."""
 
-    read_bytes: int = 0
-    write_bytes: int = 0
-    reads: int = 0
-    writes: int = 0
+    read_bytes: int = _kind("rbytes", "rbps")
+    write_bytes: int = _kind("wbytes", "wbps")
+    reads: int = _kind("rios", "riops")
+    writes: int = _kind("wios", "wiops")
 
 
 class IoMax(IoCount):
@@ -46,18 +52,15 @@ class IoMax(IoCount):
 
     def words(self) -> str:
         """As the kernel reads it; it writes the same."""
-        parts = zip(_KEYS, vars(self).values(), strict=True)
+        parts = ((one.metadata["max"], vars(self)[one.name]) for one in fields(self))
         return " ".join(f"{key}={value or _NO_LIMIT}" for key, value in parts)
 
     @classmethod
     def parse(cls, words: list[str]) -> "IoMax":
         """The inverse of `words`; what this version does not know is left out."""
-        found = dict(one.split("=", 1) for one in words)
-        values = [found.get(key, _NO_LIMIT) for key in _KEYS]
-        return cls(*(0 if one == _NO_LIMIT else int(one) for one in values))
+        return cls(*_values(words, "max"))
 
 
-_KEYS = ("rbps", "wbps", "riops", "wiops")
 UNLIMITED = IoMax()
 
 
@@ -121,12 +124,7 @@ class Cgroups:
         """
         text = _read(self.prepare() / "io.stat")
         if text != self._counted[0]:
-            found = {}
-            for number, words in _rows(text):
-                said = dict(one.split("=", 1) for one in words)
-                found[number] = IoCount(
-                    *(int(said.get(key, 0)) for key in ("rbytes", "wbytes", "rios", "wios"))
-                )
+            found = {number: IoCount(*_values(words, "stat")) for number, words in _rows(text)}
             self._counted = text, found
         return self._counted[1]
 
@@ -159,6 +157,14 @@ class Cgroups:
 
 def _words(path: Path) -> list[str]:
     return _read(path).split()
+
+
+def _values(words: list[str], file: str) -> Iterator[int]:
+    """The value of each kind of I/O in a row of this file; 0 where there is none, or no limit."""
+    said = dict(one.split("=", 1) for one in words)
+    for one in fields(IoCount):
+        text = said.get(one.metadata[file], _NO_LIMIT)
+        yield 0 if text == _NO_LIMIT else int(text)
 
 
 def _rows(text: str) -> Iterator[tuple[DeviceNumber, list[str]]]:

@@ -38,6 +38,7 @@ from lvm.devicemapper import ThinPool
 from lvm.thin import Pool
 from mount import command
 from mount import errors as mount_errors
+from mount.cgroups import UNLIMITED
 from mount.command import Finished, Result, Runner, Stream, Turn
 
 # Times of creation would double the number of series.
@@ -350,7 +351,7 @@ OF_PROCESS: tuple[Row, ...] = (
     Row("carver_registration", "State of the registration with kubelet: 1 for one.", ("state",),
         lambda scrape: (((one.value,), one is scrape.registration.state) for one in State)),
     Row("carver_volume_io_limit",
-        "Limit of a volume in use: read_bytes, write_bytes, reads or writes a second.",
+        f"Limit of a volume in use, a second: {', '.join(vars(UNLIMITED))}.",
         ("volume", "limit"), _io_limits),
     Row("carver_volume_io_limited_seconds",
         "Time in which a volume's pods did as much as one of its limits allows.", ("volume",),

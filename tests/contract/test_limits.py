@@ -27,13 +27,13 @@ MIB = 1 << 20
 SIZE = 64 * MIB
 KINDS = ("mounted", "raw", "encrypted", "thin")
 KEY = {"passphrase": "correct horse battery staple"}
-FOUR = {
+GIVEN = {
     "carver/readIOPS": "200",
     "carver/writeIOPS": "100",
     "carver/readBandwidth": "20MiB/s",
     "carver/writeBandwidth": "10MiB",
 }
-IS_FOUR = IoMax(20 * MIB, 10 * MIB, 200, 100)
+LIMITED = IoMax(read_bytes=20 * MIB, write_bytes=10 * MIB, reads=200, writes=100)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ class Pod:
 
 
 def pod_of(
-    client: Client, host: AnyHost, kind: str = "mounted", mutable: Mapping[str, str] = FOUR
+    client: Client, host: AnyHost, kind: str = "mounted", mutable: Mapping[str, str] = GIVEN
 ) -> Pod:
     """A new volume of a kind."""
     capability = block() if kind == "raw" else mounted("ext4")
@@ -110,7 +110,7 @@ def test_limits_hold_from_the_first_pod_to_the_last(
     assert not host.cgroups.limits()
     for _ in range(2):
         pod.begin()
-        assert limits(host, service, pod.volume) == IS_FOUR
+        assert limits(host, service, pod.volume) == LIMITED
     assert len(host.cgroups.limits()) == 1
     pod.end()
     assert not host.cgroups.limits()
@@ -125,7 +125,7 @@ def test_limits_hold_as_long_as_a_volume_is_in_use_anywhere(
     pod.begin()
     # Not in kubelet's order.
     client.unstage(pod.id, host.directory / "staging")
-    assert limits(host, service, pod.volume) == IS_FOUR
+    assert limits(host, service, pod.volume) == LIMITED
     pod.end()
     assert not host.cgroups.limits()
 
@@ -138,7 +138,7 @@ def test_a_raw_volume_that_is_published_nowhere_is_not_limited(
     client.unpublish(pod.id, pod.target)
     assert not host.cgroups.limits()
     client.publish(pod.volume, host.directory / "staging", pod.target, pod.capability)
-    assert list(host.cgroups.limits().values()) == [IS_FOUR]
+    assert list(host.cgroups.limits().values()) == [LIMITED]
     pod.end()
 
 
@@ -150,7 +150,7 @@ def test_limits_change_while_a_pod_has_the_volume(
     pod.begin()
     for mutable, wanted in [
         ({"writeIOPS": "50"}, IoMax(writes=50)),
-        ({"carver/writeIOPS": "60", "readBandwidth": "1MiB"}, IoMax(MIB, 0, 0, 60)),
+        ({"carver/writeIOPS": "60", "readBandwidth": "1MiB"}, IoMax(read_bytes=MIB, writes=60)),
         ({"readBandwidth": "0"}, IoMax(writes=60)),
         ({"writeIOPSPerGiB": "400", "readAhead": "8KiB"}, IoMax(writes=25)),
         ({"writeIOPS": "0", "writeIOPSPerGiB": "0"}, UNLIMITED),
@@ -168,7 +168,7 @@ def test_one_command_changes_limits_and_none_repeats_them(
     client: Client, host: AnyHost, group: str
 ) -> None:
     pod = pod_of(client, host)
-    client.modify(pod.id, FOUR)
+    client.modify(pod.id, GIVEN)
     host.commands = []
     client.modify(pod.id, {"readIOPS": "300", "writeIOPS": "0"})
     assert lvm2_commands(host) == ["lvchange"]
@@ -206,7 +206,7 @@ def test_a_repeated_creation_with_other_limits_changes_them_in_use(
     pod = pod_of(client, host)
     pod.begin()
     client.create("pvc-1", SIZE, pod.capability, mutable={"writeIOPS": "60"})
-    assert limits(host, service, pod.volume) == replace(IS_FOUR, writes=60)
+    assert limits(host, service, pod.volume) == replace(LIMITED, writes=60)
     pod.end()
 
 
@@ -233,9 +233,9 @@ def test_limits_are_set_again_after_a_start_and_those_that_no_tag_says_are_remov
     host.cgroups.limit(device.number, UNLIMITED)
     after = Service(config, serving.machine(host), host.lvm)
     resume(after)
-    assert limits(host, service, pod.volume) == IS_FOUR
-    client.modify(pod.id, dict.fromkeys(FOUR, "0"))
-    host.cgroups.limit(device.number, IS_FOUR)
+    assert limits(host, service, pod.volume) == LIMITED
+    client.modify(pod.id, dict.fromkeys(GIVEN, "0"))
+    host.cgroups.limit(device.number, LIMITED)
     resume(Service(config, serving.machine(host), host.lvm))
     assert limits(host, service, pod.volume) == UNLIMITED
     pod.end()
@@ -249,7 +249,7 @@ def test_limits_that_others_take_away_are_set_again(
     take_away(host)
     assert not host.cgroups.limits()
     service.context.limiter.check()
-    assert limits(host, service, pod.volume) == IS_FOUR
+    assert limits(host, service, pod.volume) == LIMITED
     pod.end()
 
 
@@ -279,7 +279,7 @@ def test_a_snapshot_does_not_wait_for_a_limit(
     host.intercept = look
     snapshot = client.snapshot("snap-1", pod.id)
     assert seen == [UNLIMITED]
-    assert limits(host, service, pod.volume) == IS_FOUR
+    assert limits(host, service, pod.volume) == LIMITED
     # What is made of it has limits of its own.
     client.create("pvc-2", SIZE, source=of_snapshot(snapshot.snapshot_id))
     group = service.context.config.groups[0]
@@ -297,7 +297,7 @@ def test_where_io_cannot_be_limited_no_volume_is_made_so_and_one_that_is_there_i
 
     monkeypatch.setattr(host.cgroups, "prepare", refuse)
     with expect.code("FAILED_PRECONDITION", "this kernel has none", "cgroup v2", "pods_cgroup"):
-        client.create("pvc-2", SIZE, mutable=FOUR)
+        client.create("pvc-2", SIZE, mutable=GIVEN)
     with expect.code("FAILED_PRECONDITION", "cannot limit I/O"):
         client.modify(pod.id, {"readIOPS": "900"})
     assert names(host, group) == {"vol-pvc-1"}
@@ -306,7 +306,7 @@ def test_where_io_cannot_be_limited_no_volume_is_made_so_and_one_that_is_there_i
     monkeypatch.undo()
     # As soon as it can be.
     service.context.limiter.check()
-    assert limits(host, service, pod.volume) == IS_FOUR
+    assert limits(host, service, pod.volume) == LIMITED
     pod.end()
 
 

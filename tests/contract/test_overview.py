@@ -16,6 +16,7 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.csi.client import Client, Mode, block, mounted
+from mount.cgroups import IoMax
 
 MIB = 1 << 20
 
@@ -58,8 +59,8 @@ def test_places_and_usage_of_a_volume(
 
     assert (one.id, one.name, one.claim) == (volume.volume_id, "pvc-1", "shop/db")
     assert one.contents == "ext4"
-    assert one.limits == "rbps=max wbps=max riops=max wiops=100"
-    assert "pvc-1 has limits of I/O: rbps=max" in shown(look(host, config))
+    assert one.limits == IoMax(writes=100).words()
+    assert f"pvc-1 has limits of I/O: {one.limits}" in shown(look(host, config))
     assert set(one.places) == {Place(str(staging), False), Place(str(target), True)}
     assert one.total_bytes
     assert one.used_bytes is not None

@@ -18,6 +18,7 @@ from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import block, mounted
 from mount import table
 from mount.cgroups import ROOT, Cgroups, IoMax
+from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
 from proto import csi_pb2 as csi
@@ -187,6 +188,10 @@ def measured(pod: Pod, used: Used, seconds: float = WINDOW_SECONDS) -> Rates:
     return pods.rates(pod, [used.number], seconds)[used.number]
 
 
+def in_mib(rates: Rates) -> tuple[float, float]:
+    return rates["read_bytes"] / MIB, rates["write_bytes"] / MIB
+
+
 def about(limit: float) -> object:
     return pytest.approx(limit, rel=TOLERANCE)
 
@@ -203,10 +208,9 @@ def differing(pod: Pod, how: str, used: Sequence[Used]) -> Iterator[str]:
         for one in used:
             rates = found[one.number]
             if mutable is IOPS:
-                wanted, had = (READS, WRITES), (rates.reads, rates.writes)
+                wanted, had = (READS, WRITES), (rates["reads"], rates["writes"])
             else:
-                wanted, had = (READ_MIB, WRITE_MIB), (rates.read_bytes, rates.write_bytes)
-                had = (had[0] / MIB, had[1] / MIB)
+                wanted, had = (READ_MIB, WRITE_MIB), in_mib(rates)
             text = f"{pod.layout}, {one.kind.name}, {how}: {wanted}, measured {had}"
             print(text)
             if had != (about(wanted[0]), about(wanted[1])):
@@ -241,8 +245,7 @@ def test_each_limit_holds_for_all_processes_of_a_volume_together(
 
 
 @pytest.mark.parametrize(
-    ("fs_type", "how"),
-    [("", "direct"), ("ext4", "buffered"), ("xfs", "buffered"), ("btrfs", "buffered")],
+    ("fs_type", "how"), [("", "direct"), *((one, "buffered") for one in FILE_SYSTEMS)]
 )
 def test_a_change_under_load_holds_within_a_second(
     fs_type: str, how: str, client: Client, directory: Path
@@ -257,7 +260,7 @@ def test_a_change_under_load_holds_within_a_second(
             used.modify({"readBandwidth": f"{read_mib}MiB", "writeBandwidth": f"{write_mib}MiB"})
             time.sleep(max(0, began + CHANGED_SECONDS - time.monotonic()))
             rates = measured(pod, used)
-            had = rates.read_bytes / MIB, rates.write_bytes / MIB
+            had = in_mib(rates)
             print(f"{fs_type} {how}: {(read_mib, write_mib)}, measured {had}")
             assert had == (about(read_mib), about(write_mib))
         used.modify(NONE)
@@ -331,7 +334,7 @@ def test_limits_that_were_taken_away_are_back_in_seconds(
             back_seconds = time.monotonic() - began
             time.sleep(SETTLED_SECONDS)
             rates = measured(pod, used)
-            had = rates.read_bytes / MIB, rates.write_bytes / MIB
+            had = in_mib(rates)
             print(f"{how}: {event.__name__}: back after {back_seconds:.1f} s, measured {had}")
             assert had == (about(READ_MIB), about(WRITE_MIB)), event.__name__
         with Client(DEFAULT_SOCKET) as again:
@@ -352,5 +355,5 @@ def test_services_outside_kubelet_s_pods_are_limited_in_the_cgroup_of_a_setting(
         used.modify(IOPS)
         begin(pod, "direct", SMALL, used)
         rates = measured(pod, used)
-        assert (rates.reads, rates.writes) == (about(READS), about(WRITES))
+        assert (rates["reads"], rates["writes"]) == (about(READS), about(WRITES))
         pod.stop()

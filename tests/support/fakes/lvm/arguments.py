@@ -86,9 +86,9 @@ def tuning_in(arguments: Arguments) -> Tuning:
     ahead = arguments.take("--readahead")
     least, most = arguments.take("--minrecoveryrate"), arguments.take("--maxrecoveryrate")
     return Tuning(
-        ahead if ahead == AUTO else int(ahead) * 512 if ahead else None,
-        int(least) if least else None,
-        int(most) if most else None,
+        read_ahead_bytes=ahead if ahead == AUTO else int(ahead) * 512 if ahead else None,
+        minimum_recovery_kib=int(least) if least else None,
+        maximum_recovery_kib=int(most) if most else None,
     )
 
 
