@@ -37,10 +37,14 @@ class FileSystem:
     cannot mount them, in the order in which mkfs learned them.
 
     Keeping one: `grow` fills the device of `size_bytes` under a writable mount, or raises OSError.
-    `check` mends without asking, and `resize` fills the device, each before a mount; `resize` is
-    for one that cannot grow mounted, whose `grow` raises OSError while it is smaller than the
-    device (by `kernel.statvfs`, which the fakes have). `repair` is what a person runs on a damaged
-    one.
+    `check` runs before each mount and mends without asking; it exits as e2fsck does, with 0 to 2
+    for whole or mended, and 4 for damage that is left. `repair` is what a person runs on a damaged
+    one. `resize` is for one that grows only unmounted: it runs after `check`, fills the device, and
+    exits with 0 also where there is nothing to do. The `grow` of such a one raises OSError while
+    `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes` by more than the file system
+    leaves out of its count or cannot use. It must not raise after a `resize`: each expansion would
+    fail. Too wide a tolerance only has a small growth wait for the next stage without an error.
+
     `mount_options` are the file system's own (a word that ends in "=" takes a value);
     `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
     counters are of the disk or of the structures (`errors_of_medium`); see kernel.error_counters.

@@ -14,9 +14,8 @@ from fakes.host import FakeHost
 
 from agent.csi.client import Client, block, mounted, of_volume
 from agent.daemon.server import Service
-from mount import filesystem, table
+from mount import filesystem
 from mount.command import Result
-from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -318,12 +317,11 @@ def test_a_file_system_that_cannot_grow_mounted_grows_at_the_next_staging(
     staging: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
-        stat = kernel.statvfs(mount.path)
-        if stat.f_blocks * stat.f_frsize < size_bytes:
-            raise OSError(errno.EOPNOTSUPP, "it grows when it is staged next")
-
-    ext4 = replace(filesystem.FILE_SYSTEMS["ext4"], grow=refuse, resize=("resize.new",))
+    ext4 = replace(
+        filesystem.FILE_SYSTEMS["ext4"],
+        grow=filesystems.grow_at_the_next_stage,
+        resize=("resize.new",),
+    )
     monkeypatch.setitem(filesystem.FILE_SYSTEMS, "ext4", ext4)
     monkeypatch.setitem(filesystems.PROGRAMS, "resize.new", filesystems.resize)
     client.stage(volume, staging)

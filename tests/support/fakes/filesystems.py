@@ -4,6 +4,7 @@ Each takes all words of a command, the program first. Words that the real progra
 Carver fail the test: what is not faked was not meant.
 """
 
+import errno
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ from itertools import pairwise
 
 from fakes.devices import BLOCK_BYTES, BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices, Media
 
-from mount import filesystem
+from mount import filesystem, table
 from mount.command import Result
 from mount.filesystem import FILE_SYSTEMS, Signature
+from mount.kernel import Kernel
 
 
 def tags(device: FakeDevice) -> dict[str, str]:
@@ -94,6 +96,13 @@ def resize(words: Sequence[str], devices: FakeDevices) -> Result:
     device.media.fs_size_bytes = device.size_bytes
     device.media.write(0, superblock(device.media))
     return Result(0, "", "")
+
+
+def grow_at_the_next_stage(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
+    """The `grow` of a file system that grows only unmounted and leaves less than 1 MiB unused."""
+    stat = kernel.statvfs(mount.path)
+    if stat.f_blocks * stat.f_frsize < size_bytes - (1 << 20):
+        raise OSError(errno.EOPNOTSUPP, "it grows when it is staged next")
 
 
 def _unmounted(field: str, program: Sequence[str], device: FakeDevice) -> FakeDevice | None:
