@@ -7,7 +7,7 @@ choice left, and the arithmetic is exact.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from lvm import raid
@@ -40,7 +40,8 @@ def is_mirrored(kind: str) -> bool:
 class Layout:
     """How a volume lies on disks: `stripes` of data, each with `mirrors` further copies.
 
-    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises ValueError.
+    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB), as the 0 of each further field does; the tag
+    follows the fields. Raises ValueError.
     """
 
     kind: str = "linear"
@@ -109,14 +110,21 @@ class Layout:
         return words
 
     def __str__(self) -> str:
-        """The text of the tag on disks: a further field follows these, and only if it is set."""
-        return f"{self.kind}:{self.stripes}:{self.mirrors}:{self.stripe_size_bytes}"
+        """The text of the tag on disks: all fields, without those after the fourth that are 0."""
+        texts = [str(one) for one in vars(self).values()]
+        while len(texts) > 4 and texts[-1] == "0":
+            texts.pop()
+        return ":".join(texts)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The layout that `str` gave the text of; empty is linear."""
+        """The layout that `str` gave the text of; empty is linear.
+
+        Fields of a newer version are passed over: lvm2 keeps by itself what lvcreate was given, and
+        what a volume is grown and repaired by is in the first. 0.2.0 took such a one for linear.
+        """
         kind, *numbers = (text or str(LINEAR)).split(":")
-        return cls(kind, *map(int, numbers))
+        return cls(kind, *map(int, numbers[: len(fields(cls)) - 1]))
 
 
 LINEAR = Layout()

@@ -6,6 +6,7 @@ tests/contract/test_capacity.py holds the same to lvm2's own allocation.
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import chosen
 import configured
@@ -124,6 +125,22 @@ def test_a_reserve_is_rounded_up_to_extents(reserve: Reserve, extents: int) -> N
 def test_a_layout_survives_being_a_tag(shape: Layout) -> None:
     assert Layout.parse(str(shape)) == shape
     assert Layout.parse("") == Layout()
+
+
+@dataclass(frozen=True)
+class Newer(Layout):
+    """The layout of a newer version, with a field more."""
+
+    region_size_bytes: int = 0
+
+
+def test_a_further_field_is_in_the_tag_once_it_is_set_and_an_older_version_passes_over_it() -> None:
+    older, newer = Layout("raid1", mirrors=1), Newer("raid1", mirrors=1, region_size_bytes=8192)
+    assert Newer.parse(str(newer)) == newer
+    assert Layout.parse(str(newer)) == older
+    assert str(replace(newer, region_size_bytes=0)) == str(older) == "raid1:1:1:0"
+    assert Newer.parse(str(older)) == replace(newer, region_size_bytes=0)
+    assert Layout.parse(f"{newer}:a-word") == older
 
 
 @pytest.mark.parametrize(
