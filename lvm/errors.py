@@ -27,7 +27,7 @@ class StillRunning(CommandError):
 
 
 class NoSpace(CommandFailed):
-    """The group has too few free extents."""
+    """The group has too few free extents. A kind of this derives from it, as growth catches it."""
 
 
 class MetadataFull(CommandFailed):
@@ -87,7 +87,8 @@ class Inactive(CommandError):
         )
 
 
-# What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything.
+# What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything. The first that
+# matches counts, so a kind of an error stands before its base.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
     (
         re.compile(

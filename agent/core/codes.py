@@ -8,10 +8,9 @@ import mount.errors
 
 Code = grpc.StatusCode
 
-# The first class that matches gives the code, so a class stands before those it derives from.
+# The first class that matches gives the code, so a class stands before those it derives from. It
+# is left out where it has the code of its base, unless that is INTERNAL.
 TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
-    (agent.core.errors.Missing, Code.INVALID_ARGUMENT),
-    (agent.core.errors.NotAllowed, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadField, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadConfig, Code.FAILED_PRECONDITION),
     (agent.core.errors.BadSize, Code.OUT_OF_RANGE),
@@ -50,7 +49,6 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.KeyMissing, Code.INVALID_ARGUMENT),
     (agent.core.errors.HeaderDamaged, Code.FAILED_PRECONDITION),
     (agent.core.errors.GrowsWithKey, Code.FAILED_PRECONDITION),
-    (agent.core.errors.StillAtWork, Code.ABORTED),
     (agent.core.errors.OperationPending, Code.ABORTED),
     (agent.core.errors.Copying, Code.ABORTED),
     (agent.core.errors.Reencrypting, Code.ABORTED),
@@ -61,7 +59,6 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.Moved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotMoved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotAdopted, Code.FAILED_PRECONDITION),
-    (agent.core.errors.StreamEnded, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadStream, Code.INVALID_ARGUMENT),
     (agent.core.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotComparable, Code.INVALID_ARGUMENT),
@@ -77,7 +74,6 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.GroupSilent, Code.UNAVAILABLE),
     (agent.core.errors.PoolSilent, Code.UNAVAILABLE),
     (agent.core.errors.GroupAwaited, Code.UNAVAILABLE),
-    (agent.core.errors.GroupRefused, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketTaken, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketGone, Code.FAILED_PRECONDITION),
@@ -96,10 +92,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotConfirmed, Code.FAILED_PRECONDITION),
     (agent.core.errors.AgentError, Code.INTERNAL),
     (mount.errors.ProgramMissing, Code.FAILED_PRECONDITION),
-    (mount.errors.CommandStuck, Code.DEADLINE_EXCEEDED),
     (mount.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
     # Sidecars repeat a call with this code on the same node, and it begins with a check.
-    (lvm.errors.SessionLost, Code.UNAVAILABLE),
     (mount.errors.OutcomeUnknown, Code.UNAVAILABLE),
     (lvm.errors.StillRunning, Code.UNAVAILABLE),
     (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
