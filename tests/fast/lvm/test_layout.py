@@ -131,15 +131,15 @@ def test_a_layout_survives_being_a_tag(shape: Layout) -> None:
 class Newer(Layout):
     """The layout of a newer version, with a field more."""
 
-    region_size_bytes: int = 0
+    further: int = 0
 
 
 def test_a_further_field_is_in_the_tag_once_it_is_set_and_an_older_version_passes_over_it() -> None:
-    older, newer = Layout("raid1", mirrors=1), Newer("raid1", mirrors=1, region_size_bytes=8192)
+    older, newer = Layout("raid1", mirrors=1), Newer("raid1", mirrors=1, further=8192)
     assert Newer.parse(str(newer)) == newer
     assert Layout.parse(str(newer)) == older
-    assert str(replace(newer, region_size_bytes=0)) == str(older) == "raid1:1:1:0"
-    assert Newer.parse(str(older)) == replace(newer, region_size_bytes=0)
+    assert str(replace(newer, further=0)) == str(older) == "raid1:1:1:0"
+    assert Newer.parse(str(older)) == replace(newer, further=0)
     assert Layout.parse(f"{newer}:a-word") == older
 
 
