@@ -287,7 +287,7 @@ class BlockDevices(Calls):
         holds it, as device-mapper does what a device stands on.
         """
         by = by or self.zeroing(device)
-        mode = os.O_WRONLY | (os.O_DIRECT if by is By.WRITES else 0)
+        mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)
         with self._writing(device, mode, held=held) as descriptor:
             blocks.zero_out(descriptor, device, offset_bytes, length_bytes, by)
 

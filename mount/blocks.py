@@ -82,6 +82,16 @@ class By(enum.Enum):
     # Zeroes written like any data.
     WRITES = "zeroes written as data"
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether zeroes are certain where it succeeds; else the range is to be read back."""
+        return self in (By.ZEROES, By.WRITES)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its descriptor is for direct I/O, past the page cache."""
+        return self is By.WRITES
+
 
 def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int, by: By) -> None:
     """Have a range of a block device read as zeroes; nothing where the range is empty.

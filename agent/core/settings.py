@@ -104,6 +104,24 @@ EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
 
 @dataclass(frozen=True)
+class Wipe:
+    """What a value of the setting `wipe` has ErasePolicy (agent/operations/erase_policy.py) do."""
+
+    zeroes: bool = True
+    # Discards plain volumes instead: only on disks that are certain to read as zeroes then, or all.
+    discards: bool = False
+    only_if_certain: bool = False
+
+
+WIPES: Mapping[str, Wipe] = {
+    "zero": Wipe(),
+    "discard": Wipe(discards=True, only_if_certain=True),
+    "discard-unguaranteed": Wipe(discards=True),
+    "none": Wipe(zeroes=False),
+}
+
+
+@dataclass(frozen=True)
 class Setting:
     """A setting: a key in the file, a variable CARVER_KEY, a flag --key."""
 
@@ -185,7 +203,7 @@ SETTINGS: Mapping[str, Setting] = {
         "confine lvm2 to these block devices; empty: to each group's own disks",
     ),
     "wipe": Setting(
-        values.choice("zero", "discard", "discard-unguaranteed", "none"),
+        values.choice(*WIPES),
         "zero",
         "what is done to a deleted volume's blocks; discard: only on disks that are certain to read"
         " as zeroes then; discard-unguaranteed: on all, after a look at a sample",

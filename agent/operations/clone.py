@@ -26,7 +26,7 @@ from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.task_queue import Job, TaskQueue
-from agent.operations.erase_policy import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -361,7 +361,7 @@ class Copier:
         )
         size_bytes = job.volume.size_bytes
         for offset, length, by in self._policy.pieces(
-            work, device, size_bytes, start_bytes, discards=False
+            work, device, size_bytes, start_bytes, purpose=Purpose.NEW
         ):
             self._kernel.zero_out(device, offset, length, by=by)
 

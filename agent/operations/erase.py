@@ -19,7 +19,7 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.task_queue import Job, Stopping, TaskQueue
-from agent.operations.erase_policy import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
@@ -433,7 +433,8 @@ class Eraser:
     def _overwrite(self, job: _Wipe, volume: Volume) -> bool:
         """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
         device = self._inventory.activate(volume).path
-        is_partial = bool(job.volume.missing_disks)
+        purpose = self.policy.purpose(job.volume)
+        is_partial = purpose is Purpose.PARTIAL
         whole_bytes, method = self._kernel.device_size_bytes(device), self.policy.method(job.volume)
         size_bytes = self.policy.zeroed_bytes(job.volume, whole_bytes)
         if method not in classes.ERASE_HEADER_ONLY and job.volume.is_encrypted and not is_partial:
@@ -448,20 +449,17 @@ class Eraser:
             progress=job.progress,
         )
         with _unused(volume):
-            if is_partial:
-                for offset, length in work.chunks(size_bytes):
-                    are_lost &= self._zero_present(volume, device, offset, length)
-            else:
-                for offset, length, by in self.policy.pieces(
-                    work, device, size_bytes, discards=not job.volume.is_encrypted
-                ):
+            for offset, length, by in self.policy.pieces(work, device, size_bytes, purpose=purpose):
+                if is_partial:
+                    are_lost &= self._zero_present(volume, device, offset, length, by)
+                else:
                     self._kernel.zero_out(device, offset, length, by=by)
         if method == classes.ERASE_DISCARD:
             with suppress(OSError):  # the disk does not support it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return are_lost
 
-    def _zero_present(self, volume: Volume, device: str, offset: int, length: int) -> bool:
+    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, by: By) -> bool:
         """Zero the extents that lie on disks that are present; raises where one of these fails.
 
         Returns whether all that failed lie on missing disks for certain.
@@ -470,7 +468,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, by=By.WRITES)
+                self._kernel.zero_out(device, offset, size, by=by)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:

@@ -14,7 +14,7 @@ from agent.core.records import Volume
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
 from agent.operations.erase import erase_marks, is_deleted, is_given_up, is_sweep
-from agent.operations.erase_policy import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import groups, layout, names, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New
@@ -120,7 +120,9 @@ class GrowthZeroer:
             progress=job.progress,
         )
         size_bytes = self._kernel.device_size_bytes(device)
-        for offset, length, by in self._policy.pieces(work, device, size_bytes, discards=False):
+        for offset, length, by in self._policy.pieces(
+            work, device, size_bytes, purpose=Purpose.NEW
+        ):
             self._kernel.zero_out(device, offset, length, by=by)
         self._done.add(job.uuid)
 
@@ -200,7 +202,7 @@ class FreedSpaceEraser:
                 progress=job.progress,
             )
             for offset, length, by in self._policy.pieces(
-                work, device, taken.size_bytes, done_bytes
+                work, device, taken.size_bytes, done_bytes, purpose=Purpose.DELETED
             ):
                 self._kernel.zero_out(device, offset, length, by=by)
             done_bytes = taken.size_bytes

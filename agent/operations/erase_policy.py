@@ -1,5 +1,6 @@
 """How deleted data is erased, by the setting `wipe` and by what the disks are good at."""
 
+import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -7,7 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from agent.core import classes, ids, tag
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
-from agent.core.settings import Config
+from agent.core.settings import WIPES, Config
 from lvm import names, report, tags
 from mount.block_devices import SAMPLE_BYTES
 from mount.blocks import By
@@ -24,12 +25,22 @@ _LONGEST_HEADER_BYTES = 128 << 20
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
 # How much is zeroed to see whether a device does, where nothing need be zeroed itself.
 PROVED_BYTES = 1 << 20
-# Values of the setting `wipe`; the other is "zero".
-_NONE, _DISCARD, _DISCARD_UNGUARANTEED = "none", "discard", "discard-unguaranteed"
+
+
+class Purpose(enum.Enum):
+    """Why a device is zeroed."""
+
+    # A new volume, or its growth, must read as zeroes.
+    NEW = enum.auto()
+    # A volume, pool or free extent that was deleted.
+    DELETED = enum.auto()
+    ENCRYPTED = enum.auto()
+    # A deleted volume that lacks disks: each write shows whether that extent can be reached.
+    PARTIAL = enum.auto()
 
 
 class ErasePolicy:
-    """How deleted data is erased; the only reader of the setting `wipe`.
+    """How deleted data is erased; the only reader of the setting `wipe` (settings.WIPES).
 
     | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
     | -------------------- | ------------------------------------- | ----------------------------- |
@@ -46,12 +57,13 @@ class ErasePolicy:
     taken, `pieces` proves them. The last piece (agent/core/pace.py) ends with fsync(2): a power
     loss after the extents are free does not bring the data back. What lies on a missing disk waits
     for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
-    the free extents are zeroed before they are reused (mark_for_erase).
+    the free extents are zeroed before they are reused (mark_for_erase). A LUKS header is zeroed
+    first whatever the setting, and all of it read back (agent/core/luks_devices.py, a floor below).
     """
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
-        self._wipe = config.wipe
-        self.zeroes = self._wipe != _NONE
+        self._wipe = WIPES[config.wipe]
+        self.zeroes = self._wipe.zeroes
         self._classes, self._kernel = config.classes, kernel
         # Disks that were seen to zero so.
         self._proved: set[tuple[str, By]] = set()
@@ -87,21 +99,27 @@ class ErasePolicy:
             return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
         return size_bytes
 
-    def _ways(self, device: str, stack: Stack, *, discards: bool) -> Sequence[By]:
-        """The ways by which a device is zeroed, each where the one before was not proved.
+    def purpose(self, volume: Volume) -> Purpose:
+        """Why a deleted volume is zeroed."""
+        if volume.missing_disks:
+            return Purpose.PARTIAL
+        return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED
 
-        `discards` says whether the setting may have it discarded.
-        """
+    def _ways(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
+        """The ways by which a device is zeroed, each where the one before was not proved."""
+        if purpose is Purpose.PARTIAL:
+            return [By.WRITES]
         default = self._kernel.zeroing(device, stack)
-        ways = [default, By.WRITES] if default is By.HOLE else [default]
-        return [By.DISCARD, *ways] if discards and self._is_discarded(device, stack) else ways
+        ways = [default] if default.is_proved else [default, By.WRITES]
+        is_discarded = purpose is Purpose.DELETED and self._is_discarded(device, stack)
+        return [By.DISCARD, *ways] if is_discarded else ways
 
     def _is_discarded(self, device: str, stack: Stack) -> bool:
-        if self._wipe not in (_DISCARD, _DISCARD_UNGUARANTEED):
+        if not self._wipe.discards:
             return False
         if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
             return False
-        doubts = self._kernel.discard_doubts(device) if self._wipe == _DISCARD else {}
+        doubts = self._kernel.discard_doubts(device) if self._wipe.only_if_certain else {}
         for disk in self._kernel.distrust(doubts, By.DISCARD):
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
@@ -113,9 +131,8 @@ class ErasePolicy:
         """
         if not self.zeroes:
             return None, ""
-        asked = self._wipe in (_DISCARD, _DISCARD_UNGUARANTEED)
-        doubts = self._kernel.discard_doubts(disk) if asked else {}
-        is_discarded = asked and (not doubts or self._wipe == _DISCARD_UNGUARANTEED)
+        doubts = self._kernel.discard_doubts(disk) if self._wipe.discards else {}
+        is_discarded = self._wipe.discards and not (doubts and self._wipe.only_if_certain)
         way = By.DISCARD if is_discarded else self._kernel.zeroing(disk)
         return way, "; ".join(doubts.values())
 
@@ -126,8 +143,8 @@ class ErasePolicy:
         end_bytes: int,
         begin_bytes: int = 0,
         *,
+        purpose: Purpose,
         held: bool = False,
-        discards: bool = True,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Iterator[tuple[int, int, By]]:
         """Offsets and lengths, in bytes, for the caller to zero by the way given with each.
@@ -141,9 +158,8 @@ class ErasePolicy:
         if end_bytes <= begin_bytes:
             return
         stack = self._kernel.stack(device)
-        for by in self._ways(device, stack, discards=discards):
-            is_proved = by in (By.ZEROES, By.WRITES)
-            disks = frozenset[str]() if is_proved else stack.disks
+        for by in self._ways(device, stack, purpose):
+            disks = frozenset[str]() if by.is_proved else stack.disks
             tried = {(disk, by) for disk in disks}
             is_known = by is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
@@ -152,11 +168,11 @@ class ErasePolicy:
                 for offset, length in chunks:
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
                     first = sample(offset, offset + length, blocks) if is_first else []
-                    if is_first and not is_proved:
+                    if is_first and not by.is_proved:
                         with within():
                             self._kernel.mark(device, sorted({*first, *every}), held=held)
                     yield offset, length, by
-                    if is_proved or not (is_first or is_last):
+                    if by.is_proved or not (is_first or is_last):
                         continue
                     with within():
                         if not self._kernel.are_zero(device, every if is_last else first):

@@ -26,7 +26,7 @@ from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
-from agent.operations.erase_policy import ErasePolicy
+from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, tags, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
@@ -207,7 +207,7 @@ class PoolRemover:
                     yield
 
         for offset, length, by in self._policy.pieces(
-            work, device, size_bytes, held=held, within=writing
+            work, device, size_bytes, purpose=Purpose.DELETED, held=held, within=writing
         ):
             with writing():
                 self._kernel.zero_out(device, offset, length, held=held, by=by)

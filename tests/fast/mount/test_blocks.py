@@ -74,7 +74,7 @@ class Zeroing:
 
 
 def zero_out(disk: Path, by: By = By.HOLE, length: int = 4096) -> None:
-    descriptor = os.open(disk, os.O_RDWR | (os.O_DIRECT if by is By.WRITES else 0))
+    descriptor = os.open(disk, os.O_RDWR | (os.O_DIRECT if by.is_direct else 0))
     with blocks.closing(descriptor):
         blocks.zero_out(descriptor, str(disk), 0, length, by)
 

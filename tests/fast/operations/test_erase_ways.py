@@ -18,6 +18,7 @@ from fakes.lvm.records import FakeGroup, FakeVolume
 
 from agent.core.classes import DeviceClass
 from agent.core.pace import MOST_BYTES
+from agent.core.settings import WIPES
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from agent.operations.erase_policy import PROVED_BYTES, sample
@@ -31,6 +32,9 @@ EXTENT = 4 * MIB
 SIZE = 3 * MOST_BYTES
 DISKS = [f"/dev/fake-data-{number}" for number in range(2)]
 WHOLE = [(at, MOST_BYTES) for at in range(0, SIZE, MOST_BYTES)]
+
+ZEROING = [name for name, one in WIPES.items() if one.zeroes]
+DISCARDING = [name for name, one in WIPES.items() if one.discards]
 
 CLASSES = (
     DeviceClass("plain", "data", default=True),
@@ -229,7 +233,7 @@ def test_without_certain_zeroes_nothing_is_discarded_and_the_reason_is_said_once
     assert said == ["deleted data on /dev/fake-data-0 is zeroed, not discarded: it is a guess"]
 
 
-@pytest.mark.parametrize("wipe", ["discard", "discard-unguaranteed"])
+@pytest.mark.parametrize("wipe", DISCARDING)
 @pytest.mark.parametrize(
     ("lies", "ways"),
     [
@@ -251,7 +255,7 @@ def test_what_a_discard_leaves_is_zeroed(
     assert not media.blocks
 
 
-@pytest.mark.parametrize("wipe", ["discard", "discard-unguaranteed"])
+@pytest.mark.parametrize("wipe", DISCARDING)
 @pytest.mark.parametrize("device_class", ["raid", "sealed"])
 def test_raid_and_encrypted_volumes_are_not_discarded(
     node: Node, wipe: str, device_class: str
@@ -263,7 +267,7 @@ def test_raid_and_encrypted_volumes_are_not_discarded(
     assert not media.blocks
 
 
-@pytest.mark.parametrize("wipe", ["zero", "discard", "discard-unguaranteed"])
+@pytest.mark.parametrize("wipe", ZEROING)
 def test_a_pool_is_zeroed_through_a_volume_never_discarded(node: Node, wipe: str) -> None:
     """A thin volume that is discarded reads as zeroes, and its pool's extents keep the data."""
     node.disks(lies=[By.HOLE, By.DISCARD])
