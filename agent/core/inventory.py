@@ -559,8 +559,11 @@ class Inventory:
     ) -> None:
         """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
 
-        Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing.
+        Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing; BadField
+        for a value that is too long for a tag.
         """
+        for key, text in new.items():
+            tag.require_fits(key, key, text)
         with self._volume_groups.hold(group):
             found = tags.decode(self.state(group, resume=True).group(group).volume(name).tags)
             has = {key: found[key] for key in keys if key in found}

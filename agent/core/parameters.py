@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from agent.core import classes, errors, tag, values
 from agent.core.classes import DeviceClass
-from lvm import tags
 from lvm.layout import Reserve
 from lvm.tuning import Tuning
 from mount import errors as mount_errors
@@ -173,18 +172,18 @@ _OF_POD = {
     "csi.storage.k8s.io/pod.name": tag.POD,
     "csi.storage.k8s.io/pod.namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/pod.uid": tag.POD_UID,
-    "csi.storage.k8s.io/serviceAccount.name": "serviceAccount",
+    "csi.storage.k8s.io/serviceAccount.name": tag.SERVICE_ACCOUNT,
 }
 # by external-snapshotter with --extra-create-metadata.
 OF_SNAPSHOT = {
-    "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
+    "csi.storage.k8s.io/volumesnapshot/name": tag.SNAPSHOT,
     "csi.storage.k8s.io/volumesnapshot/namespace": tag.NAMESPACE,
-    "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
+    "csi.storage.k8s.io/volumesnapshotcontent/name": tag.CONTENT,
 }
 OF_GROUP_SNAPSHOT = {
-    "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
+    "csi.storage.k8s.io/volumegroupsnapshot/name": tag.GROUP_SNAPSHOT_NAME,
     "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
-    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
+    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": tag.CONTENT,
 }
 
 
@@ -359,7 +358,7 @@ def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dic
             raise errors.NotAllowed(field, key, [PREFIX + one for one in known])
         if name in given:
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
-        _check_fits(field, name, text)
+        tag.require_fits(f"{field}[{name}]", name, text)
         try:
             given[name] = known[name].read(text)
         except ValueError as error:
@@ -376,13 +375,8 @@ def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dic
     """The tags of what Kubernetes says of an object."""
     about = {names[key]: text for key, text in wire.items() if key in names}
     for key, text in about.items():
-        _check_fits(field, key, text)
+        tag.require_fits(f"{field}[{key}]", key, text)
     return about
-
-
-def _check_fits(field: str, key: str, text: str) -> None:
-    if not tags.fits(key, text):
-        raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:

@@ -1,6 +1,7 @@
 """Keys of Carver's own LVM tags, and the values of those that are an enumeration."""
 
-from lvm import report
+from agent.core import errors
+from lvm import report, tags
 
 # NAME is on every volume of Carver's, and on no other.
 NAME = "name"
@@ -17,12 +18,15 @@ CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
 MOUNT_OPTIONS = "mountOptions"
-# Its claim or pod, as Kubernetes named them.
+# Its claim, pod or snapshot (its content: CONTENT), as Kubernetes named them.
+SNAPSHOT = "snapshot"
+GROUP_SNAPSHOT_NAME = "groupSnapshotName"
 PV = "pv"
 PVC = "pvc"
 NAMESPACE = "namespace"
 POD = "pod"
 POD_UID = "podUid"
+SERVICE_ACCOUNT = "serviceAccount"
 CACHE = "cache"
 # FULLY for a volume that is zeroed before use.
 ZERO = "zero"
@@ -109,3 +113,9 @@ ACTIVATED = "activated"
 CHUNK = "chunk"
 # Of a pool: its metadata snapshot, if any, is Carver's.
 METADATA_SNAPSHOT = "metadataSnapshot"
+
+
+def require_fits(field: str, key: str, text: str) -> None:
+    """Raise BadField, of this field, for a value that no LVM tag can hold."""
+    if not tags.fits(key, text):
+        raise errors.BadField(field, "is too long to be kept in an LVM tag")

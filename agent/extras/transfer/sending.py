@@ -15,7 +15,7 @@ from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
 from agent.operations import plan
-from lvm import report, tags
+from lvm import report
 from mount import filesystem, luks
 
 # Tags of the parameters that staging needs, and of the limits of I/O.
@@ -58,8 +58,7 @@ def tags_of(
         **plan.of_class(one, size_bytes, group),
     }
     for key, value in own_tags.items():
-        if not tags.fits(key, value):
-            raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
+        tag.require_fits(f"stream.facts[{key}]", key, value)
     return own_tags
 
 

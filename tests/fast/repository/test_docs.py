@@ -16,9 +16,9 @@ from rich.console import Console
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
-from agent.core import classes, codes, settings
+from agent.core import classes, codes, settings, tag
 from agent.core.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
-from lvm import layout
+from lvm import layout, tuning
 from mount import filesystem, kernel, options
 
 ROOT = Path(__file__).parents[3]
@@ -131,6 +131,18 @@ def test_every_mount_option_is_documented_and_no_other() -> None:
         assert documented[f"of {fs_type}"] == set(known.mount_options.split())
     for word in documented["the defaults, said aloud"]:
         assert options.parse([word]) == options.Options()
+
+
+# Tags
+
+
+def test_every_tag_is_documented_and_no_other() -> None:
+    text = section(text_of("docs/design.md"), "Tags")
+    keys = {one for name, one in vars(tag).items() if name.isupper() and isinstance(one, str)}
+    assert keys - {tag.FULLY, tag.BETWEEN} - coded(text) == set(), "Tags in docs/design.md"
+    of_tuning = {tuning._OWN_MAXIMUM, *(one.tag for one in tuning.SETTINGS)}
+    listed = "\n".join(re.findall(r"^- (`[^:]+):", text, re.M))
+    assert coded(listed) - keys - of_tuning == set()
 
 
 # Errors
