@@ -1,5 +1,6 @@
 """The command as a person types it, on the test's machine and its running service."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ class Shell:
 
     def __call__(self, line: str, exit_code: int = 0, noun: str = "volume") -> str:
         """Type a line without `carver volume`; return its output, or the complaint if it fails."""
-        ended = cli.main([noun, *line.split()])
+        ended = cli.main([noun, *shlex.split(line)])
         output, self.complaint = self._capsys.readouterr()
         assert ended == exit_code, self.complaint
         return self.complaint if exit_code else output

@@ -92,13 +92,13 @@ def test_a_volume_is_at_a_second_path_only_with_shared(shell: Shell, fake: FakeH
 
 
 def test_a_volume_is_found_by_name_logical_volume_or_id(shell: Shell, client: Client) -> None:
-    odd = "a/very/odd/name"
-    shell(f"create {odd} --size 16MiB")
+    odd = "a/very odd/name"
+    shell(f"create '{odd}' --size 16MiB")
     [volume] = client.volumes()
     logical = shell("list --names").strip()
     assert logical.startswith("vol.")
     for name in (odd, logical, volume.volume_id):
-        assert json.loads(shell(f"show {name} --json"))["id"] == volume.volume_id
+        assert json.loads(shell(f"show '{name}' --json"))["id"] == volume.volume_id
     assert "there is no volume 'nothing'" in shell("show nothing", 1)
 
 

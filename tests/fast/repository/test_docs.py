@@ -3,6 +3,7 @@
 import argparse
 import io
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -176,11 +177,11 @@ def commands() -> set[str]:
 @pytest.mark.parametrize("line", sorted(commands()))
 def test_a_command_that_is_documented_is_understood(line: str) -> None:
     # argparse ends the process where it does not understand.
-    assert cli.parser().parse_args(line.split()[1:]).run
+    assert cli.parser().parse_args(shlex.split(line)[1:]).run
 
 
 def test_every_command_is_documented() -> None:
-    typed = [line.split()[1:] for line in commands()]
+    typed = [shlex.split(line)[1:] for line in commands()]
     for noun, parser in offered(cli.parser()).items():
         assert noun in {words[0] for words in typed} | {"serve"}
         shown = {words[1] for words in typed if words[0] == noun and words[1:]}
