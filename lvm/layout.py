@@ -71,7 +71,7 @@ class Layout:
     @property
     def disks(self) -> int:
         """How many disks a volume lies on; a linear one on as many as it takes."""
-        return self.stripes * (self.mirrors + 1) + _KINDS[self.kind].parity
+        return _KINDS[self.kind].disks(self.stripes, self.mirrors)
 
     @property
     def is_linear(self) -> bool:
@@ -149,14 +149,10 @@ def _recognized(volume: LogicalVolume) -> Layout | None:
         return LINEAR
     if volume.layout == {"striped"}:
         return Layout("striped", stripes=len(volume.disks))
-    kind, images = raid.level(volume.layout), len(volume.images)
+    kind = raid.level(volume.layout)
     if kind is None or kind.by_hand:
         return None
-    if not kind.mirrored:
-        return Layout(kind.name, stripes=images - kind.parity)
-    if kind.striped:
-        return Layout(kind.name, stripes=images // 2, mirrors=1)
-    return Layout(kind.name, mirrors=images - 1)
+    return Layout(kind.name, *kind.spread(len(volume.images)))
 
 
 def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:

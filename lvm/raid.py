@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SegmentType:
-    """What a volume of a type (lvcreate(8), --type) needs: `stripes * copies + parity` disks."""
+    """What a volume of a type (lvcreate(8), --type) needs."""
 
     name: str
     least_stripes: int = 1
@@ -22,6 +22,10 @@ class SegmentType:
     # The kernel module of its device-mapper target; linear and striped are in device-mapper itself.
     module: str = ""
 
+    def disks(self, stripes: int, mirrors: int) -> int:
+        """How many disks a volume lies on."""
+        return stripes * (mirrors + 1) + self.parity
+
 
 @dataclass(frozen=True)
 class RaidLevel(SegmentType):
@@ -32,6 +36,12 @@ class RaidLevel(SegmentType):
     metadata_extents: int = 1
     module: str = "dm-raid"
     by_hand: bool = False
+
+    def spread(self, images: int) -> tuple[int, int]:
+        """The stripes and mirrors of a volume with so many images: the inverse of `disks`."""
+        if not self.mirrored:
+            return images - self.parity, 0
+        return (images // 2, 1) if self.striped else (1, images - 1)
 
     def survives(self, lost: Sequence[bool]) -> bool:
         """Whether the images that are left hold all data; `lost` has a flag for each, in order."""

@@ -428,7 +428,7 @@ def test_either_call_goes_on_from_half_way(
 def test_each_layout_is_recognized(
     host: AnyHost, config: Config, kind: str, tmp_path: Path
 ) -> None:
-    group = host.new_group(*[24] * 5)
+    group = host.new_group(*[24] * configured.MOST_DISKS)
     classes = configured.classes(group, configured.layouts(kind), default=kind)
     with served(host, configured.carver(tmp_path, group, classes=classes)) as (_, client):
         client.create("a", 24 * MIB, block())

@@ -32,8 +32,8 @@ SIZES = {key: max(48 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.item
 
 @pytest.fixture
 def group(host: AnyHost) -> str:
-    """Five disks."""
-    return host.new_group(200, 200, 200, 200, 200)
+    """As many disks as the widest layout takes."""
+    return host.new_group(*[200] * configured.MOST_DISKS)
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ OF_RECOVERY = {"minimumRecoveryRate": "100KiB", "maximumRecoveryRate": "2MiB"}
 
 @pytest.fixture
 def group(host: AnyHost) -> str:
-    """Six disks, and a fast one."""
-    name = host.new_group(18, 18, 18, 18, 18, 18, 9)
+    """A disk more than the widest layout takes, and a fast one."""
+    name = host.new_group(*[18] * (configured.MOST_DISKS + 1), 9)
     disks = report.read(host.lvm).group(name).disks
     host.lvm("pvchange", "--addtag", report.FAST, "--", disks[-1].name)
     return name

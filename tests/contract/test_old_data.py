@@ -26,8 +26,8 @@ LAYOUTS = configured.LAYOUTS
 
 @pytest.fixture
 def group(host: AnyHost) -> str:
-    """Six disks, all of whose free extents bear the mark."""
-    made = host.new_group(*[24] * 6)
+    """A disk more than the widest layout takes; all free extents bear the mark."""
+    made = host.new_group(*[24] * (configured.MOST_DISKS + 1))
     host.mark_free(made, MARK)
     return made
 

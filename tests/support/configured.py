@@ -16,6 +16,8 @@ LAYOUTS: Mapping[str, Layout] = {
     for name, kind in layout._KINDS.items()
 }
 RAIDS = {name: one for name, one in LAYOUTS.items() if one.kind.startswith("raid")}
+# What the widest of them lies on.
+MOST_DISKS = max(one.disks for one in LAYOUTS.values())
 # For the arithmetic of room: each layout of volumes that have all their extents, and two wider.
 THICK = (
     *(one for one in LAYOUTS.values() if not one.is_thin),

@@ -105,8 +105,11 @@ def allowed(parse: Callable[[Any], Any]) -> set[str]:
 
 
 def test_every_layout_has_a_row() -> None:
-    documented = first_cells(section(text_of("docs/volumes.md"), "Layouts"))
-    assert documented - {"layout"} == set(layout.KINDS), "Layouts in docs/volumes.md"
+    rows = section(text_of("docs/volumes.md"), "Layouts")
+    assert first_cells(rows) - {"layout"} == set(layout.KINDS), "Layouts in docs/volumes.md"
+    for name, kind in layout._KINDS.items():
+        if kind.parity:
+            assert f"| `{name}` | `stripes` + {kind.parity} | {kind.parity} disk" in rows
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
