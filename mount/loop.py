@@ -8,7 +8,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from mount import errors
 from mount.block_devices import LoopStatus
@@ -77,8 +78,15 @@ def attach_read_only(kernel: Kernel, device: str) -> str:
     return _configure(kernel, device, read_only=True, name=_MARK + device)
 
 
-def detach(kernel: Kernel, device: str) -> None:
-    """Have nothing attached to the loop device. Raises Busy, LoopFailed."""
+def detach(
+    kernel: Kernel,
+    device: str,
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Have nothing attached to the loop device. Raises Busy, LoopFailed.
+
+    Where it has to wait for a reader of the device, it does so inside `waiting`.
+    """
     if _status(kernel, device) is None:
         return
     try:
@@ -91,10 +99,13 @@ def detach(kernel: Kernel, device: str) -> None:
             raise errors.LoopFailed(device, str(error.strerror)) from error
     # Someone who has it open without holding it delays it just the same: udev looks at a device for
     # a moment after each change of it.
-    for _ in range(_PATIENCE_SECONDS * _LOOKS_A_SECOND):
-        if _status(kernel, device) is None:
-            return
-        time.sleep(1 / _LOOKS_A_SECOND)
+    if _status(kernel, device) is None:
+        return
+    with waiting():
+        for _ in range(_PATIENCE_SECONDS * _LOOKS_A_SECOND):
+            time.sleep(1 / _LOOKS_A_SECOND)
+            if _status(kernel, device) is None:
+                return
     raise errors.Busy(device)
 
 

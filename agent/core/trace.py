@@ -1,12 +1,20 @@
 """The trace of a call: what it waited for, and each step that it took, with their times.
 
-A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
-service's start, the volume, the volume group (locks.py), a refresh of groups (volume_group.py),
-mkfs or fsck (background.py). lvm2 and cryptsetup wait for udev inside their own step, also while
-a volume is staged; Carver itself waits for it in users.py, before it deletes or extends one, and
-around loop.detach (node_volumes.py). One more step is `with trace.step(trace.WAIT, "udev"):` around
-what waits: the debug log has each call's trace, metrics sum the steps by kind, `carver trace` shows
-the slowest.
+A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait:
+
+| wait         | file: function                                                                |
+| ------------ | ----------------------------------------------------------------------------- |
+| start        | agent/core/locks.py: Admission.admit                                          |
+| volume       | agent/core/locks.py: VolumeLocks.hold                                         |
+| volume group | agent/core/locks.py: GroupLock.hold                                           |
+| refresh      | agent/core/volume_group.py: begin_states                                      |
+| mkfs, fsck   | agent/core/background.py: DetachedTasks.finish, for agent/operations/stage.py |
+| udev         | agent/core/users.py: require_unused                                           |
+|              | agent/operations/node_volumes.py: NodeVolumes.detach_unused                   |
+
+lvm2 and cryptsetup wait for udev inside their own step, also while a volume is staged. One more
+step is `with trace.step(trace.WAIT, "udev"):` around what waits, and a row here. The debug log has
+each call's trace, metrics sum the steps by kind, `carver trace` shows the slowest.
 """
 
 import contextvars

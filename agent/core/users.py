@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from agent.core import errors
+from agent.core import errors, trace
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from lvm.devices import Device
@@ -84,9 +84,12 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
         known.close_leftovers(volume)
     if paths := mounted_at(kernel, known, str(volume.id)):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
+    if not known.is_open(volume):
+        return
     # udev reads a device after each close by a writer, such as the last unmount.
     end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
-    while known.is_open(volume):
-        if time.monotonic() >= end:
-            raise errors.VolumeInUse(str(volume.id), "a process has its device open")
-        time.sleep(_LOOK_SECONDS)
+    with trace.step(trace.WAIT, "udev"):
+        while known.is_open(volume):
+            if time.monotonic() >= end:
+                raise errors.VolumeInUse(str(volume.id), "a process has its device open")
+            time.sleep(_LOOK_SECONDS)

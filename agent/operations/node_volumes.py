@@ -6,8 +6,9 @@ No call here starts a process: the kernel's mount table and sysfs have all that 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from agent.core import errors, ids, users
+from agent.core import errors, ids, trace, users
 from agent.core.context import Context
 from agent.core.requests import VolumeAt
 from agent.operations.clone import Copier
@@ -134,4 +135,4 @@ class NodeVolumes:
         for one in loops:
             known = table.read(self._kernel)
             if not mounts.bound(self._kernel, known, [self._kernel.device_number(one)]):
-                loop.detach(self._kernel, one)
+                loop.detach(self._kernel, one, partial(trace.step, trace.WAIT, "udev"))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -153,3 +154,19 @@ def test_mkfs_is_a_wait_of_the_call_that_needs_it() -> None:
     with trace.within(made):
         work.do("vol-a", "data", "mkfs", lambda: time.sleep(0.05), lambda: None)
     assert steps(made) == [(WAIT, "mkfs")]
+
+
+def test_every_wait_is_in_the_table_with_its_file_and_function() -> None:
+    root, table = Path(__file__).parents[3], str(trace.__doc__)
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    listed = {one for row in rows for one in re.findall(r"[\w/]+\.py", row)}
+    files = {str(one.relative_to(root)): one.read_text() for one in root.glob("agent/**/*.py")}
+    waiting = {name: text for name, text in files.items() if "trace.WAIT" in text}
+    assert waiting.keys() - {"agent/core/trace.py"} <= listed <= files.keys()
+    for name, text in waiting.items():
+        for what in re.findall(r'trace\.WAIT, "([^"]+)"', text):
+            assert re.search(rf"^\| {what} ", table, re.M), f"{name}: {what}"
+    for row in rows:
+        for name, kind, function in re.findall(r"([\w/]+\.py): (?:(\w+)\.)?(\w+)", row):
+            assert not kind or f"class {kind}" in files[name], row
+            assert f"def {function}(" in files[name], row

@@ -7,7 +7,8 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-from agent.core import errors, users
+from agent.core import errors, trace, users
+from agent.core.trace import WAIT, Trace
 
 VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a", is_encrypted=False)
 
@@ -34,7 +35,12 @@ def require_unused(looks: int) -> None:
 def test_a_device_that_udev_looks_at_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "OPEN_SECONDS", 60.0)
     monkeypatch.setattr(users, "_LOOK_SECONDS", 0.0)
-    require_unused(looks=5)
+    made = Trace("DeleteVolume", VOLUME.id)
+    with trace.within(made):
+        require_unused(looks=0)
+        assert WAIT not in made.by_kind
+        require_unused(looks=5)
+        assert WAIT in made.by_kind
 
 
 def test_a_device_that_stays_open_is_in_use() -> None:

@@ -1,6 +1,8 @@
 """Loop devices when others want the same ones."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +99,21 @@ def test_a_device_whose_status_is_refused_is_an_error(kernel: FakeKernel, file: 
 def test_a_device_that_stays_open_is_busy(kernel: FakeKernel, file: str) -> None:
     # The kernel says yes, and detaches it when its reader has closed it.
     device = loop.attach(kernel, file)
+    clear = kernel.loop_clear
     kernel.override(loop_clear=lambda _device: None)
+    waits: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append("udev")
+        yield
 
     with pytest.raises(errors.Busy):
-        loop.detach(kernel, device)
+        loop.detach(kernel, device, waiting)
+    assert waits == ["udev"]
+    kernel.override(loop_clear=clear)
+    loop.detach(kernel, device, waiting)
+    assert waits == ["udev"]
 
 
 def test_a_device_that_another_detaches_first_is_detached(kernel: FakeKernel, file: str) -> None:
