@@ -71,7 +71,7 @@ def box(client: Client, host: AnyHost, group: str) -> Box:
 
 
 @pytest.mark.parametrize("fs_type", chosen.kinds([*chosen.GROWING, "block"], usual=["ext4"]))
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"], fast=["linear", "raid6"]))
 def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     client: Client, box: Box, name: str, fs_type: str
 ) -> None:

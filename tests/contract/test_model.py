@@ -391,7 +391,7 @@ def _thin(group: str) -> DeviceClass:
 def test_the_node_does_what_the_model_does(
     request: pytest.FixtureRequest, real: bool, layout: str, tmp_path: Path
 ) -> None:
-    examples, steps = (80, 50) if chosen.every else (25, 50)
+    examples, steps = (80, 50) if chosen.every else (16, 50)
     if real:
         # A shorter sequence is not worth hours on a real machine.
         examples, steps = 1, 40

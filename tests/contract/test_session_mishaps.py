@@ -193,7 +193,7 @@ def grace(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def at_each(name: str, host: AnyHost) -> Iterator[tuple[int, str]]:
     """Steps, and what happens at each, some of it by chance: on real LVM one."""
-    each = (4 if chosen.every else 2) if isinstance(host, FakeHost) else 1
+    each = 4 if chosen.every and isinstance(host, FakeHost) else 1
     asked = chosen.numbers("CARVER_MISHAPS", seed=1, each=each)
     for step in itertools.count():
         chance = random.Random(f"{asked['seed']}-{name}-{step}")

@@ -62,6 +62,7 @@ def finished(there: Node) -> csi.Volume:
     chosen.kinds(
         [f"{one}, {other}" for one in LAYOUTS for other in LAYOUTS],
         usual=[],
+        fast=["linear, thin", "thin, raid1", "raid1, striped", "striped, linear"],
     ),
 )
 def test_one_full_stream_and_five_increments_are_equal_to_the_byte(

@@ -9,7 +9,7 @@ from _pytest.mark.structures import ParameterSet
 
 from mount.filesystem import FILE_SYSTEMS
 
-_T = TypeVar("_T", str, int)
+_T = TypeVar("_T", bound=str | int)
 
 # Those that grow while they are mounted.
 GROWING = [name for name, one in FILE_SYSTEMS.items() if not one.resize]
@@ -26,10 +26,20 @@ def numbers(variable: str, **defaults: int) -> dict[str, int]:
     return found
 
 
-def kinds(cases: Iterable[_T], *, usual: Iterable[_T]) -> list[ParameterSet]:
-    """A test's cases, of which the real tier usually takes some only: see `--every`."""
-    known = list(cases)
-    assert set(usual) <= set(known)
-    return [
-        pytest.param(one, marks=[] if one in usual else [pytest.mark.variation]) for one in known
-    ]
+def kinds(
+    cases: Iterable[_T], *, usual: Iterable[_T], fast: Iterable[_T] | None = None
+) -> list[ParameterSet]:
+    """A test's cases, of which the real tier usually takes some only: see `--every`.
+
+    The fast tier usually takes all; or those of `fast`, where they take long on the fakes, too.
+    """
+    known, few = list(cases), list(usual)
+    some = known if fast is None else [*few, *fast]
+    assert {*few, *some} <= {*known}
+
+    def marks(one: _T) -> list[pytest.MarkDecorator]:
+        if one in few:
+            return []
+        return [pytest.mark.variation if one in some else pytest.mark.long]
+
+    return [pytest.param(one, marks=marks(one)) for one in known]

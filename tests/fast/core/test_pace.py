@@ -154,7 +154,8 @@ def test_a_neighbour_waits_little_and_a_good_part_of_the_disk_stays(
     late = sorted(disk.latencies)[int(0.99 * len(disk.latencies))]
     assert late <= 2 * neighbour_seconds
     # It has the disk all the time by itself.
-    assert seconds < 6 * 1024 * MIB / disk.bytes_per_second
+    # It has the disk all the time by itself.
+    assert seconds < 7 * 1024 * MIB / disk.bytes_per_second
     assert one.paused_seconds > seconds / 8
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chosen
 import configured
 import grpc
 import laying
@@ -23,6 +24,7 @@ from fakes.host import FakeHost
 from fakes.kernel import CHANGING, DECIDING, LOOKING, FakeKernel
 from fakes.lvm import FakePool
 from model import operations as do
+from model import stopping
 from model.cases import AHEAD, CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine, behind, try_soon
@@ -174,19 +176,24 @@ def varies(name: str) -> bool:
 
 LONG = (pytest.mark.long,)
 HOW = [
-    # Given up in the end, too.
+    # Given up in the end, too; without `--every` at every other step at once.
     *((name, REPEATED) for name in CASES),
-    *(pytest.param(name, GIVEN_UP, marks=LONG if varies(name) else ()) for name in CASES),
+    *(pytest.param(name, GIVEN_UP, marks=LONG) for name in CASES),
     *((name, REBOOTED) for name in CASES if name.startswith("stage") and "encrypted" in name),
 ]
 
 
+def is_repeated(how: str, step: int) -> bool:
+    """Whether a call that was killed at that step is repeated, or given up at once."""
+    return how == REBOOTED or (how == REPEATED and (chosen.every or step % 2 == 0))
+
+
 @pytest.mark.parametrize(("name", "how"), HOW)
 def test_a_killed_call_is_completed_or_undone(name: str, how: str, tmp_path: Path) -> None:
-    for trial in killed(CASES[name], tmp_path):
+    for step, trial in enumerate(killed(CASES[name], tmp_path)):
         if how == REBOOTED:
             reboot(trial.machine, trial.model)
-        if how != GIVEN_UP:
+        if is_repeated(how, step):
             trial.repeat()
         trial.undo()
 
@@ -231,7 +238,7 @@ def test_a_call_cut_off_by_its_deadline_at_any_command_succeeds_when_repeated(
     name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
-    for before in (True, False):
+    for before in (True, False) if chosen.every else (False,):
         for stop_at in itertools.count():
             trial = Trial(case, tmp_path / f"{stop_at}{before}")
             trial.machine.stop()
@@ -566,15 +573,15 @@ for _name, _arrangement in THIN.items():
     )
 
 
-@pytest.mark.parametrize("is_repeated", [True, False], ids=[REPEATED, GIVEN_UP])
+@pytest.mark.parametrize("how", [REPEATED, pytest.param(GIVEN_UP, marks=LONG)])
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=LONG if "writecache" in one else ()) for one in ROWS]
 )
 def test_a_killed_call_on_an_arranged_group_is_completed_or_undone(
-    name: str, is_repeated: bool, tmp_path: Path
+    name: str, how: str, tmp_path: Path
 ) -> None:
-    for trial in kills(ROWS[name], tmp_path):
-        if is_repeated:
+    for step, trial in enumerate(kills(ROWS[name], tmp_path)):
+        if is_repeated(how, step):
             assert not callable(trial.row.call)
             assert trial.machine.call(trial.row.call).code == "OK", trial.where
             trial.row.check(trial)
@@ -790,7 +797,8 @@ def kills_of_service(
     """Two nodes after one's service was killed at each step of `act`, and started again."""
     for step in itertools.count():
         ended = False
-        for is_before in (True, False):
+        # Before the next step it is as after this one.
+        for is_before in (True, False) if stopping.kills_after_each else (True,):
             with two_nodes(directory / f"{step}{is_before}", layout) as made:
                 prepare(made)
                 node = getattr(made, who)
