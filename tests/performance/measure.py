@@ -69,6 +69,8 @@ _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
 _IDLE_SECONDS = 20.0
+# The kernel counts in hundredths of a second, and limits are checked each ten seconds.
+_IDLE_LIMITED_SECONDS = 60.0
 
 # A name and what it does.
 Question = tuple[str, Callable[[], object]]
@@ -156,7 +158,7 @@ class Pass:
                 full, idle_percent = self._beside_snapshots(own)
                 yield from rows.of_snapshots(empty, full, idle_percent)
             if self._limit.left_seconds():
-                yield from rows.of_value(rows.IDLE_LIMITED, [self._beside_limited(own)])
+                yield from self._beside_limited(own)
         yield from rows.of_value(rows.START, self._starts)
 
     def _counted(self) -> Samples:
@@ -308,22 +310,28 @@ class Pass:
                 samples.time(rows.CAPACITY, carver.client.capacity, time.monotonic)
             return samples, carver.busy_percent(_IDLE_SECONDS)
 
-    def _beside_limited(self, own: Group) -> float:
-        """How busy a service is by itself that has many volumes in use limited."""
-        self._say(f"{rows.LIMITED} volumes with limits")
+    def _beside_limited(self, own: Group) -> Iterator[Row]:
+        """How busy a service is by itself with many volumes in use; and once they are limited."""
+        self._say(f"{rows.LIMITED} volumes in use, without limits and with")
         own.fill(rows.LIMITED)
-        bare.run("lvchange", "--addtag", "carver.readIOPS=1000", "--", group.NAME)
         with pods.pod(pods.SYSTEMD), self._served() as carver, contextlib.ExitStack() as in_use:
-            for volume in carver.client.volumes():
+            volumes = carver.client.volumes()
+            for volume in volumes:
                 place = self._place / volume.volume_id.rpartition("/")[2]
                 staging, target = f"{place}-staging", f"{place}-target"
                 carver.client.stage(volume, staging, block())
                 in_use.callback(carver.client.unstage, volume.volume_id, staging)
                 carver.client.publish(volume, staging, target, block())
                 in_use.callback(carver.client.unpublish, volume.volume_id, target)
+            carver.settle()
+            before = carver.busy_percent(_IDLE_LIMITED_SECONDS)
+            for volume in volumes:
+                carver.client.modify(volume.volume_id, {"carver/readIOPS": "1000"})
             assert len(Cgroups().limits()) == rows.LIMITED
             carver.settle()
-            return carver.busy_percent(_IDLE_SECONDS)
+            limited = carver.busy_percent(_IDLE_LIMITED_SECONDS)
+        yield from rows.of_value(rows.IDLE_IN_USE, [before])
+        yield from rows.of_value(rows.IDLE_LIMITED, [limited - before])
 
     def _live(self, client: Client, name: str, samples: Samples, guard: threading.Lock) -> None:
         life = Life(client, name, self._place)

@@ -79,7 +79,8 @@ AMONG_SNAPSHOTS = f"{CAPACITY}: growth from 0 to {SNAPSHOTS} snapshots"
 IDLE = f"processor of an idle service beside {SNAPSHOTS} snapshots"
 # In use, with limits of I/O, whose pods are idle.
 LIMITED = 200
-IDLE_LIMITED = f"processor of an idle service beside {LIMITED} volumes with limits"
+IDLE_IN_USE = f"processor of an idle service beside {LIMITED} volumes in use"
+IDLE_LIMITED = f"what it takes more where these {LIMITED} have limits"
 
 EXISTING = (100, 400)
 GROWING = (CREATE, STAGE, CAPACITY)
@@ -153,6 +154,7 @@ PROMISES = (
     ),
     Promise(AMONG_SNAPSHOTS, "the same without any", target=2),
     Promise(IDLE, unit="%", target=3, before=_once(10)),
+    Promise(IDLE_IN_USE, unit="%"),
     Promise(IDLE_LIMITED, unit="%", target=1),
     Promise(PROBE, unit="ms", before=_once(450)),
     Promise(PROBE_COMMANDS, unit="commands", target=0, before=_once(1)),
