@@ -53,9 +53,11 @@ class Served:
 
     def busy_percent(self, seconds: float) -> float:
         """What of one processor it takes, with all its threads and programs, in so long."""
-        before = sum(self._worked().values())
+        before = self._worked()
         time.sleep(seconds)
-        return 100 * (sum(self._worked().values()) - before) / seconds
+        # A session that rests has ended.
+        worked = [now - before.get(one, 0.0) for one, now in self._worked().items()]
+        return 100 * sum(worked) / seconds
 
     def settle(self) -> None:
         """Wait until it is idle: background work, and the refresh after a bare command's change.
