@@ -27,7 +27,10 @@ class StillRunning(CommandError):
 
 
 class NoSpace(CommandFailed):
-    """The group has too few free extents. A kind of this derives from it, as growth catches it."""
+    """The group has too few free extents.
+
+    A kind of this derives from it: growth catches it, and says its sentence.
+    """
 
 
 class MetadataFull(CommandFailed):

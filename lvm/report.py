@@ -132,6 +132,7 @@ class Group:
     extent_size_bytes: int
     tags: frozenset[str]
     missing_disks: int
+    # Missing ones included.
     disks: tuple[PhysicalVolume, ...] = ()
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
     # What lvm2 keeps for the repair of pools' metadata, and the UUIDs of the disks that it is on.

@@ -36,7 +36,10 @@ def _kind(in_stat: str, in_max: str) -> Any:
 
 @dataclass(frozen=True)
 class IoCount:
-    """What the pods did on a device since it is there; a further kind is a row."""
+    """What the pods did on a device since it is there.
+
+    A further kind is a row, if the kernel limits it: it refuses what io.max has not.
+    """
 
     read_bytes: int = _kind("rbytes", "rbps")
     write_bytes: int = _kind("wbytes", "wbps")

@@ -47,7 +47,8 @@ class FileSystem:
 
     `mount_options` are the file system's own (a word that ends in "=" takes a value);
     `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
-    counters are of the disk or of the structures (`errors_of_medium`); see kernel.error_counters.
+    counters are of the disk or of the structures (`errors_of_medium`);
+    one that kernel.error_counters does not know has none.
     """
 
     program: str

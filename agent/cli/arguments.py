@@ -303,8 +303,9 @@ def add_trace(commands: Commands) -> None:
         commands,
         "trace",
         "show the slowest of the last calls, with what each waited for and its steps",
-        lambda service, given: service.show_slowest(given.most, as_json=given.json),
+        lambda service, given: service.show_slowest(given.most, given.method, as_json=given.json),
         Argument("--most", type=int, default=10, metavar="N", help="so many; else 10"),
+        Argument("--method", default="", help="only of this one, such as NodeStageVolume"),
         JSON,
     )
 

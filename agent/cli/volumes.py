@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 # The pause between retries; each call waits some seconds for a copy by itself.
 _AGAIN_SECONDS = 1.0
+# More calls than any service keeps.
+_EVERY_CALL = 1 << 30
 # How often the progress of a repair is polled, and the codes after which it is polled again.
 _LOOK_SECONDS = 2.0
 _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -337,9 +339,10 @@ class VolumeVerbs:
         self.caller.delete_snapshot(snapshot.snapshot_id)
         print(f"{name} is deleted")
 
-    def show_slowest(self, most: int, *, as_json: bool) -> None:
-        """Show the slowest of the last calls, each with its steps."""
-        calls = self.caller.slowest_calls(most).calls
+    def show_slowest(self, most: int, method: str = "", *, as_json: bool) -> None:
+        """Show the slowest of the last calls, or of those of one method, each with its steps."""
+        found = self.caller.slowest_calls(_EVERY_CALL if method else most).calls
+        calls = [one for one in found if method in ("", one.method)][:most]
         if as_json:
             as_dict = partial(
                 MessageToDict,

@@ -106,7 +106,10 @@ class ErasePolicy:
         return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED
 
     def _ways(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
-        """The ways by which a device is zeroed, each where the one before was not proved."""
+        """The ways by which a device is zeroed, each where the one before was not proved.
+
+        Only WRITES overwrites for certain: a device may do the others by forgetting the blocks.
+        """
         if purpose is Purpose.PARTIAL:
             return [By.WRITES]
         default = self._kernel.zeroing(device, stack)

@@ -131,6 +131,8 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
             text = capsys.readouterr().out
             shown.show_slowest(1, as_json=True)
             [slowest] = json.loads(capsys.readouterr().out)
+            shown.show_slowest(1, "CreateVolume", as_json=True)
+            [of_method] = json.loads(capsys.readouterr().out)
             with pytest.raises(grpc.RpcError, match="most"):
                 client.slowest_calls(0)
     finally:
@@ -143,6 +145,7 @@ def test_a_call_s_steps_are_kept_logged_on_debug_and_shown_by_carver_trace(
     assert created.seconds >= sum(one.seconds for one in created.steps)
     lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
     assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
+    assert of_method["method"] == "CreateVolume"
     assert " CreateVolume " in text
     assert ": program lvm lvcreate " in text
     assert slowest["steps"]
