@@ -3,6 +3,7 @@
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
 import agent  # isort: skip
 
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if any(one.name in marks for one in item.iter_markers())]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """As in the service, Python's collector looks seldom, and not at what is there for good."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 20, 20)
 
 
 @pytest.fixture
