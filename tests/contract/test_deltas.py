@@ -150,7 +150,11 @@ def require_backups_hold_all(disk: Disk) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    chosen.kinds([*LAYOUTS, *(f"{SEALED}{name}" for name in LAYOUTS)], usual=["sealed-thin"]),
+    chosen.kinds(
+        [*LAYOUTS, *(f"{SEALED}{name}" for name in LAYOUTS)],
+        usual=["sealed-thin"],
+        fast=["linear", "sealed-raid1", "striped"],
+    ),
 )
 @pytest.mark.timeout(7200)
 def test_random_histories_are_reported_to_the_block(

@@ -347,6 +347,7 @@ def test_a_stopped_move_continues_after_its_snapshot_overflowed(
     chosen.kinds(
         [*LAYOUTS, *(f"{histories.SEALED}{one}" for one in LAYOUTS)],
         usual=["sealed-thin"],
+        fast=["raid1", "sealed-linear", "striped"],
     ),
 )
 @pytest.mark.timeout(7200)
