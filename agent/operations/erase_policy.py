@@ -54,8 +54,9 @@ class ErasePolicy:
 
     Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
     in part, and a thin pool keeps its chunks' data. `_ways` says which of the kernel's ways are
-    taken, `pieces` proves them. The last piece (agent/core/pace.py) ends with fsync(2): a power
-    loss after the extents are free does not bring the data back. What lies on a missing disk waits
+    taken, `pieces` proves them. Each piece ends with fsync(2) (agent/core/pace.py): a power loss
+    after the extents are free does not bring the data back, and a piece is on the disk before the
+    next begins. What lies on a missing disk waits
     for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
     the free extents are zeroed before they are reused (mark_for_erase). A LUKS header is zeroed
     first whatever the setting, and all of it read back (agent/core/luks_devices.py, a floor below).
