@@ -317,9 +317,12 @@ def test_a_node_keeps_its_groups_while_its_pod_is_replaced(in_cluster: Run) -> N
         address = await first.start(cluster.authority, cluster._directory / "node")
         cluster.addresses[first.name] = address
         cluster.write(*cluster.addresses)
+        # Until it has said which groups it has.
+        first.answers.clear()
         await cluster.controller.look()
         code, _ = await cluster.refused(0)
         assert code is grpc.StatusCode.UNAVAILABLE
+        first.answers.set()
         await cluster.ask()
         assert await cluster.get(0) == first.name
 
