@@ -7,9 +7,8 @@ and how large they are, is the setting `background_bandwidth`.
 `auto` looks at the disks below the device before each piece (mount/disk_load.py). Between pieces
 none of the group's background I/O is on its way, so what is in flight then, or was completed since
 the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
-is followed by a pause twice as long: others wait little, and the work keeps a third of
-the disks' time. What was written is flushed within its turn, or others' next fsync(2) would pay for
-it.
+is followed by a pause twice as long: others wait little, and the work keeps a third of the disks'
+time. What was written is flushed within its turn, or others' next fsync(2) would pay for it.
 
 A program that does the work itself, as cryptsetup does, runs for slices of time, each as long as a
 piece takes it, and is stopped between them. What it did counts, which may be more.

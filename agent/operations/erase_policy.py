@@ -34,6 +34,7 @@ class Purpose(enum.Enum):
     NEW = enum.auto()
     # A volume, pool or free extent that was deleted.
     DELETED = enum.auto()
+    # A deleted volume whose data were encrypted; no setting has it discarded.
     ENCRYPTED = enum.auto()
     # A deleted volume that lacks disks: each write shows whether that extent can be reached.
     PARTIAL = enum.auto()
@@ -56,10 +57,10 @@ class ErasePolicy:
     in part, and a thin pool keeps its chunks' data. `_ways` says which of the kernel's ways are
     taken, `pieces` proves them. Each piece ends with fsync(2) (agent/core/pace.py): a power loss
     after the extents are free does not bring the data back, and a piece is on the disk before the
-    next begins. What lies on a missing disk waits
-    for that disk, or until an operator gives it up (tag `givenUp`); then the group is tagged, and
-    the free extents are zeroed before they are reused (mark_for_erase). A LUKS header is zeroed
-    first whatever the setting, and all of it read back (agent/core/luks_devices.py, a floor below).
+    next begins. What lies on a missing disk waits for that disk, or until an operator gives it up
+    (tag `givenUp`); then the group is tagged, and the free extents are zeroed before they are
+    reused (mark_for_erase). A LUKS header is zeroed first whatever the setting, and all of it read
+    back (agent/core/luks_devices.py, a floor below).
     """
 
     def __init__(self, config: Config, kernel: Kernel) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+import manifest
 
 NAMESPACE = "k8s.io"
 NAME = "carver-pod"
@@ -147,8 +147,5 @@ class Pod:
             yield f"type=bind,src={source},dst={place},options=rbind:{propagation}:{access}"
 
 
-def of(manifest: Path) -> Pod:
-    found = [one for one in yaml.safe_load_all(manifest.read_text()) if one]
-    [daemon_set] = [one for one in found if one["kind"] == "DaemonSet"]
-    [files] = [one["data"] for one in found if one["kind"] == "ConfigMap"]
-    return Pod(daemon_set["spec"]["template"]["spec"], files)
+def of(path: Path) -> Pod:
+    return Pod(manifest.node_pod(path), manifest.the(path, "ConfigMap")["data"])

@@ -1,8 +1,11 @@
-"""Every error class of Carver."""
+"""Every error class of Carver, and its gRPC code."""
+
+import grpc
 
 import agent.core.errors
 import lvm.errors
 import mount.errors
+from agent.core import codes
 
 EVERY: tuple[type[Exception], ...] = tuple(
     one
@@ -10,3 +13,8 @@ EVERY: tuple[type[Exception], ...] = tuple(
     for one in vars(module).values()
     if isinstance(one, type) and issubclass(one, Exception) and one.__module__ == module.__name__
 )
+
+
+def code_of(kind: type[Exception]) -> grpc.StatusCode:
+    """The code of an error of this class, whatever it says."""
+    return codes.code_of(kind.__new__(kind))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 import kubernetes_validate
+import manifest
 import pytest
-import yaml
 from cluster import checks, installation, objects, run, site
 from cluster.kubectl import Kubectl, Object, Refused
 from fakes import cluster as fake_cluster
@@ -287,8 +287,8 @@ def test_checks_name_what_the_cluster_lacks(
 def test_a_cluster_with_a_controller_is_found_by_its_manifest(
     cluster: FakeCluster, without: str
 ) -> None:
-    manifest = PROGRAM.parents[2] / "deploy" / "kubernetes" / "container-lvm2.yaml"
-    for one in yaml.safe_load_all(manifest.read_text()):
+    path = PROGRAM.parents[2] / "deploy" / "kubernetes" / "container-lvm2.yaml"
+    for one in manifest.objects(path):
         about = one["metadata"]
         if one["kind"] in {"DaemonSet", "Deployment"}:
             pod = one["spec"]["template"]["spec"]

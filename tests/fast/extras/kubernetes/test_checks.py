@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import api_server
+import manifest
 import pytest
-import yaml
 from api_server import ApiServer, Object, kubeconfig
 
 from agent.cli import main as cli
@@ -108,8 +108,7 @@ def test_with_carver_s_controller_the_snapshot_controller_needs_no_flag(
     code: int,
     verdict: str,
 ) -> None:
-    manifest = ROOT / "deploy" / "kubernetes" / "container-lvm2.yaml"
-    [own] = [one for one in yaml.safe_load_all(manifest.read_text()) if one["kind"] == "Deployment"]
+    own = manifest.the(ROOT / "deploy" / "kubernetes" / "container-lvm2.yaml", "Deployment")
     cluster.add(DEPLOYMENTS, "carver-controller", metadata=own["metadata"], spec=own["spec"])
     cluster.run_controller(*arguments)
     file = kubeconfig(tmp_path / "kubeconfig", cluster.url)
