@@ -7,7 +7,7 @@ choice left, and the arithmetic is exact.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from lvm import raid
@@ -124,7 +124,7 @@ class Layout:
         what a volume is grown and repaired by is in the first. 0.2.0 took such a one for linear.
         """
         kind, *numbers = (text or str(LINEAR)).split(":")
-        return cls(kind, *map(int, numbers[: len(fields(cls)) - 1]))
+        return cls(kind, *map(int, numbers[: len(cls.__match_args__) - 1]))
 
 
 LINEAR = Layout()

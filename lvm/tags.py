@@ -9,7 +9,7 @@ PREFIX = "carver."
 
 # lvm(8): a tag is made of these and has at most 1024 characters.
 MAXIMUM_LENGTH = 1024
-_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-/=!:#")
+_OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 # Those of each volume are asked for in each call, and change seldom.
 _KEPT = 10_000
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
@@ -17,7 +17,7 @@ _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 
 def escape(text: str) -> str:
     """Text as a tag may hold it: any other byte of its UTF-8 becomes `&` and two hex digits."""
-    return "".join(chr(byte) if byte in _PLAIN else f"&{byte:02x}" for byte in text.encode())
+    return _OTHER.sub(lambda found: "".join(f"&{byte:02x}" for byte in found[0].encode()), text)
 
 
 def unescape(text: str) -> str:

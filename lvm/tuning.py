@@ -104,7 +104,7 @@ class Tuning:
     @property
     def is_limited(self) -> bool:
         """Whether it limits I/O."""
-        return any(one.tag and self._said().get(one.part) for one in SETTINGS)
+        return bool(_LIMITS & {key for key, value in vars(self).items() if value})
 
     def io_max(self, size_bytes: int) -> IoMax:
         """The limits of a volume of that size."""
@@ -189,6 +189,7 @@ SETTINGS: Sequence[Setting] = (
 )
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 COLUMNS = tuple(one.column for one in SETTINGS if one.column)
+_LIMITS = {one.part for one in SETTINGS if one.tag}
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:

@@ -27,13 +27,19 @@ _BUSY_SECONDS = 0.1
 Bytes = bytes | memoryview
 
 
-@contextmanager
-def closing(descriptor: int) -> Iterator[None]:
-    """Close it in the end."""
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+class closing:  # noqa: N801 - as contextlib.closing
+    """Close a descriptor in the end. Not by a generator: a call opens some twenty."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
 
 
 def open_exclusively(device: str, directory: int | None = None, mode: int = os.O_WRONLY) -> int:

@@ -263,15 +263,12 @@ class Kernel(DiskLoads, Growth):
 
     # Places, and how mounts come to be there
 
-    @contextmanager
-    def _at(self, path: str) -> Iterator[int]:
+    def _at(self, path: str) -> blocks.closing:
         """A descriptor (O_PATH) of what is at the path; ELOOP for a link there or on the way."""
         try:
-            place = self._opened(path)
+            return blocks.closing(self._opened(path))
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
-        with blocks.closing(place):
-            yield place
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:

@@ -171,6 +171,7 @@ def _word(path: str, end: str = " ") -> str:
 
 def _parse_line(line: str) -> Mount:
     fields = line.split(" ")
+    decoded = _decoded if "\\" in line else str
     try:
         separator = fields.index("-", 6)
         fs_type, source, super_options = fields[separator + 1 : separator + 4]
@@ -179,13 +180,13 @@ def _parse_line(line: str) -> Mount:
             mount_id=int(fields[0]),
             parent_id=int(fields[1]),
             device=(int(major), int(minor)),
-            root=_decoded(fields[3]),
-            path=_decoded(fields[4]),
+            root=decoded(fields[3]),
+            path=decoded(fields[4]),
             options=tuple(fields[5].split(",")),
             propagation=tuple(fields[6:separator]),
-            fs_type=_decoded(fs_type),
-            source=_decoded(source),
-            super_options=tuple(_decoded(option) for option in super_options.split(",")),
+            fs_type=decoded(fs_type),
+            source=decoded(source),
+            super_options=tuple(map(decoded, super_options.split(","))),
         )
     except ValueError as error:
         raise ValueError(f"not a line of mountinfo: {line!r}") from error

@@ -7,6 +7,7 @@ changes the mode of what exists, or removes anything that holds data.
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from mount.kernel import Kernel
 
 _PATH_MAX_BYTES = 4095  # PATH_MAX of <linux/limits.h> counts the closing NUL
 _NAME_MAX_BYTES = 255
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIRECTORY_MODE = 0o750
 _FILE_MODE = 0o640
 
@@ -24,7 +26,7 @@ def check(path: str) -> str:
     """`path` itself, if it is absolute, normalised, printable and short enough; else BadPath."""
     if not path.startswith("/"):
         raise errors.BadPath(path, "is not absolute")
-    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
+    if _CONTROL.search(path):
         raise errors.BadPath(path, "holds control characters")
     if path == "/" or path != os.path.normpath(path) or path.startswith("//"):
         raise errors.BadPath(path, "is not normalised")
@@ -34,7 +36,7 @@ def check(path: str) -> str:
         raise errors.BadPath(path, "is not valid UTF-8") from error
     if len(encoded) > _PATH_MAX_BYTES:
         raise errors.BadPath(path, f"is longer than {_PATH_MAX_BYTES} bytes")
-    if any(len(name) > _NAME_MAX_BYTES for name in encoded.split(b"/")):
+    if max(map(len, encoded.split(b"/"))) > _NAME_MAX_BYTES:
         raise errors.BadPath(path, f"has a part longer than {_NAME_MAX_BYTES} bytes")
     return path
 

@@ -120,7 +120,7 @@ class Interceptor(grpc.ServerInterceptor):
                 with (
                     trace.within(made),
                     command.time_limit(_remaining_seconds(context)),
-                    self._admission.call(_group(request)),
+                    self._admission.call(_group(made.volume, request)),
                 ):
                     response = behaviour(request, context)
             except Exception as error:
@@ -137,7 +137,7 @@ class Interceptor(grpc.ServerInterceptor):
             made = Trace(method, _subject(request))
             try:
                 with (
-                    shares.one(_group(request) or ""),
+                    shares.one(_group(made.volume, request) or ""),
                     closing(self._answers(made, behaviour, request, context)) as answers,
                 ):
                     yield from answers
@@ -252,12 +252,15 @@ def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> 
 
 def _subject(request: Message) -> str:
     """The id or the name that a call is about, if it is about one."""
-    return next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), "")
+    for field in _SUBJECTS:
+        if found := getattr(request, field, ""):
+            return str(found)
+    return ""
 
 
-def _group(request: Message) -> str | None:
+def _group(subject: str, request: Message) -> str | None:
     """The group of the volume that a call names: "" where that is not known, None for no volume."""
-    found = VolumeId.parse(_subject(request))
+    found = VolumeId.parse(subject)
     if found is not None:
         return found.group
     return "" if getattr(request, "volume_id", "") else None
