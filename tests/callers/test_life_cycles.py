@@ -173,6 +173,7 @@ def test_pods_run_on_after_a_restart(
     end(cluster, machine)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("of", chosen.kinds(("snapshot", "clone"), usual=["snapshot"]))
 def test_a_claim_is_made_of_another_larger_than_it(
     of: str, cluster: Cluster, machine: Machine
@@ -230,6 +231,7 @@ def test_a_volume_attributes_class_changes_a_volume_or_marks_its_claim(
     end(cluster, machine)
 
 
+@pytest.mark.variation
 def test_a_group_snapshot_is_taken_asked_for_again_and_deleted(
     cluster: Cluster, machine: Machine
 ) -> None:
@@ -286,7 +288,9 @@ def health(machine: Machine, claim: Claim) -> dict[str, str]:
     return {one.reason: one.message for one in found.health_statuses}
 
 
-@pytest.mark.parametrize("running", [True, False], ids=["its pod runs", "it has no pod"])
+@pytest.mark.parametrize(
+    "running", chosen.kinds([True, False], usual=[True]), ids=["its pod runs", "it has no pod"]
+)
 @pytest.mark.parametrize("kind", chosen.kinds(["plain", "thin", "raw", "two pods"], usual=["thin"]))
 def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_made_smaller(
     kind: str, running: bool, cluster: Cluster, machine: Machine

@@ -79,6 +79,7 @@ def test_where_kubelets_directory_is_seen_twice_a_volume_has_one_target(
         host.kernel.unmount(str(twin))
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["block"]))
 def test_every_combination_gives_the_code_that_is_documented(
     client: Client, host: AnyHost, kind: str
@@ -208,9 +209,7 @@ class Origin:
         self.client.delete(self.volume.volume_id)
 
 
-@pytest.mark.parametrize(
-    "kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["ext4", "block"])
-)
+@pytest.mark.parametrize("kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["ext4"]))
 @pytest.mark.parametrize("storage", chosen.kinds(["plain", "thin", "encrypted"], usual=["plain"]))
 def test_pods_read_a_restored_claim_beside_the_writer_of_its_source(
     host: AnyHost, config: Config, kind: str, storage: str
@@ -248,6 +247,7 @@ def test_pods_read_a_restored_claim_beside_the_writer_of_its_source(
         assert not client.volumes()
 
 
+@pytest.mark.variation
 def test_a_claim_that_nothing_could_ever_write_needs_a_source(
     client: Client, host: AnyHost
 ) -> None:
@@ -327,6 +327,7 @@ def test_what_readers_have_grows_and_its_file_system_with_the_next_writer(
     client.unstage(volume.volume_id, staging)
 
 
+@pytest.mark.variation
 def test_readers_of_a_copy_whose_source_was_never_formatted_find_it_empty(
     client: Client, host: AnyHost
 ) -> None:

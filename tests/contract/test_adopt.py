@@ -98,7 +98,7 @@ def state(host: AnyHost, group: str) -> object:
     return {one.name: (one.uuid, one.tags, one.layout, one.ranges, one.active) for one in every}
 
 
-@pytest.mark.parametrize("kind", chosen.kinds(MADE, usual=["csi-driver-lvm, mirror", "topolvm"]))
+@pytest.mark.parametrize("kind", chosen.kinds(MADE, usual=["topolvm"]))
 def test_another_driver_s_volume_is_adopted_with_its_data(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str
 ) -> None:
@@ -153,6 +153,7 @@ def test_another_driver_s_volume_is_adopted_with_its_data(
     assert names(host, group) == set()
 
 
+@pytest.mark.variation
 def test_a_raw_volume_keeps_its_data_and_is_erased_when_it_is_deleted(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_an_inactive_volume_stays_inactive_until_it_is_staged(
     assert host.devices.find(group, "vol-data") is not None
 
 
+@pytest.mark.variation
 def test_a_thin_volume_in_its_class_s_pool_is_adopted(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -282,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[AnyHost, str], object], dict[str, object], st
 }
 
 
-@pytest.mark.parametrize("kind", chosen.kinds(REFUSED, usual=["encrypted", "snapshot", "thin"]))
+@pytest.mark.parametrize("kind", chosen.kinds(REFUSED, usual=["encrypted"]))
 def test_what_cannot_be_adopted_stays_as_it_is(
     client: Client, host: AnyHost, group: str, kind: str
 ) -> None:
@@ -319,6 +321,7 @@ def test_what_is_in_use_is_neither_adopted_nor_given_back(
     assert names(host, group) == {"data"}
 
 
+@pytest.mark.variation
 def test_an_undone_adoption_leaves_the_volume_as_it_was(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -341,6 +344,7 @@ def test_an_undone_adoption_leaves_the_volume_as_it_was(
     assert state(host, group) == before
 
 
+@pytest.mark.variation
 def test_what_carver_made_is_neither_adopted_nor_given_back(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
@@ -352,6 +356,7 @@ def test_what_carver_made_is_neither_adopted_nor_given_back(
     assert state(host, group) == before
 
 
+@pytest.mark.variation
 def test_a_name_that_is_taken_is_taken_by_no_other(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
@@ -365,7 +370,7 @@ def test_a_name_that_is_taken_is_taken_by_no_other(
         client.undo_adopt(asked(group, "pvc-1"))
 
 
-@pytest.mark.parametrize("undone", [False, True], ids=["adopt", "undo"])
+@pytest.mark.parametrize("undone", chosen.kinds([False, True], usual=[True]), ids=["adopt", "undo"])
 @pytest.mark.parametrize("step", chosen.kinds([0, 1], usual=[1]))
 def test_what_was_cut_off_goes_on_where_it_was(
     host: AnyHost, config: Config, group: str, undone: bool, step: int
@@ -402,6 +407,7 @@ def test_what_was_cut_off_goes_on_where_it_was(
         assert state(host, group) == adopted
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("undone", [False, True], ids=["adopt", "undo"])
 def test_either_call_goes_on_from_half_way(
     host: AnyHost, config: Config, group: str, undone: bool

@@ -87,7 +87,7 @@ def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> report.Logica
     return report.read(host.lvm).group(group).volume(name)
 
 
-@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["cache", "writecache"]))
+@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["cache"]))
 def test_a_cached_volume_lives_and_grows_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -172,6 +172,7 @@ def test_a_cache_size_that_cannot_be_is_refused(
         client.create("pvc-1", 40 * MIB, block(), parameters=parameters)
 
 
+@pytest.mark.variation
 def test_nothing_but_caches_lies_on_fast_disks(client: Client, host: AnyHost, group: str) -> None:
     fast = {disk.uuid for disk in report.read(host.lvm).group(group).disks if disk.fast}
     assert len(fast) == len(FAST)
@@ -205,6 +206,7 @@ def test_without_fast_disks_there_is_no_room_for_a_cache(
         client.create("pvc-2", MIB, block(), parameters={"class": "cache"})
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("kept", chosen.kinds(["parted", "never made"], usual=["parted"]))
 @pytest.mark.parametrize("name", chosen.kinds(["cache", "writecache"], usual=["writecache"]))
 def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
@@ -219,6 +221,7 @@ def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
     assert logical(host, group).layout == {name}
 
 
+@pytest.mark.variation
 def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -471,6 +474,7 @@ def test_snapshots_and_clones_share_the_pool_and_its_cache(
     client.delete(copy.volume_id)
 
 
+@pytest.mark.variation
 @EVERY
 def test_the_contents_of_a_pool_and_its_cache_are_overwritten_before_it_is_free(
     client: Client, host: AnyHost, group: str, name: str

@@ -74,7 +74,7 @@ def check_maximum(client: Client, size: int, kind: str, **more: str) -> None:
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid5", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid5"]))
 def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
     client: Client, host: AnyHost, group: str, name: str, free: None
 ) -> None:
@@ -139,7 +139,9 @@ def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["raid1", "raid5"], usual=["raid1"]))
-@pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "deleted"])
+@pytest.mark.parametrize(
+    "is_wanted", chosen.kinds([True, False], usual=[True]), ids=["created", "deleted"]
+)
 def test_a_half_made_raid_is_made_anew_or_deleted(
     client: Client, host: AnyHost, group: str, free: None, name: str, is_wanted: bool
 ) -> None:
@@ -162,6 +164,7 @@ def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
     check_maximum(client, maximum(client, name), name)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6"]))
 def test_a_volume_of_each_layout_grows_to_the_reported_room(
     client: Client, name: str, free: None
@@ -196,6 +199,7 @@ def test_capacity_create_and_growth_keep_the_reserve(client: Client) -> None:
     assert maximum(client, "linear") == 36 * EXTENT
 
 
+@pytest.mark.variation
 def test_a_storage_class_overrides_the_layout_of_its_class(
     client: Client, host: AnyHost, group: str, free: None
 ) -> None:
@@ -287,7 +291,9 @@ def test_a_raid_in_use_is_not_half_made_while_it_gets_images(
     assert not seen(first, second, layout="linear:1:0:0").is_half_made
 
 
-@pytest.mark.parametrize("is_wanted", [True, False], ids=["staged", "deleted"])
+@pytest.mark.parametrize(
+    "is_wanted", chosen.kinds([True, False], usual=[True]), ids=["staged", "deleted"]
+)
 def test_a_raid_with_active_parts_is_activated(
     client: Client, host: AnyHost, group: str, free: None, is_wanted: bool
 ) -> None:

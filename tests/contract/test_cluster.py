@@ -157,6 +157,7 @@ def test_changed_blocks_are_passed_on(two: Cluster) -> None:
     node.client.unstage(volume.volume_id, node.directory / "staging")
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("most", chosen.kinds([1, 2, 3, 0], usual=[2]))
 def test_a_list_has_each_volume_once_page_by_page(two: Cluster, most: int) -> None:
     made = {
@@ -209,6 +210,7 @@ def test_a_node_that_does_not_answer_costs_its_own_calls_only(two: Cluster) -> N
     assert "nodes that do not answer: a" in why
 
 
+@pytest.mark.variation
 def test_capacity_is_that_of_the_node_or_of_all(two: Cluster) -> None:
     def room(node: str = "") -> int:
         request = csi.GetCapacityRequest(volume_capabilities=[block()])
@@ -230,6 +232,7 @@ def test_capacity_is_that_of_the_node_or_of_all(two: Cluster) -> None:
     )
 
 
+@pytest.mark.variation
 def test_a_volume_that_may_be_anywhere_is_put_where_most_room_is_and_stays_there(
     two: Cluster,
 ) -> None:
@@ -242,12 +245,14 @@ def test_a_volume_that_may_be_anywhere_is_put_where_most_room_is_and_stays_there
     assert create(two, "pvc-2") == volume
 
 
+@pytest.mark.variation
 def test_a_full_node_is_refused_and_no_other_is_taken(two: Cluster) -> None:
     code, why = refused(lambda: create(two, "pvc-1", "a", size=1 << 40))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert why.startswith("node a: ")
 
 
+@pytest.mark.variation
 def test_an_id_that_none_can_have_is_answered_as_by_a_node(two: Cluster) -> None:
     two.client.delete("nonsense")
     code, _ = refused(lambda: two.client.volume("nonsense"))
@@ -256,6 +261,7 @@ def test_an_id_that_none_can_have_is_answered_as_by_a_node(two: Cluster) -> None
     assert (code, "volume_id: is required" in why) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+@pytest.mark.variation
 def test_without_a_certificate_no_call_reaches_a_node(two: Cluster) -> None:
     """As from a tenant's pod."""
     name = certificates.node_name("a", two.config.driver_name)
@@ -271,6 +277,7 @@ def test_without_a_certificate_no_call_reaches_a_node(two: Cluster) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.variation
 def test_only_the_controller_may_call_a_node(two: Cluster) -> None:
     strangers = {
         "another node": two.directory / "tls-b",
@@ -295,6 +302,7 @@ def test_only_the_controller_may_call_a_node(two: Cluster) -> None:
             assert code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
     shown = two.directory / "controller"
@@ -304,6 +312,7 @@ def test_only_tls_1_3_is_spoken(two: Cluster, newest: ssl.TLSVersion) -> None:
     clustered.require_only_tls_1_3(ours, newest, clustered.listener(two.nodes["a"]).port, name)
 
 
+@pytest.mark.variation
 def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> None:
     shown = Certificates.read(two.directory / "controller")
     name = certificates.node_name("a", two.config.driver_name)
@@ -316,6 +325,7 @@ def test_a_node_serves_the_controller_nothing_but_its_services(two: Cluster) -> 
             )
 
 
+@pytest.mark.variation
 def test_a_node_with_another_s_key_is_not_believed(two: Cluster) -> None:
     """Where a stolen key answers at the address of another node."""
     two.nodes_file.write_text(f'[nodes]\na = "{two.address("b")}"\n')
@@ -376,6 +386,7 @@ def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two:
     two.client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("side", chosen.kinds(["controller", "tls-a"], usual=["tls-a"]))
 @pytest.mark.parametrize(
     "broken", chosen.kinds(["tls.key", "tls.crt", "ca.crt", "another's key"], usual=["tls.key"])
@@ -411,6 +422,7 @@ def test_files_that_are_broken_midway_change_nothing(
     assert [one.problem for one in two.controller.nodes] == ["", ""]
 
 
+@pytest.mark.variation
 def test_secrets_are_in_no_log_of_either_side(
     two: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +469,7 @@ def test_large_requests_and_slow_clients_hold_up_no_call(two: Cluster) -> None:
     two.client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_the_status_of_all_nodes_is_shown_and_printed_as_json(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

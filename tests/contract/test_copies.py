@@ -99,6 +99,7 @@ def test_restore_has_the_snapshot_s_data(
     assert made in client.volumes()
 
 
+@pytest.mark.variation
 def test_clone_has_the_source_s_data(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
@@ -131,6 +132,7 @@ def test_copy_to_another_class_and_group(
     assert host.read_bytes(device(host, where, "vol-copy-1"), 8 * MIB, 4096) == AFTER
 
 
+@pytest.mark.variation
 def test_zeroes_of_the_source_are_copied(
     client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
 ) -> None:
@@ -183,6 +185,7 @@ def test_copy_of_an_untagged_btrfs_has_its_own_id(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
+@pytest.mark.variation
 def test_copies_cost_no_more_commands_than_promised(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume, host: AnyHost
 ) -> None:
@@ -266,6 +269,7 @@ def test_another_file_system_is_refused(client: Client, host: AnyHost) -> None:
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
+@pytest.mark.variation
 def test_overflowed_snapshot_is_refused(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:

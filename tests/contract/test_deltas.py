@@ -254,6 +254,7 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
 HOURS = 3600.0
 
 
+@pytest.mark.variation
 @one_layout
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 0, 2], usual=[-2]))
 def test_a_step_of_the_clock_changes_no_delta(
@@ -286,6 +287,7 @@ def test_snapshots_of_one_moment_are_distinguished(
         changed(client, taken[2], taken[1])
 
 
+@pytest.mark.variation
 @one_layout
 @pytest.mark.parametrize("which", chosen.kinds(["older", "newer", "both"], usual=["both"]))
 def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
@@ -321,6 +323,7 @@ sealed = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.variation
 @sealed
 def test_blocks_of_an_encrypted_volume_are_those_that_its_user_reads(
     disk: Disk, client: Client, host: AnyHost
@@ -367,6 +370,7 @@ def test_blocks_of_an_encrypted_volume_are_those_that_its_user_reads(
     assert unlike(*held) & inside == blocks_of(wanted, len(disk.held))
 
 
+@pytest.mark.variation
 @sealed
 def test_another_passphrase_changes_no_block(disk: Disk, client: Client, host: AnyHost) -> None:
     disk.write(MIB, b"a" * 4096)
@@ -488,6 +492,7 @@ def require_released(disk: Disk) -> None:
 thin = pytest.mark.parametrize("layout", ["thin"])
 
 
+@pytest.mark.variation
 @thin
 def test_a_pool_s_metadata_snapshot_is_released_before_the_first_answer(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
@@ -530,6 +535,7 @@ def test_the_next_start_releases_what_a_kill_left(disk: Disk, active: bool, rese
     assert allocated_extents(disk, taken) == []
 
 
+@pytest.mark.variation
 @thin
 def test_a_snapshot_that_is_newer_than_what_is_reserved_is_read_by_a_reservation_of_its_own(
     disk: Disk,
@@ -763,6 +769,7 @@ def test_a_call_costs_what_the_design_says(disk: Disk, client: Client, layout: s
     assert started(disk) == [look, *activate, *activate, *read, *deactivate]
 
 
+@pytest.mark.variation
 @thin
 def test_a_failed_program_is_reported_and_nothing_stays_reserved(
     disk: Disk, host: AnyHost, monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ def test_all_of_the_capacity_can_be_claimed(client: Client) -> None:
         create(client, size=4 * MIB + free)
 
 
+@pytest.mark.variation
 def test_without_a_key_nothing_is_written(client: Client, box: Box) -> None:
     volume = create(client)
     device = box.logical()
@@ -163,6 +164,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("secrets", WRONG, ids=["one", "two"])
 def test_a_wrong_key_changes_nothing(box: Box, sealed: csi.Volume, secrets: dict[str, str]) -> None:
     device = box.logical()
@@ -356,6 +358,7 @@ def test_a_storage_class_may_encrypt_though_its_class_does_not(client: Client, b
     box.stage(volume, KEY)
 
 
+@pytest.mark.variation
 def test_an_inline_volume_is_encrypted_by_the_secret_of_its_pod(client: Client, box: Box) -> None:
     attributes = {"carver/class": "linear", "carver/size": "48MiB"}
     with expect.code("INVALID_ARGUMENT", "there is no key"):

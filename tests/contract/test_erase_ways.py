@@ -36,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Sequence[By]]] = {
     },
 }
 CASES = [f"{kind}: {wipe}" for kind, ways in WAYS.items() for wipe in ways]
-USUAL = ["false LBPRZ: discard", "no write zeroes: zero"]
+USUAL = ["false LBPRZ: discard"]
 
 
 class Asked:
@@ -121,7 +121,7 @@ class TestLayouts:
         classes = configured.classes(group, LAYOUTS)
         return configured.carver(tmp_path, group, wipe="discard", classes=classes)
 
-    @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid1", "thin"]))
+    @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid1"]))
     def test_a_deleted_volume_does_not_show(
         self,
         client: Client,

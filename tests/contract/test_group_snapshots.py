@@ -215,6 +215,7 @@ def test_volumes_of_its_snapshots(
         assert number_of(host, device(host, group, f"vol-new-{index}")) == 7
 
 
+@pytest.mark.variation
 def test_mounted_volumes_can_be_written_afterwards(
     client: Client, host: AnyHost, service: Service, group: str
 ) -> None:
@@ -522,6 +523,7 @@ class TestThin:
         thin = DeviceClass("thin", group, layout=Layout("thin"), pool=Policy(), default=True)
         return replace(config, classes=(thin,))
 
+    @pytest.mark.variation
     def test_snapshots_of_active_volumes_are_copy_on_write(
         self, client: Client, pair: list[str], host: AnyHost, group: str
     ) -> None:

@@ -142,6 +142,7 @@ def test_a_vgcreate_that_was_killed_half_way_is_finished(
     assert disks(lvm, name) == sorted(devices)
 
 
+@pytest.mark.variation
 def test_a_device_that_is_listed_later_is_reported_and_not_added(
     host: AnyHost, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_group_that_cannot_be_made_leaves_the_others_alone(
     assert "holds ext4" in refusal(lvm, laid, f"{name}-bad")
 
 
+@pytest.mark.variation
 def test_listed_devices_are_marked_as_fast_once(host: AnyHost, tmp_path: Path, name: str) -> None:
     slow, fast = host.new_device(DISK), host.new_device(DISK)
     config = of_devices(tmp_path, name, slow, fast)

@@ -130,6 +130,7 @@ def test_limits_hold_as_long_as_a_volume_is_in_use_anywhere(
     assert not host.cgroups.limits()
 
 
+@pytest.mark.variation
 def test_a_raw_volume_that_is_published_nowhere_is_not_limited(
     client: Client, host: AnyHost
 ) -> None:
@@ -176,6 +177,7 @@ def test_one_command_changes_limits_and_none_repeats_them(
     assert (found["readIOPS"], found.get("writeIOPS")) == ("300", None)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("kind", chosen.kinds(["mounted", "encrypted"], usual=["mounted"]))
 def test_limits_for_each_gib_grow_with_the_volume(
     kind: str, client: Client, host: AnyHost, service: Service

@@ -63,6 +63,7 @@ def test_a_group_that_carver_makes_has_room_for_as_many_volumes_as_it_has_extent
         assert groups.text_percent(group) < 1
 
 
+@pytest.mark.variation
 def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
     host: AnyHost, group: str, client: Client, service: Service, filled: Callable[[int], None]
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_deletion_never_wants_room_for_the_text(
     expect.soon(lambda: not report.read(host.lvm).group(group).volumes)
 
 
+@pytest.mark.variation
 def test_there_is_room_again_when_volumes_were_deleted(
     host: AnyHost, group: str, client: Client
 ) -> None:

@@ -60,7 +60,13 @@ class Shop(Use):
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["plain", "secret"], usual=["secret"]))
-@pytest.mark.parametrize("flags", [ENDS, GOES_ON], ids=["turns read-only", "goes on"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(ENDS, id="turns read-only"),
+        pytest.param(GOES_ON, id="goes on", marks=pytest.mark.variation),
+    ],
+)
 def test_the_next_pod_has_a_checked_file_system(
     client: Client, host: AnyHost, group: str, name: str, flags: list[str]
 ) -> None:
@@ -123,6 +129,7 @@ def test_lost_contents_are_never_formatted_again(client: Client, host: AnyHost, 
     assert not table.read(host.kernel).at(str(shop.staging))
 
 
+@pytest.mark.variation
 def test_an_unstaged_volume_is_not_published(client: Client, host: AnyHost, group: str) -> None:
     shop = Shop(client, host, group, ENDS)
     shop.fail()

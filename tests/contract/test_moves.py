@@ -201,6 +201,7 @@ def require_arrived(here: Node, there: Node) -> None:
     assert there.content("vol-db") == content
 
 
+@pytest.mark.variation
 def test_the_volume_cannot_be_used_during_the_last_round(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:

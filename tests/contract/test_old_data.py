@@ -83,6 +83,7 @@ def test_new_volume_has_no_old_data(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"], fast=["raid5"]))
 def test_deleted_data_do_not_show_in_a_new_volume(
     client: Client, host: AnyHost, group: str, name: str, whole: None

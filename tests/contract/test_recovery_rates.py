@@ -53,6 +53,7 @@ def create(client: Client, name: str = "a", **rates: str) -> csi.Volume:
     return client.create(name, SIZE, block(), mutable=mutable)
 
 
+@pytest.mark.variation
 def test_a_new_raid_has_the_bound_by_the_same_command(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -68,13 +69,13 @@ def test_a_new_raid_has_the_bound_by_the_same_command(
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
-        ({"maximum": "2MiB"}, rates(2048, 0)),
-        ({"maximum": "3MiB"}, rates(3072, 0)),
+        pytest.param({"maximum": "2MiB"}, rates(2048, 0), marks=pytest.mark.variation),
+        pytest.param({"maximum": "3MiB"}, rates(3072, 0), marks=pytest.mark.variation),
         ({"maximum": "4MiB"}, rates(4096, BOUND)),
-        ({"minimum": "1MiB"}, rates(0, BOUND, 1024)),
+        pytest.param({"minimum": "1MiB"}, rates(0, BOUND, 1024), marks=pytest.mark.variation),
         # A minimum is what it is to have in any case.
         ({"minimum": "4MiB", "maximum": "8MiB"}, rates(8192, 4096, 4096)),
-        ({"minimum": "4MiB"}, rates(0, 4096, 4096)),
+        pytest.param({"minimum": "4MiB"}, rates(0, 4096, 4096), marks=pytest.mark.variation),
     ],
 )
 def test_of_a_volumes_own_maximum_and_the_bound_the_lower_holds(
@@ -120,6 +121,7 @@ def test_a_start_has_recovery_keep_to_the_setting_as_it_is_then(
             assert "lvchange" not in lvm2_commands(host)
 
 
+@pytest.mark.variation
 def test_volumes_that_are_alike_are_changed_by_one_command(
     client: Client, host: AnyHost, config: Config
 ) -> None:

@@ -415,6 +415,7 @@ def test_a_killed_re_encryption_is_recovered_and_continues(
     assert not box.header("vol-copy").is_reencrypting
 
 
+@pytest.mark.variation
 def test_one_killed_between_its_last_writes_is_ended_without_cryptsetup(
     client: Client, box: Box, service: Service, source: csi.Volume
 ) -> None:

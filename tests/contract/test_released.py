@@ -61,6 +61,7 @@ def client(host: AnyHost, group: str, tmp_path: Path) -> Iterator[Client]:
         yield caller
 
 
+@pytest.mark.variation
 def test_each_volume_is_known_by_what_kubernetes_keeps_of_it(
     client: Client, kept: dict[str, Any]
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_disk_that_is_too_small_or_in_use_is_refused(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_whole_volume_is_left_alone(client: Client, group: str) -> None:
     for name in ("linear", "raid1", "thin"):
         volume = client.create(f"pvc-{name}", SIZE, block(), parameters={"class": name})

@@ -96,6 +96,7 @@ def used(request: pytest.FixtureRequest, client: Client, host: AnyHost, config: 
     return made
 
 
+@pytest.mark.variation
 def test_a_key_rotates_while_the_volume_stays_staged(used: Used) -> None:
     """A Deployment's rollout: the new pod comes before the old one goes, so nothing is unstaged."""
     used.publish("b", BOTH)
@@ -162,9 +163,10 @@ def test_a_new_volume_records_the_generation_of_its_key(
     assert used.own_tags() == ({"keyGeneration": "first"} if named else {})
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     "previous",
-    [pytest.param({}, marks=pytest.mark.variation), {"previousPassphrase": "another"}],
+    [{}, {"previousPassphrase": "another"}],
 )
 def test_a_key_that_does_not_fit_stops_no_pod_and_is_reported(
     used: Used, previous: dict[str, str]

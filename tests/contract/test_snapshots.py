@@ -348,6 +348,7 @@ def test_volume_with_snapshots_grows_while_not_in_use(
     assert client.snapshots()[0].size_bytes == 16 * MIB
 
 
+@pytest.mark.variation
 def test_used_volume_with_snapshots_grows_at_the_next_stage(
     client: Client, used: str, host: AnyHost, staging: Path
 ) -> None:

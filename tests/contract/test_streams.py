@@ -129,6 +129,7 @@ def test_random_histories_are_sent_to_the_byte(
         disk.end()
 
 
+@pytest.mark.variation
 def test_a_received_file_system_is_checked_and_used(here: Node, there: Node) -> None:
     limit = {"writeIOPS": "300", "readBandwidthPerGiB": "1MiB"}
     volume = here.client.create("db", 64 * MIB, mounted("ext4"), mutable=limit)
@@ -348,6 +349,7 @@ def test_a_step_of_the_clock_changes_no_stream(
         nodes.stream(here, "1", since="2")
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("which", chosen.kinds(["snapshot", "base"], usual=["snapshot"]))
 def test_a_snapshot_replaced_by_one_of_its_name_is_not_sent(
     here: Node, which: str, monkeypatch: pytest.MonkeyPatch
@@ -490,6 +492,7 @@ def test_a_received_encrypted_volume_is_opened_by_its_key(
     assert there.names() == set()
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_an_increment_of_an_encrypted_volume_has_its_header(
     here: Node, there: Node, layout: str

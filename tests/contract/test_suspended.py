@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import chosen
 import pytest
 from real.any import AnyHost
 
@@ -80,7 +81,9 @@ def test_nothing_suspended_costs_no_command(host: AnyHost, client: Client) -> No
     assert not [words for words in host.commands if "--refresh" in words]
 
 
-@pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
+@pytest.mark.parametrize(
+    "is_used", chosen.kinds([True, False], usual=[True]), ids=["used", "deleted"]
+)
 @pytest.mark.parametrize("loaded", [True, False], ids=["table does not count", "no table"])
 def test_half_made_device_is_replaced(
     host: AnyHost, group: str, client: Client, staging: Path, loaded: bool, is_used: bool

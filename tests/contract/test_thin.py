@@ -81,7 +81,9 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
     assert started(host) == ["lvm lvremove"]
 
 
-@pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "given up"])
+@pytest.mark.parametrize(
+    "is_wanted", chosen.kinds([True, False], usual=[True]), ids=["created", "given up"]
+)
 def test_a_half_made_pool_is_made_again_or_removed(
     client: Client, host: AnyHost, group: str, staging: Path, service: Service, is_wanted: bool
 ) -> None:
@@ -98,7 +100,13 @@ def test_a_half_made_pool_is_made_again_or_removed(
         assert not report.read(host.lvm).group(group).volumes
 
 
-@pytest.mark.parametrize("parts", [(), ("_tdata", "_tmeta")], ids=["gone", "left in parts"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param((), id="gone", marks=pytest.mark.variation),
+        pytest.param(("_tdata", "_tmeta"), id="left in parts"),
+    ],
+)
 def test_a_volume_whose_pool_is_not_active_is_staged(
     client: Client, host: AnyHost, group: str, staging: Path, parts: tuple[str, ...]
 ) -> None:
@@ -155,6 +163,7 @@ def test_two_pools_share_a_group_and_each_keeps_its_promises(client: Client) -> 
     assert maximum(client, THIN) == 4 * EXTENT
 
 
+@pytest.mark.variation
 def test_a_thin_volume_grows_within_what_its_pool_may_promise(client: Client) -> None:
     volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
     with expect.code("OUT_OF_RANGE"):
@@ -230,6 +239,7 @@ def test_a_pool_that_leaked_a_chunk_is_overwritten_whole_and_given_back(
     assert left == [bytes(len(left[0]))]
 
 
+@pytest.mark.variation
 def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     client: Client, service: Service, host: AnyHost, group: str
 ) -> None:
@@ -245,6 +255,7 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
 # Snapshots and copies
 
 
+@pytest.mark.variation
 def test_a_thin_snapshot_is_made_in_two_commands_and_is_whole_without_its_origin(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -304,6 +315,7 @@ def test_a_thin_volume_grows_under_its_snapshots(client: Client) -> None:
     assert client.snapshots()[0].size_bytes == 8 * MIB
 
 
+@pytest.mark.variation
 def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger(
     client: Client, host: AnyHost, group: str
 ) -> None:
