@@ -71,7 +71,8 @@ LEVELS = {
 def level(words: Iterable[str]) -> RaidLevel | None:
     """The level named by lv_layout or by the kernel; None for what is no RAID.
 
-    Both may add how parity or copies are arranged: raid5_ls, raid6_zr, raid10_near.
+    Both may add how parity or copies are arranged: raid5_ls, raid6_zr, raid10_near. A layout is
+    recognized by this alone.
     """
     names = (one.partition("_")[0] for one in words)
     return next((LEVELS[one] for one in names if one in LEVELS), None)
