@@ -4,8 +4,8 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -118,7 +118,8 @@ class Kernel(DiskLoads, Growth):
 
     def lstat(self, path: str) -> os.stat_result:
         """What lies at `path` itself, mounts applied, a symbolic link not followed."""
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             return os.stat(name, dir_fd=parent, follow_symlinks=False)
 
     def real_path(self, path: str) -> str:
@@ -159,23 +160,27 @@ class Kernel(DiskLoads, Growth):
 
     def make_directory(self, path: str, mode: int) -> None:
         """mkdir(2)."""
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             os.mkdir(name, mode, dir_fd=parent)
 
     def make_file(self, path: str, mode: int) -> None:
         """open(2) with O_CREAT | O_EXCL, and close."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             os.close(os.open(name, flags, mode, dir_fd=parent))
 
     def remove_directory(self, path: str) -> None:
         """rmdir(2): only an empty one goes."""
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             os.rmdir(name, dir_fd=parent)
 
     def remove_file(self, path: str) -> None:
         """unlink(2)."""
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             os.unlink(name, dir_fd=parent)
 
     # Mounts
@@ -258,7 +263,8 @@ class Kernel(DiskLoads, Growth):
     def unmount(self, path: str) -> None:
         """umount2(2) of the topmost mount at `path`: neither lazy nor forced."""
         # By way of the parent: a descriptor of the mount itself would keep it busy.
-        with self._parent(path) as (parent, name):
+        place, name = self._parent(path)
+        with place as parent:
             calls.unmount(f"{_descriptor(parent)}/{name}", path)
 
     # Places, and how mounts come to be there
@@ -270,12 +276,10 @@ class Kernel(DiskLoads, Growth):
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
 
-    @contextmanager
-    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+    def _parent(self, path: str) -> tuple[blocks.closing, str]:
         """A descriptor of the directory that the path's last part is in, and that part."""
         directory, _, name = path.rpartition("/")
-        with self._at(directory or "/") as parent:
-            yield parent, name or "."
+        return self._at(directory or "/"), name or "."
 
     def _opened(self, path: str) -> int:
         resolve = _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS

@@ -60,6 +60,8 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
     kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
+    if not words:
+        return Options()
     allowed = {word for one in kinds for word in one.mount_options.split()}
     attributes, superblock, data, context = set(), set(), [], ""
     for word in words:

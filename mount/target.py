@@ -62,7 +62,11 @@ def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
 
 def is_inside(kernel: Kernel, place: str, directories: Sequence[str]) -> bool:
     """Whether a place lies below one of the directories, which may be links themselves."""
-    return any(place.startswith(kernel.real_path(one).rstrip("/") + "/") for one in directories)
+    # A place has no links on its way: of a directory that it begins with, the real path is known.
+    plain = tuple(one.rstrip("/") + "/" for one in directories)
+    return place.startswith(plain) or place.startswith(
+        tuple(kernel.real_path(one).rstrip("/") + "/" for one in directories)
+    )
 
 
 @contextmanager
@@ -105,8 +109,6 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
     found = _lstat(kernel, path)
     if found is None:
         return
-    if mounted := table.read(kernel).at(path):
-        raise errors.TargetInUse(path, f"{mounted[-1]} is still mounted here; unmount it first")
     try:
         if stat.S_ISDIR(found.st_mode):
             with unchanged(path):
@@ -115,14 +117,22 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
             with unchanged(path):
                 kernel.remove_file(path)
         else:
+            _require_unmounted(kernel, path)
             raise errors.TargetInUse(path, "is not an empty file or directory; it is left alone")
     except FileNotFoundError:
         return
     except OSError as error:
+        # EBUSY: something is mounted here, which the kernel does not remove (rmdir(2), unlink(2)).
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            _require_unmounted(kernel, path)
             why = "is not empty or still in use; it is left alone"
             raise errors.TargetInUse(path, why) from error
         raise errors.TargetError(path, f"cannot be removed: {error.strerror}") from error
+
+
+def _require_unmounted(kernel: Kernel, path: str) -> None:
+    if mounted := table.read(kernel).at(path):
+        raise errors.TargetInUse(path, f"{mounted[-1]} is still mounted here; unmount it first")
 
 
 def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:

@@ -51,8 +51,9 @@ class Shares:
             with self._guard:
                 self._left += 1
                 self._taken[group] -= 1
-                # Drop zeros: callers may send ids with any group's name.
-                self._taken = +self._taken
+                # Callers may send ids with any group's name.
+                if not self._taken[group]:
+                    del self._taken[group]
 
 
 # How many of the server's threads may be with volume groups, and with volumes otherwise. A node has

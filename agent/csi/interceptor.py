@@ -1,16 +1,17 @@
 """Around every call: its deadline, its log line without secrets, and its error as a gRPC status."""
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import grpc
 from google.protobuf import json_format
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from agent.core import codes, errors, secret, trace
@@ -252,10 +253,16 @@ def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> 
 
 def _subject(request: Message) -> str:
     """The id or the name that a call is about, if it is about one."""
-    for field in _SUBJECTS:
-        if found := getattr(request, field, ""):
+    for field in _subject_fields(request.DESCRIPTOR):
+        if found := getattr(request, field):
             return str(found)
     return ""
+
+
+@lru_cache(None)
+def _subject_fields(kind: Descriptor) -> Sequence[str]:
+    """The fields that name the object of such requests, in order of precedence."""
+    return [one for one in _SUBJECTS if one in kind.fields_by_name]
 
 
 def _group(subject: str, request: Message) -> str | None:
@@ -267,6 +274,11 @@ def _group(subject: str, request: Message) -> str | None:
 
 
 def _write(made: Trace, request: Message, message: str) -> None:
+    # Probes and capability questions come all day long; they are news only when they fail.
+    routine = made.code == grpc.StatusCode.OK.name and made.method in ROUTINE
+    level = logging.DEBUG if routine else logging.INFO
+    if not _log.isEnabledFor(level):
+        return
     fields: dict[str, object] = {
         "method": made.method,
         "volume": made.volume,
@@ -275,9 +287,6 @@ def _write(made: Trace, request: Message, message: str) -> None:
     }
     if message:
         fields["error"] = message
-    # Probes and capability questions come all day long; they are news only when they fail.
-    routine = made.code == grpc.StatusCode.OK.name and made.method in ROUTINE
-    level = logging.DEBUG if routine else logging.INFO
     is_debug = _log.isEnabledFor(logging.DEBUG)
     if is_debug and made.steps:
         fields["steps"] = ", ".join(map(str, made.steps))
