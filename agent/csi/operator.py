@@ -32,8 +32,8 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     `__init__` keeps what the methods need of the `context`: its `kernel`, or its `inventory`, of
     which `require(volume_id)` is a volume, and `named(state(), name)` the one that the CO calls
     `name`; where there is none, errors.NoSuchVolume. Its tags (agent/core/tag.py) are `own_tags`;
-    `inventory.replace_tags(volume.group.name, volume.name, keys, {key: text})` writes them, takes
-    the group for that, and refuses a text that is too long.
+    `inventory.replace_tags(volume.group.name, volume.name, keys, {key: text})` writes them, removes
+    those of `keys` without a text, takes the group for that, and refuses a text that is too long.
     """
 
     def __init__(
