@@ -165,9 +165,7 @@ class Lvm:
         Raises CommandFailed, ProgramMissing.
         """
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
-        # Each key once: which of two counts is nowhere promised.
-        chosen = dict(one.split("=", 1) for one in (*_NEEDED, *self.settings, *settings))
-        config = " ".join(f"{key}={value}" for key, value in chosen.items())
+        config = _config((*_NEEDED, *self.settings, *settings))
         result = self.run("lvm", subcommand, *confined, "--config", config, *words)
         # What nsenter(1), as a shell, ends with where there is no such program.
         if result.exit_code == 127:
@@ -175,6 +173,14 @@ class Lvm:
         if result.exit_code != 0:
             raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
         return result.stdout
+
+
+@lru_cache(16)
+def _config(settings: Sequence[str]) -> str:
+    """lvm2's `--config` for settings, of which the last of a key counts."""
+    # Each key once: which of two counts is nowhere promised.
+    chosen = dict(one.split("=", 1) for one in settings)
+    return " ".join(f"{key}={value}" for key, value in chosen.items())
 
 
 def version(run: Run) -> tuple[int, int, int]:

@@ -200,6 +200,8 @@ def _decoded(field: str) -> str:
 def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     """Bottom to top: each mount's parent is the one below it (proc(5)), in whatever order read."""
     rest = list(mounts)
+    if len(rest) < 2:
+        return tuple(rest)
     ordered: list[Mount] = []
     while rest:
         ids = {mount.mount_id for mount in rest}
