@@ -107,7 +107,10 @@ def main() -> int:
     if names or not chosen.names:
         for row in in_guest(chosen.seed, chosen.cut, names):
             rows.append(row)
-            console.print(f"{row.fault}: {row.outcome} ({row.seconds:.0f} s)", highlight=False)
+            left = f"{row.lost} lost, {row.leaked} leaked"
+            console.print(
+                f"{row.fault}: {row.outcome}; {left} ({row.seconds:.0f} s)", highlight=False
+            )
     if _POWER in chosen.names or not chosen.names:
         times = chosen.power_losses or (1 if chosen.cut else 10)
         rows.append(power_loss(chosen.seed, times))
