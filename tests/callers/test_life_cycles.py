@@ -110,6 +110,7 @@ def test_a_claim_restored_for_readers_is_read_by_two_pods_grown_and_gone_without
     end(cluster, machine)
 
 
+@pytest.mark.variation
 def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
     cluster: Cluster, machine: Machine
 ) -> None:

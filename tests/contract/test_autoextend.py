@@ -112,6 +112,7 @@ def test_the_metadata_of_a_pool_are_extended_with_their_spare(
     assert host.read_bytes(device(host, group, "vol-pvc-1"), 0, len(data)) == data
 
 
+@pytest.mark.variation
 def test_the_store_of_a_snapshot_is_extended_in_time_up_to_what_it_can_use(
     client: Client, host: AnyHost, group: str, service: Service
 ) -> None:

@@ -231,6 +231,7 @@ def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
     assert report.read(host.lvm).group(group).volumes == {}
 
 
+@pytest.mark.variation
 def test_the_contents_of_a_cache_are_overwritten_too(
     client: Client, host: AnyHost, group: str
 ) -> None:

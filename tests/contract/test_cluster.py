@@ -138,6 +138,7 @@ def test_snapshots_of_one_node_are_taken_together_and_those_of_two_are_refused(
     assert two.client.snapshots() == []
 
 
+@pytest.mark.variation
 def test_changed_blocks_are_passed_on(two: Cluster) -> None:
     volume = create(two, "pvc-1", "b")
     node = two.nodes["b"]

@@ -687,6 +687,7 @@ def overflow(disk: Disk) -> None:
         disk.write(at, b"b" * 64 * KIB)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", ["linear"])
 def test_an_overflowed_snapshot_is_reported_as_lost(disk: Disk, client: Client) -> None:
     taken = client.snapshot("small", disk.id, {"size": "4Mi"}).snapshot_id

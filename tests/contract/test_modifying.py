@@ -84,6 +84,7 @@ def cost(host: AnyHost) -> list[str]:
     return [" ".join(words[:2]) for words in commands]
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1"]))
 def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
     client: Client, host: AnyHost, group: str, name: str

@@ -191,6 +191,7 @@ def test_a_volume_being_received_is_no_volume_and_is_removed_on_confirmation(
         streams_command.abort(there.at, "copy", confirmed=confirmed)
 
 
+@pytest.mark.variation
 def test_a_stream_that_was_cut_off_is_continued(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

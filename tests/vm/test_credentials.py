@@ -51,7 +51,7 @@ def tpm(state: Path) -> Iterator[None]:
     privileges.within(TPM_SECONDS, lambda: not TPM.exists(), "the TPM is still there")
 
 
-@pytest.fixture(params=["host", pytest.param("tpm2", marks=pytest.mark.variation)])
+@pytest.fixture(params=["host", "tpm2"])
 def sealed_by(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """What systemd seals the key to, in the words of systemd-creds(1)."""
     kind: str = request.param
@@ -78,6 +78,7 @@ def key(sealed_by: str) -> str:
     return key
 
 
+@pytest.mark.variation
 def test_a_credential_of_systemd_s_opens_volumes(
     client: Client, directory: Path, restart: Restart, key: str
 ) -> None:

@@ -14,7 +14,7 @@ from vm.conftest import Restart
 from vm.privileges import Case
 
 # The rest is like these, and each case starts the service twice.
-USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
+USUAL = {"CAP_SYS_RESOURCE"}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def watched(kind: str, path: Path, control: Path) -> Iterator[Watching]:
             watching.found = json.loads(process.communicate()[0])
 
 
-@pytest.mark.parametrize("kind", ["mount", "block"])
+@pytest.mark.parametrize("kind", chosen.kinds(["mount", "block"], usual=["block"]))
 def test_no_look_sees_a_read_only_publish_writable(
     client: Client, directory: Path, tmp_path: Path, kind: str
 ) -> None:
