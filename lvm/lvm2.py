@@ -176,7 +176,7 @@ class Lvm:
 
 
 @lru_cache(16)
-def _config(settings: Sequence[str]) -> str:
+def _config(settings: tuple[str, ...]) -> str:
     """lvm2's `--config` for settings, of which the last of a key counts."""
     # Each key once: which of two counts is nowhere promised.
     chosen = dict(one.split("=", 1) for one in settings)

@@ -60,6 +60,7 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
     kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
+    # Not sooner: a file system that is not known is refused also without options.
     if not words:
         return Options()
     allowed = {word for one in kinds for word in one.mount_options.split()}

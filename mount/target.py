@@ -62,10 +62,13 @@ def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
 
 def is_inside(kernel: Kernel, place: str, directories: Sequence[str]) -> bool:
     """Whether a place lies below one of the directories, which may be links themselves."""
-    # A place has no links on its way: of a directory that it begins with, the real path is known.
-    plain = tuple(one.rstrip("/") + "/" for one in directories)
-    return place.startswith(plain) or place.startswith(
-        tuple(kernel.real_path(one).rstrip("/") + "/" for one in directories)
+
+    def is_below(directory: str) -> bool:
+        return place.startswith(directory.rstrip("/") + "/")
+
+    # A place has no links on its way: a directory that it begins with is its own real path.
+    return any(map(is_below, directories)) or any(
+        is_below(kernel.real_path(one)) for one in directories
     )
 
 

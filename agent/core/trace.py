@@ -109,18 +109,23 @@ def within(made: Trace) -> Iterator[None]:
         _current.reset(token)
 
 
-@contextmanager
-def step(kind: str, what: str) -> Iterator[None]:
-    """Time the body as a step of this thread's call, if there is one."""
-    trace = _current.get()
-    if trace is None:
-        yield
-        return
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        trace.add(kind, what, time.monotonic() - began)
+class step:  # noqa: N801 - it is called like a function
+    """Time the body as a step of this thread's call, if there is one.
+
+    Not by a generator: a call has some thirty steps, and most are short.
+    """
+
+    __slots__ = ("_began_seconds", "_kind", "_made", "_what")
+
+    def __init__(self, kind: str, what: str) -> None:
+        self._kind, self._what = kind, what
+
+    def __enter__(self) -> None:
+        self._made, self._began_seconds = _current.get(), time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._made is not None:
+            self._made.add(self._kind, self._what, time.monotonic() - self._began_seconds)
 
 
 def traced_run(run: R) -> R:
@@ -155,16 +160,12 @@ class _Traced:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._interface, name)
-        if (made := _current.get()) is None or not callable(found):
+        if _current.get() is None or not callable(found):
             return found
 
-        # Without `step`: a call has some thirty of these, and most are short.
         def tracing(*words: object, **named: object) -> object:
-            began = time.monotonic()
-            try:
+            with step(KERNEL, name):
                 return found(*words, **named)
-            finally:
-                made.add(KERNEL, name, time.monotonic() - began)
 
         return tracing
 

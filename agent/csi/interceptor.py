@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -259,7 +259,7 @@ def _subject(request: Message) -> str:
     return ""
 
 
-@lru_cache(None)
+@cache
 def _subject_fields(kind: Descriptor) -> Sequence[str]:
     """The fields that name the object of such requests, in order of precedence."""
     return [one for one in _SUBJECTS if one in kind.fields_by_name]

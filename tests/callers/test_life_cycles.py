@@ -175,7 +175,7 @@ def test_pods_run_on_after_a_restart(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("of", chosen.kinds(("snapshot", "clone"), usual=["snapshot"]))
+@pytest.mark.parametrize("of", ["snapshot", "clone"])
 def test_a_claim_is_made_of_another_larger_than_it(
     of: str, cluster: Cluster, machine: Machine
 ) -> None:

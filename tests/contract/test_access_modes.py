@@ -80,7 +80,7 @@ def test_where_kubelets_directory_is_seen_twice_a_volume_has_one_target(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["block"]))
+@pytest.mark.parametrize("kind", [*filesystem.FILE_SYSTEMS, "block"])
 def test_every_combination_gives_the_code_that_is_documented(
     client: Client, host: AnyHost, kind: str
 ) -> None:

@@ -51,7 +51,7 @@ def name_of(snapshot_id: str) -> str:
 
 def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
     base = ""
-    for number in range(2):
+    for number in range(4):
         disk.write(number * MIB, b"b" * 4096)
         taken = disk.snapshot()
         with delta_of(disk).allocated(taken) as reading:

@@ -431,7 +431,7 @@ def test_either_call_goes_on_from_half_way(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("kind", chosen.kinds(configured.LAYOUTS, usual=["raid10"]))
+@pytest.mark.parametrize("kind", configured.LAYOUTS)
 def test_each_layout_is_recognized(
     host: AnyHost, config: Config, kind: str, tmp_path: Path
 ) -> None:

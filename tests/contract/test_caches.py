@@ -97,7 +97,7 @@ def test_a_cached_volume_lives_and_grows_while_mounted(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writecache"]))
+@pytest.mark.parametrize("name", CACHES)
 def test_the_cache_is_below_the_encryption(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -207,8 +207,8 @@ def test_without_fast_disks_there_is_no_room_for_a_cache(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("kept", chosen.kinds(["parted", "never made"], usual=["parted"]))
-@pytest.mark.parametrize("name", chosen.kinds(["cache", "writecache"], usual=["writecache"]))
+@pytest.mark.parametrize("kept", ["parted", "never made"])
+@pytest.mark.parametrize("name", ["cache", "writecache"])
 def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
     client: Client, host: AnyHost, group: str, name: str, kept: str
 ) -> None:

@@ -165,7 +165,7 @@ def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6"]))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_volume_of_each_layout_grows_to_the_reported_room(
     client: Client, name: str, free: None
 ) -> None:

@@ -178,7 +178,7 @@ def test_one_command_changes_limits_and_none_repeats_them(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("kind", chosen.kinds(["mounted", "encrypted"], usual=["mounted"]))
+@pytest.mark.parametrize("kind", ["mounted", "encrypted"])
 def test_limits_for_each_gib_grow_with_the_volume(
     kind: str, client: Client, host: AnyHost, service: Service
 ) -> None:

@@ -85,7 +85,7 @@ def cost(host: AnyHost) -> list[str]:
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1"]))
+@pytest.mark.parametrize("name", KINDS)
 def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:

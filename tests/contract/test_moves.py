@@ -162,7 +162,7 @@ def test_a_volume_moves_and_the_rest_of_it_is_deleted(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("layout", chosen.kinds(["linear", "thin"], usual=["linear"]))
+@pytest.mark.parametrize("layout", ["linear", "thin"])
 def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
@@ -397,7 +397,7 @@ def test_random_histories_move_to_the_byte(
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
+@pytest.mark.parametrize("hours", [-2, 2])
 def test_a_step_of_the_clock_does_not_stop_a_move(
     here: Node, there: Node, volume: csi.Volume, clock: Clock, hours: int
 ) -> None:

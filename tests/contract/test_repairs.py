@@ -53,7 +53,7 @@ def names(host: AnyHost) -> set[str]:
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid1"]))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
     client: Client, host: AnyHost, disks: list[str], name: str
 ) -> None:

@@ -293,7 +293,7 @@ def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("to", chosen.kinds(["thin", "thick", "twice"], usual=["thick"]))
+@pytest.mark.parametrize("to", ["thin", "thick", "twice"])
 def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
     client: Client, host: AnyHost, group: str, to: str
 ) -> None:
