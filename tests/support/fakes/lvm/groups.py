@@ -41,7 +41,7 @@ class GroupCommands(Machine):
             assert not arguments.rest()
             return repairs.abort(self)
         assert arguments.flag("--background"), "it would wait for hours"
-        assert self._settings["global/use_lvmpolld"] == "0", "that would look at all disks"
+        assert self._told.settings["global/use_lvmpolld"] == "0", "that would look at all disks"
         disks = arguments.rest()
         return repairs.move(self, *disks) if disks else ""
 
@@ -64,7 +64,7 @@ class GroupCommands(Machine):
         assert arguments.take("--lock-type") == "none"
         is_forced = arguments.take("--lockopt") == "force"
         (name,) = arguments.rest()
-        if is_forced and self._settings.get("global/use_lvmlockd") == "1":
+        if is_forced and self._told.settings.get("global/use_lvmlockd") == "1":
             self.groups[name].lock_type = ""
         # It fails with success: "Using lock type requires lvmlockd."
         return ""

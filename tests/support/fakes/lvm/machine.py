@@ -1,6 +1,7 @@
 """A node's groups, the devices of what is active in them, and which groups lvm2 may change."""
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 
 from fakes.devices import FakeDevice, FakeDevices
@@ -22,6 +23,15 @@ LABEL = "LVM2_member"
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
 
 
+class _Told(threading.local):
+    """What the command of this thread was told; calls and tasks run commands side by side."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, str] = {}
+        # The disks that it may look at; None for those that the machine has.
+        self.devices: set[str] | None = None
+
+
 class Machine:
     """The groups of a node, and what is active."""
 
@@ -32,10 +42,9 @@ class Machine:
         self.groups: dict[str, FakeGroup] = {}
         self.version = "2.03.16(2) (2022-05-18)"
         self.devices = devices
-        self._confined: set[str] | None = None
         # The disks that the node's devices file lists; None where there is no such file.
         self.devices_file: set[str] | None = None
-        self._settings: dict[str, str] = {}
+        self._told = _Told()
         # What the node's lvm.conf has; of lists, a group's name or nothing.
         self.conf: dict[str, str] = {}
         self._serial = itertools.count(1)
@@ -57,15 +66,15 @@ class Machine:
 
         lvmdevices(8): --devices outweighs a devices file, which Debian's lvm2 heeds if told.
         """
-        heeded = self._settings.get("devices/use_devicesfile") == "1"
-        seen = self._confined or (self.devices_file if heeded else None)
+        heeded = self._told.settings.get("devices/use_devicesfile") == "1"
+        seen = self._told.devices or (self.devices_file if heeded else None)
         return seen is None or disk.name in seen
 
     @property
     def system_id(self) -> str:
         """What this node has in lvmlocal.conf."""
-        source = self._settings.get("global/system_id_source")
-        return self._settings.get("local/system_id", "") if source == "lvmlocal" else ""
+        source = self._told.settings.get("global/system_id_source")
+        return self._told.settings.get("local/system_id", "") if source == "lvmlocal" else ""
 
     def _is_foreign(self, group: FakeGroup) -> bool:
         return group.system_id not in ("", self.system_id)
@@ -115,12 +124,12 @@ class Machine:
             )
         if any(one.startswith(f"{volume.name}_rmeta_") for one in group.volumes):
             raise Failure(f"Refusing activation of RAID LV {path} with visible SubLVs.")
-        if self._settings.get("activation/volume_list", group.name) != group.name:
+        if self._told.settings.get("activation/volume_list", group.name) != group.name:
             return  # and it succeeds
-        if not volume.active and self._settings.get("global/activation") != "0":
+        if not volume.active and self._told.settings.get("global/activation") != "0":
             node, size = node_of(group.name, volume.name), self._size(group, volume)
             device = self.devices.add(node, size, volume.media)
-            listed = self._settings.get("activation/read_only_volume_list") == group.name
+            listed = self._told.settings.get("activation/read_only_volume_list") == group.name
             device.read_only = volume.read_only or listed
             device.missing = lost_ranges(group, volume)
             self._stand(device, group, volume)
@@ -156,7 +165,7 @@ class Machine:
     def _watch(self, volume: FakeVolume) -> None:
         """Have dmeventd watch what it can, as each command does that resumes such a device."""
         is_watchable = isinstance(volume, FakePool) or volume.layout.is_raid
-        if self._settings.get("activation/monitoring") != "0":
+        if self._told.settings.get("activation/monitoring") != "0":
             volume.watched = is_watchable or volume.is_copy_on_write
 
     @staticmethod

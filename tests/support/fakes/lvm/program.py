@@ -29,11 +29,11 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""
         arguments = Arguments(words[2:])
-        self._settings = {**self.conf, **settings_in(arguments.take("--config"))}
-        self._confined = set(filter(None, arguments.take("--devices").split(","))) or None
+        self._told.settings = {**self.conf, **settings_in(arguments.take("--config"))}
+        self._told.devices = set(filter(None, arguments.take("--devices").split(","))) or None
         command: Callable[[Arguments], str] | None = getattr(self, f"_{words[1]}", None)
         assert command, f"the fake does not know: {' '.join(words)}"
-        if self._settings.get("global/test") == "1" and not _LOOKS.intersection(words):
+        if self._told.settings.get("global/test") == "1" and not _LOOKS.intersection(words):
             return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
         try:
             self._refuse_partial(words)
@@ -92,16 +92,17 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
         for group in self.groups.values():
             if group.name in names_of_groups or any(disk.name in named for disk in group.disks):
                 group.seqno += 1
-                if self._settings.get("backup/archive") == "1":
+                if self._told.settings.get("backup/archive") == "1":
                     self._archive(group.name)
 
     def _archive(self, group: str) -> None:
         """Keep a copy of a group's metadata; of the others those that are new, and the last."""
-        directory = Path(self._settings["backup/archive_dir"])
+        settings = self._told.settings
+        directory = Path(settings["backup/archive_dir"])
         kept = sorted(directory.glob(f"{group}_*.vg"))
         (directory / f"{group}_{len(kept):05}-1.vg").touch()
-        if self._settings.get("backup/retain_days") == "0":
-            for old in kept[: max(0, len(kept) + 1 - int(self._settings["backup/retain_min"]))]:
+        if settings.get("backup/retain_days") == "0":
+            for old in kept[: max(0, len(kept) + 1 - int(settings["backup/retain_min"]))]:
                 old.unlink()
 
     def _version(self, arguments: Arguments) -> str:

@@ -44,7 +44,7 @@ class Reports(KernelSide):
             }
             for one in rows
         ]
-        return json.dumps({"report": [_formatted(one, self._settings) for one in chosen]})
+        return json.dumps({"report": [_formatted(one, self._told.settings) for one in chosen]})
 
     def _report(self, group: FakeGroup) -> dict[str, list[dict[str, str]]]:
         missing = {one.name for one in group.disks if one.missing or not self._reaches(one)}
@@ -144,7 +144,7 @@ class Reports(KernelSide):
             if device.contents is not None
             and device.contents.fs_type == LABEL
             and device.path not in taken
-            and (not self._confined or device.path in self._confined)
+            and (not self._told.devices or device.path in self._told.devices)
         ]
 
 

@@ -69,7 +69,7 @@ class VolumeCommands(PoolCommands):
 
     def _require_active(self, group: FakeGroup, volume: FakeVolume) -> None:
         """A volume that cannot be wiped is removed again, unless nothing is active anyway."""
-        if not volume.active and self._settings.get("global/activation") != "0":
+        if not volume.active and self._told.settings.get("global/activation") != "0":
             del group.volumes[volume.name]
             why = "is not active locally (volume_list activation filter?)."
             raise Failure(f"Volume {group.name}/{volume.name} {why}")
