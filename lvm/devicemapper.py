@@ -319,11 +319,15 @@ class DeviceMapper:
 
     def is_suspended(self, name: str) -> bool:
         """Whether a device is suspended; not where there is none."""
-        return bool(self._look(name, _FLAGS_AT) & _SUSPENDED)
+        return bool((self._look(name, _FLAGS_AT) or 0) & _SUSPENDED)
 
     def is_open(self, name: str) -> bool:
         """Whether something has a device open, or is made of it; not where there is none."""
-        return self._look(name, _OPEN_COUNT_AT) > 0
+        return bool(self._look(name, _OPEN_COUNT_AT))
+
+    def is_closed(self, name: str) -> bool:
+        """Whether nothing has a device open for certain: not where there is no answer."""
+        return self._look(name, _OPEN_COUNT_AT) == 0
 
     def thin_id(self, name: str) -> int | None:
         """The number that a thin volume has in its pool; None for what is none, or not there."""
@@ -342,12 +346,15 @@ class DeviceMapper:
         data = struct.pack("=Q", 0) + message.encode() + b"\0"
         self._call(_TARGET_MESSAGE, name, data=data)
 
-    def _look(self, name: str, at: int) -> int:
-        """A number of what device-mapper says of a device; 0 where there is none."""
+    def _look(self, name: str, at: int) -> int | None:
+        """A number of what device-mapper says of a device.
+
+        0 where there is no such device, None where there is no answer.
+        """
         try:
             return _number(self._call(_DEVICE_STATUS, name), at)
-        except OSError:
-            return 0
+        except OSError as error:
+            return 0 if error.errno == errno.ENXIO else None
 
     def _call(self, request: int, name: str, flags: int = 0, data: bytes = b"") -> bytearray:
         """One ioctl about a device, with its answer's header."""

@@ -246,6 +246,10 @@ class Devices:
         """Whether something has an active volume open. One ioctl."""
         return self._mapper.is_open(names.device(group, name))
 
+    def is_closed(self, group: str, name: str) -> bool:
+        """Whether nothing has a volume open for certain, as one that is not active. One ioctl."""
+        return self._mapper.is_closed(names.device(group, name))
+
     def thin_id(self, group: str, name: str) -> int | None:
         """The id that an active thin volume has in its pool; None for any other. One ioctl."""
         return self._mapper.thin_id(names.device(group, name))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mount import stacks
 from mount.block_devices import BlockDevices, LoopDevices, attribute
 
 # Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
@@ -32,7 +33,10 @@ class DiskLoads(BlockDevices, LoopDevices):
         A loop device is one: after each flush the file system of its file is busy with its journal,
         which on the disk below would pass for others' I/O.
         """
-        return self.stack(device).disks
+        try:
+            return stacks.disks(self._sysfs(device))
+        except OSError:
+            return frozenset()
 
     def disk_load(self, disk: str) -> DiskLoad:
         """What a disk is at; nothing for one that is gone or has no statistics."""

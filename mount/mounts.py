@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Collection, Container, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,15 +107,18 @@ def ensure_bound(
 
 
 def ensure_unmounted(
-    kernel: Kernel, path: str, devices: Collection[DeviceNumber] | None = None
+    kernel: Kernel,
+    path: str,
+    devices: Collection[DeviceNumber] | None = None,
+    known: Table | None = None,
 ) -> None:
-    """Have nothing mounted at `path`. Never lazy, never forced.
+    """Have nothing mounted at `path`. Never lazy, never forced. `known` is the table, if read.
 
     All mounts stacked there go, if each is of one of `devices` (None: all of one and the same), or
     the node of a device that is gone; one that is not means ForeignMount, and all stay. Raises
     Busy, UnmountFailed.
     """
-    stack = table.read(kernel).at(path)
+    stack = (known or table.read(kernel)).at(path)
     for mount in stack:
         if not (mount.is_stale_node or _is_of(kernel, mount, stack[-1], devices)):
             raise errors.ForeignMount(path, str(mount))
@@ -285,10 +288,10 @@ def _why(error: OSError) -> str:
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
 
 
-def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tuple[Mount, ...]:
-    """Every bind of a node of one of the devices."""
-    binds = (one for one in known.of_types(table.NODE_HOLDERS) if one.root != "/")
-    return tuple(one for one in binds if node(kernel, one.path) in numbers)
+def bound_nodes(kernel: Kernel, known: Table) -> list[tuple[Mount, DeviceNumber]]:
+    """Every bind of a block device's node, with the device's number, in the table's order."""
+    binds = [one for one in known.of_types(table.NODE_HOLDERS) if one.root != "/"]
+    return [(one, number) for one in binds if (number := node(kernel, one.path)) is not None]
 
 
 _PROC = Path("/proc")

@@ -43,8 +43,13 @@ def read(place: Path) -> Stack:
         # not (dm_table_supports_write_zeroes()), as those of RAID, thin, cache and crypt.
         has_write_zeroes=_queue(str(place), "write_zeroes_max_bytes") not in ("", "0"),
         is_plain=not any(parts),
-        disks=frozenset(map(_name, leaves(str(place)))),
+        disks=disks(place),
     )
+
+
+def disks(place: Path) -> frozenset[str]:
+    """The names of the whole disks, and loop devices, at the bottom of a device."""
+    return frozenset(map(_name, leaves(str(place))))
 
 
 # By a loop device's node and its file's path: the magic number of that file's file system

@@ -172,9 +172,13 @@ class Inventory:
 
         For an encrypted volume, whether something has its dm-crypt device open.
         """
-        if (mapping := self.mapping(volume)) is not None:
+        if volume.is_encrypted and (mapping := self.mapping(volume)) is not None:
             return self._devices.is_mapping_open(mapping)
         return self._devices.is_open(volume.group.name, volume.name)
+
+    def is_closed(self, volume_id: VolumeId) -> bool:
+        """Whether nothing, no dm-crypt device either, has a volume open for certain. One ioctl."""
+        return self._devices.is_closed(volume_id.group, volume_id.name)
 
     def mapping(self, volume: Volume) -> devices.Device | None:
         """The dm-crypt device over an encrypted volume that is open; no command."""

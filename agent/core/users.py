@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from agent.core import errors, trace
+from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from lvm.devices import Device
@@ -32,7 +33,10 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
     Without bind mounts of its directories, which kubelet makes for a subPath.
     """
     whole = [one for one in mounts.of_device(device.number) if one.root == "/"]
-    return [*whole, *nodes.bound(kernel, mounts, numbers(kernel, device))]
+    if not (bound := nodes.bound_nodes(kernel, mounts)):
+        return whole
+    own = numbers(kernel, device)
+    return [*whole, *(one for one, number in bound if number in own)]
 
 
 def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:
@@ -65,6 +69,15 @@ def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
             return
 
 
+def is_idle(kernel: Kernel, known: Inventory, volume_id: VolumeId) -> bool:
+    """Whether a volume is mounted, published and open nowhere; False proves nothing.
+
+    One ioctl and the mount table: what is mounted, and what a dm-crypt device stands on, is open; a
+    bind mount of a device node alone is not.
+    """
+    return known.is_closed(volume_id) and not nodes.bound_nodes(kernel, table.read(kernel))
+
+
 def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
     """The paths where a volume, or a part of it, is mounted or published; no command."""
     device = known.device(volume_id)
@@ -80,6 +93,8 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
 
     Closes dm-crypt devices that a killed cryptsetup left.
     """
+    if is_idle(kernel, known, volume.id):
+        return
     if volume.is_encrypted:
         known.close_leftovers(volume)
     if paths := mounted_at(kernel, known, str(volume.id)):

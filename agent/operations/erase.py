@@ -173,7 +173,8 @@ class Eraser:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
-        self._mappings.ensure_closed(volume)
+        if volume.is_encrypted:
+            self._mappings.ensure_closed(volume)
         is_kept = self.policy.erases(volume) or volume.layout.is_thin
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
@@ -385,6 +386,9 @@ class Eraser:
 
         Images on missing disks do not count. No command.
         """
+        logical = volume.group.volumes.get(volume.name)
+        if logical is not None and logical.layout == {"linear"}:
+            return ""
         status = self._inventory.status(volume.group.name, volume.name)
         found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
         return next((one.health for one in found if sum(one.failed) > lost), "")

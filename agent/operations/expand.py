@@ -150,13 +150,14 @@ class Expander:
         is_whole = True
         if device.below is not None:
             is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
-        for one in loop.over(self._kernel, device.number):
-            loop.grow(self._kernel, one)
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
             writable = [one for one in known.of_device(device.number) if not one.read_only]
             if writable or not read_only:
                 filesystem.grow(self._kernel, (writable or [mounted])[0])
+            return is_whole
+        for one in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, one)
         return is_whole
 
     @contextmanager

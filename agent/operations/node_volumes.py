@@ -125,14 +125,20 @@ class NodeVolumes:
             # Only the stale node of a device that went away may be unmounted.
             mounts.ensure_unmounted(self._kernel, call.path, [])
             return
+        known = table.read(self._kernel)
+        mounted = known.top(call.path)
+        if mounted is not None and mounted.device == device.number:
+            # A file system: no read-only loop device has a part in it.
+            mounts.ensure_unmounted(self._kernel, call.path, [device.number], known)
+            return
         loops = loop.over(self._kernel, device.number)
         numbers = users.numbers(self._kernel, device, loops)
-        mounts.ensure_unmounted(self._kernel, call.path, numbers)
+        mounts.ensure_unmounted(self._kernel, call.path, numbers, known)
         self.detach_unused(loops)
 
     def detach_unused(self, loops: Sequence[str]) -> None:
         """Detach those of the read-only loop devices that are published nowhere."""
         for one in loops:
-            known = table.read(self._kernel)
-            if not mounts.bound(self._kernel, known, [self._kernel.device_number(one)]):
+            bound = mounts.bound_nodes(self._kernel, table.read(self._kernel))
+            if self._kernel.device_number(one) not in (number for _, number in bound):
                 loop.detach(self._kernel, one, partial(trace.step, trace.WAIT, "udev"))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import expect
 from real.any import AnyHost, device
 
 from lvm import layout, names, report, volumes
@@ -103,3 +104,21 @@ def test_a_raid_has_a_status_of_its_images_and_a_linear_volume_none(host: AnyHos
     host.deactivate(group, "plain")
     assert host.devices.status(group, "web") == ()
     assert host.devices.active(group) == ()
+
+
+def test_a_volume_is_closed_while_nothing_has_it_open(host: AnyHost) -> None:
+    group = host.new_group(20)
+    volumes.create(host.lvm, group, volumes.New("a", 8 * MIB, {}))
+    place = host.directory / "a"
+    place.mkdir()
+    host.write(device(host, group, "a"), "ext4")
+    expect.soon(lambda: host.devices.is_closed(group, "a"))
+    host.kernel.mount(device(host, group, "a"), str(place), "ext4", set(), ())
+    assert host.devices.is_open(group, "a")
+    assert not host.devices.is_closed(group, "a")
+    host.kernel.unmount(str(place))
+    expect.soon(lambda: host.devices.is_closed(group, "a"))
+    host.deactivate(group, "a")
+    for name in ("a", "none"):
+        assert host.devices.is_closed(group, name)
+        assert not host.devices.is_open(group, name)

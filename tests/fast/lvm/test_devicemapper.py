@@ -240,6 +240,7 @@ def test_a_missing_device_has_no_status_and_is_not_suspended(mapper: DeviceMappe
 def test_without_a_control_node_nothing_is_known(tmp_path: Path) -> None:
     none = DeviceMapper(tmp_path / "none")
     assert (none.status("data-web"), none.own_status("data-web"), none.events()) == ((), (), {})
+    assert (none.is_open("data-web"), none.is_closed("data-web")) == (False, False)
     with pytest.raises(FileNotFoundError):
         none.number("data-web")
 

@@ -45,14 +45,14 @@ def test_every_error_has_one_of_two_roots_and_a_sentence_of_its_own() -> None:
 
 def test_binds_of_a_device_node_are_found_by_its_number(tmp_path: Path) -> None:
     kernel = FakeKernel(FakeDevices())
-    first, second = (kernel.devices.add(f"/dev/data/{name}", 1 << 20) for name in "ab")
+    first, _ = (kernel.devices.add(f"/dev/data/{name}", 1 << 20) for name in "ab")
     path = tmp_path / "block"
     path.touch()
     kernel.bind(first.path, str(path), set())
 
     mounts = table.read(kernel)
-    assert [one.path for one in nodes.bound(kernel, mounts, [first.number])] == [str(path)]
-    assert nodes.bound(kernel, mounts, [second.number]) == ()
+    bound = [(one.path, number) for one, number in nodes.bound_nodes(kernel, mounts)]
+    assert bound == [(str(path), first.number)]
 
 
 @pytest.fixture

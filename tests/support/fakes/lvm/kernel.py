@@ -4,6 +4,7 @@ import errno
 import os
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, Media
@@ -155,10 +156,16 @@ class KernelSide(Machine, Devices):
         self._active(group, name).resume()
 
     def is_suspended(self, group: str, name: str) -> bool:
-        return self.find(group, name) is not None and self._active(group, name).suspended
+        # It may be removed beside this look.
+        with suppress(OSError):
+            return self._active(group, name).suspended
+        return False
 
     def is_open(self, group: str, name: str) -> bool:
         return self.find(group, name) is not None and self.devices.is_open(node_of(group, name))
+
+    def is_closed(self, group: str, name: str) -> bool:
+        return not self.is_open(group, name)
 
     def thin_id(self, group: str, name: str) -> int | None:
         volume = self.groups[group].volumes.get(name)
