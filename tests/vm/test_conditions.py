@@ -48,6 +48,7 @@ def test_a_file_system_whose_disk_has_errors(bench: Bench, host: RealHost, disks
         write(target / "file")
 
 
+@pytest.mark.variation
 def test_a_raw_volume_whose_disk_is_down(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
         target, reported = in_use(trial, BLOCK)
@@ -70,6 +71,7 @@ def test_a_mirror_that_lost_a_disk(bench: Bench, host: RealHost, disks: Disks) -
         volume.delete()
 
 
+@pytest.mark.variation
 def test_a_btrfs_whose_disk_failed(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path)) as trial:
         volume = Mounted(trial, 128 * MIB, "btrfs")

@@ -13,19 +13,10 @@ from vm import privileges
 from vm.conftest import Restart
 from vm.privileges import Case
 
-# The rest is like these, and each case starts the service twice.
-USUAL = {"CAP_SYS_RESOURCE"}
 
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            one, id=one.privilege, marks=[] if one.privilege in USUAL else [pytest.mark.variation]
-        )
-        for one in privileges.CASES
-    ],
-)
+# `make privileges` runs them: each starts the service twice.
+@pytest.mark.variation
+@pytest.mark.parametrize("case", [pytest.param(one, id=one.privilege) for one in privileges.CASES])
 def test_without_a_privilege_something_that_users_need_fails(
     client: Client, directory: Path, restart: Restart, case: Case
 ) -> None:
