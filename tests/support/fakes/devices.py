@@ -184,14 +184,18 @@ class FakeDevice:
 
 
 class FakeDevices:
-    """All block devices by path; a device can be found by its node and its links, too."""
+    """All block devices by path; a device can be found by its node and its links, too.
+
+    Calls, tasks and programs use them side by side, as they do the kernel's.
+    """
 
     def __init__(self) -> None:
+        self._changing = threading.Lock()
         self._devices: dict[str, FakeDevice] = {}
         self._links: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[FakeDevice]:
-        return iter(self._devices.values())
+        return iter(list(self._devices.values()))
 
     def add(
         self,
@@ -202,12 +206,13 @@ class FakeDevices:
         minor: int | None = None,
     ) -> FakeDevice:
         """A new device, blank unless `media` of an earlier one is given (an LV activated again)."""
-        assert path not in self._devices, f"{path} is there already"
-        if minor is None:
-            taken = {device.minor for device in self._devices.values() if device.major == major}
-            minor = next(number for number in range(len(taken) + 1) if number not in taken)
-        device = FakeDevice(path, size_bytes, major, minor, media=media or Media())
-        self._devices[path] = device
+        with self._changing:
+            assert path not in self._devices, f"{path} is there already"
+            if minor is None:
+                taken = {device.minor for device in self._devices.values() if device.major == major}
+                minor = next(number for number in range(len(taken) + 1) if number not in taken)
+            device = FakeDevice(path, size_bytes, major, minor, media=media or Media())
+            self._devices[path] = device
         return device
 
     def link(self, link: str, path: str) -> None:
@@ -217,8 +222,7 @@ class FakeDevices:
     def get(self, path: str) -> FakeDevice:
         """The device at a path, node or link; FileNotFoundError as the kernel has it."""
         path = self._links.get(path, path)
-        # As a list: programs write while lvm2 is at work.
-        for device in list(self._devices.values()):
+        for device in self:
             if path in (device.path, device.node):
                 return device
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -234,11 +238,12 @@ class FakeDevices:
 
     def remove(self, path: str) -> None:
         """The device goes with its links; EBUSY while it is mounted or held."""
-        device = self.get(path)
-        if self.is_open(path):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-        del self._devices[device.path]
-        self._links = {link: to for link, to in self._links.items() if to != device.path}
+        with self._changing:
+            device = self.get(path)
+            if self.is_open(path):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+            del self._devices[device.path]
+            self._links = {link: to for link, to in self._links.items() if to != device.path}
 
     def resize(self, path: str, size_bytes: int) -> None:
         self.get(path).size_bytes = size_bytes

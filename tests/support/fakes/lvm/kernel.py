@@ -40,13 +40,20 @@ class KernelSide(Machine, Devices):
     """The seam `lvm.devices.Devices`: what the kernel has of the volumes that are active."""
 
     def _volumes(self, group: str) -> Mapping[str, FakeVolume]:
-        return self.groups[group].volumes if group in self.groups else {}
+        # A copy: it is looked at while lvm2 is at work.
+        return dict(self.groups[group].volumes) if group in self.groups else {}
+
+    def _seen(self, group: str, name: str) -> FakeVolume | None:
+        return self.groups[group].volumes.get(name) if group in self.groups else None
 
     def find(self, group: str, name: str) -> Device | None:
-        volume = self._volumes(group).get(name)
+        volume = self._seen(group, name)
         if volume is None or not volume.active:
             return None
-        device = self.devices.get(node_of(group, name))
+        try:
+            device = self.devices.get(node_of(group, name))
+        except FileNotFoundError:  # it is removed beside this look, here and below
+            return None
         uuid = self.groups[group].uuid.replace("-", "")
         own = volume.uuid.replace("-", "")
         return Device(device.path, (device.major, device.minor), uuid, own)
@@ -91,7 +98,7 @@ class KernelSide(Machine, Devices):
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         if name.startswith("pvmove"):
             return self._move_status(self.groups[group])
-        volume = self._volumes(group).get(name)
+        volume = self._seen(group, name)
         if volume is None or not volume.active:
             return ()
         if isinstance(volume, FakeThin):
@@ -141,8 +148,8 @@ class KernelSide(Machine, Devices):
         return WriteCache(size, 0, 4096, 4096 - dirty, 0)
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        for group in self.groups.values():
-            for volume in group.volumes.values():
+        for name, group in self.groups.items():
+            for volume in self._volumes(name).values():
                 starts = {one.name: one.pe_start_bytes for one in group.disks}
                 before = first_extent(volume) * group.extent_size_bytes
                 if disk in volume.extents and starts[disk] + before == offset_bytes:
@@ -156,13 +163,14 @@ class KernelSide(Machine, Devices):
         self._active(group, name).resume()
 
     def is_suspended(self, group: str, name: str) -> bool:
-        # It may be removed beside this look.
         with suppress(OSError):
             return self._active(group, name).suspended
         return False
 
     def is_open(self, group: str, name: str) -> bool:
-        return self.find(group, name) is not None and self.devices.is_open(node_of(group, name))
+        with suppress(FileNotFoundError):
+            return self.find(group, name) is not None and self.devices.is_open(node_of(group, name))
+        return False
 
     def is_closed(self, group: str, name: str) -> bool:
         return not self.is_open(group, name)
@@ -215,8 +223,7 @@ class KernelSide(Machine, Devices):
     def wrote(self, device: str, length_bytes: int) -> None:
         """So many bytes were written on a device for the first time since its snapshots."""
         for group in self.groups.values():
-            # As a list: programs write while lvm2 is at work.
-            for volume in list(group.volumes.values()):
+            for volume in self._volumes(group.name).values():
                 if not volume.active or node_of(group.name, volume.name) != device:
                     continue
                 if isinstance(volume, FakeThin):
