@@ -16,7 +16,7 @@ from vm.privileges import Case
 
 # `make privileges` runs them: each starts the service twice.
 @pytest.mark.variation
-@pytest.mark.parametrize("case", [pytest.param(one, id=one.privilege) for one in privileges.CASES])
+@pytest.mark.parametrize("case", privileges.CASES, ids=[one.privilege for one in privileges.CASES])
 def test_without_a_privilege_something_that_users_need_fails(
     client: Client, directory: Path, restart: Restart, case: Case
 ) -> None:
