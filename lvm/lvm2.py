@@ -19,6 +19,8 @@ _LVM = "etc/lvm"
 _DEVICES = f"{_LVM}/devices"
 DEVICES_FILE = f"{_DEVICES}/system.devices"
 _USE_DEVICES_FILE = ("devices", "use_devicesfile")
+# What has dbus-daemon(1) start lvmdbusd(8).
+_DBUS_SERVICE = "usr/share/dbus-1/system-services/com.redhat.lvmdbus1.service"
 # The UUID of a physical volume as the file has it: without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
@@ -35,6 +37,15 @@ def without_udev() -> tuple[str, ...]:
         "activation/udev_rules=0",
         "devices/obtain_device_list_from_udev=0",
     )
+
+
+def without_dbus(root: Path) -> tuple[str, ...]:
+    """lvm.conf(5) settings for a node that has no lvmdbusd(8), whom lvm2 tells of every change.
+
+    To hear from dbus-daemon(1) that there is none takes a sixth of an lvchange(8)'s time. `root` is
+    where lvm2's own root directory is seen.
+    """
+    return () if (root / _DBUS_SERVICE).exists() else ("global/notify_dbus=0",)
 
 
 def without_archives(root: Path) -> tuple[str, ...]:

@@ -127,7 +127,10 @@ def _whole(place: str) -> str:
 
 
 def _name(place: str) -> str:
-    return os.path.basename(os.path.realpath(place))  # noqa: PTH119
+    """What sysfs calls a device: the last word of a path below `slaves`, else of its directory."""
+    above, _, name = place.rpartition("/")
+    is_name = above.endswith("/slaves") and name != ".."
+    return name if is_name else os.path.basename(os.path.realpath(place))  # noqa: PTH119
 
 
 def _queue(place: str, name: str) -> str:

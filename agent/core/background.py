@@ -48,6 +48,9 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
 
 _TIME_LIMIT_SECONDS = 60.0
 _RETRY_SECONDS = 60.0
+# Work begins so long after it is asked for: the call that asked is answered first, and what others
+# ask for by then, such as twenty volumes staged at once, is done with it.
+_SOON_SECONDS = 0.1
 # How long the end of the service waits for it; the next start finds and does the rest.
 _ENDING_SECONDS = 5.0
 
@@ -62,8 +65,7 @@ class DeferredWork:
     def __init__(self, name: str, work: Callable[[bool], None]) -> None:
         self._name, self._work = name, work
         self._guard = threading.Lock()
-        self._woken = threading.Event()
-        self._is_ending = False
+        self._woken, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._problem = ""
 
@@ -71,7 +73,7 @@ class DeferredWork:
         """Have the work done soon. Where no thread can be had, `catch_up` tries again."""
         self._woken.set()
         with self._guard:
-            if self._thread is not None or self._is_ending:
+            if self._thread is not None or self._ending.is_set():
                 return
             thread = threading.Thread(target=self._run, name=f"deferred {self._name}", daemon=True)
             try:
@@ -91,7 +93,7 @@ class DeferredWork:
         """Do the work that is left, for five seconds at most."""
         self.catch_up()
         with self._guard:
-            self._is_ending = True
+            self._ending.set()
             thread = self._thread
         if thread is not None:
             self._woken.set()
@@ -101,9 +103,10 @@ class DeferredWork:
         patience: float | None = None
         while True:
             self._woken.wait(patience)
+            self._ending.wait(_SOON_SECONDS)
             # Before the work, which may miss what comes up meanwhile.
             self._woken.clear()
-            is_ending = self._is_ending
+            is_ending = self._ending.is_set()
             patience = None if self._succeeds(is_ending) else _RETRY_SECONDS
             if is_ending:
                 return

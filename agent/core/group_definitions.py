@@ -92,7 +92,7 @@ NONE = GroupDefinitions(Kernel())
 def on_node(run: Run, config: Config) -> Lvm:
     """lvm2 on this node, not yet confined to devices."""
     root = config.lvm_root
-    settings = (*lvm2.without_udev(), *lvm2.without_archives(root))
+    settings = (*lvm2.without_udev(), *lvm2.without_dbus(root), *lvm2.without_archives(root))
     if config.lvm != "host":
         # The host's lvm2 reads its own /etc/lvm, which says whether a devices file counts.
         settings += lvm2.with_devices_file(root)

@@ -69,21 +69,18 @@ def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
             return
 
 
-def is_idle(kernel: Kernel, known: Inventory, volume_id: VolumeId) -> bool:
-    """Whether a volume is mounted, published and open nowhere; False proves nothing.
+def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
+    """The paths where a volume, or a part of it, is mounted or published; no command.
 
-    One ioctl and the mount table: what is mounted, and what a dm-crypt device stands on, is open; a
+    Device-mapper is asked first: what is mounted, and what a dm-crypt device stands on, is open. A
     bind mount of a device node alone is not.
     """
-    return known.is_closed(volume_id) and not nodes.bound_nodes(kernel, table.read(kernel))
-
-
-def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
-    """The paths where a volume, or a part of it, is mounted or published; no command."""
+    mounts, parsed = table.read(kernel), VolumeId.parse(volume_id)
+    if parsed is not None and known.is_closed(parsed) and not nodes.bound_nodes(kernel, mounts):
+        return set()
     device = known.device(volume_id)
     if device is None:
         return set()
-    mounts = table.read(kernel)
     parts = mounts.of_device(device.number)
     return {one.path for one in (*parts, *places(kernel, mounts, device))}
 
@@ -93,8 +90,6 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
 
     Closes dm-crypt devices that a killed cryptsetup left.
     """
-    if is_idle(kernel, known, volume.id):
-        return
     if volume.is_encrypted:
         known.close_leftovers(volume)
     if paths := mounted_at(kernel, known, str(volume.id)):

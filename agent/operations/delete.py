@@ -41,8 +41,7 @@ class VolumeDeleter:
 
     def is_mounted(self, volume_id: str) -> bool:
         """Whether a volume that CreateVolume made is staged or published; no command."""
-        parsed = ids.VolumeId.parse(volume_id)
-        if parsed is None or users.is_idle(self._kernel, self._inventory, parsed):
+        if ids.is_inline(volume_id):
             return False
         return bool(users.mounted_at(self._kernel, self._inventory, volume_id))
 

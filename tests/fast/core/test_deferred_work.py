@@ -176,6 +176,19 @@ def test_no_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not done.wait(0.05)
 
 
+def test_deferred_work_lets_the_calls_be_answered_and_the_end_of_the_service_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_SOON_SECONDS", 600.0)
+    runs: list[bool] = []
+    deferred = DeferredWork("data", runs.append)
+    for _ in range(3):
+        deferred.wake()
+    assert not runs
+    deferred.stop()
+    assert runs == [True]
+
+
 def test_without_a_thread_a_change_is_done_and_its_tags_are_written_later(
     volume_groups: VolumeGroups, fake: FakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:

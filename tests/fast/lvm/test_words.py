@@ -142,6 +142,14 @@ def test_lvm2_archives_no_metadata_where_it_cannot_write(
     assert lvm2.without_archives(Path("/proc/1/root")) == settings
 
 
+def test_lvm2_tells_lvmdbusd_of_changes_only_where_it_is_installed(tmp_path: Path) -> None:
+    assert lvm2.without_dbus(tmp_path) == ("global/notify_dbus=0",)
+    services = tmp_path / "usr/share/dbus-1/system-services"
+    services.mkdir(parents=True)
+    (services / "com.redhat.lvmdbus1.service").touch()
+    assert lvm2.without_dbus(tmp_path) == ()
+
+
 def test_a_comment_may_be_of_any_encoding(tmp_path: Path) -> None:
     directory = tmp_path / "etc/lvm/devices"
     directory.mkdir(parents=True)
