@@ -24,8 +24,8 @@ _START_SECONDS = 120
 _STOP_SECONDS = 60
 _CALL_SECONDS = 300
 _QUIET_SECONDS = 5.0
-# The kernel counts the processor's time in hundredths. Deferred work begins a tenth of a second after
-# its call (agent/core/background.py), so it is quiet for longer than that.
+# The kernel counts the processor's time in hundredths. Deferred work begins a tenth of a second
+# after its call (agent/core/background.py), so it is quiet for longer than that.
 _LOOK_SECONDS, _QUIET_LOOKS = 0.03, 8
 _MIB = 1 << 20
 
