@@ -134,6 +134,7 @@ def writer(host: RealHost, group: str, name: str) -> Iterator[Writer]:
         this.close()
 
 
+@pytest.mark.variation
 def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
     client: Client, service: Service, host: RealHost, group: str
 ) -> None:

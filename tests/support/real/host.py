@@ -42,7 +42,11 @@ _TRIES = 20
 _CLEAN_UP_TRIES = 15
 _BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
-_SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
+_SETTINGS = (
+    *lvm2.without_udev(),
+    *lvm2.without_dbus(Path("/")),
+    *("backup/archive=0", "backup/backup=0"),
+)
 # lvm2 keeps its metadata in the first megabyte of a disk.
 _METADATA_BYTES = 1 << 20
 _NO_SPACE_TIMEOUT = Path("/sys/module/dm_thin_pool/parameters/no_space_timeout")
