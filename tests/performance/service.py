@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,10 @@ _START_SECONDS = 120
 _STOP_SECONDS = 60
 _CALL_SECONDS = 300
 _QUIET_SECONDS = 5.0
-# The kernel counts the processor's time in hundredths. Deferred work begins a tenth of a second
-# after its call (agent/core/background.py), so it is quiet for longer than that.
-_LOOK_SECONDS, _QUIET_LOOKS = 0.03, 8
+# The kernel counts the processor's time in hundredths.
+_LOOK_SECONDS, _QUIET_LOOKS = 0.03, 4
+# Deferred work begins a tenth of a second after its call (agent/core/background.py).
+_DEFERRED_SECONDS = 0.15
 _MIB = 1 << 20
 
 
@@ -65,6 +66,7 @@ class Served:
 
         Neither is the next call's time: on a node only Carver changes the group.
         """
+        time.sleep(_DEFERRED_SECONDS)
         subprocess.run(["udevadm", "settle"], check=True)
         self.client.capacity()
         deadline, before, quiet = time.monotonic() + _QUIET_SECONDS, self._worked(), 0
@@ -73,17 +75,17 @@ class Served:
             now = self._worked()
             quiet, before = (quiet + 1 if now == before else 0), now
 
-    def _family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
     def _worked(self) -> dict[int, float]:
-        worked = {}
-        for one in self._family():
-            try:
-                times = one.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            worked[one.pid] = times.user + times.system
+        """The processor's time, in seconds, of it and of each of its programs (proc(5))."""
+        worked, left = dict[int, float](), [self.process.pid]
+        while left:
+            of = Path("/proc", str(pid := left.pop()))
+            # Not psutil's children(), which reads every process of the machine.
+            with suppress(OSError):
+                for children in of.glob("task/*/children"):
+                    left += map(int, children.read_text().split())
+                behind_name = (of / "stat").read_text().rpartition(")")[2].split()
+                worked[pid] = sum(map(int, behind_name[11:13])) / os.sysconf("SC_CLK_TCK")
         return worked
 
 
