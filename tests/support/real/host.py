@@ -62,6 +62,8 @@ class Lab:
     kernel: Kernel = field(default_factory=Kernel)
     programs: Programs = field(default_factory=Programs)
     groups: dict[tuple[int, ...], tuple[str, list[str]]] = field(default_factory=dict)
+    # The files of loop devices.
+    files: dict[str, str] = field(default_factory=dict)
     cgroup: Path = Path(f"/sys/fs/cgroup/carver-test-{os.getpid()}")
     _session: Session | None = None
     _unclean: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -71,7 +73,9 @@ class Lab:
         file = self.directory / f"disk{next(self._serial)}"
         with file.open("wb") as disk:
             disk.truncate(size_bytes)
-        return loop.attach(self.kernel, str(file))
+        device = loop.attach(self.kernel, str(file))
+        self.files[device] = str(file)
+        return device
 
     def group(self, disk_extents: tuple[int, ...]) -> tuple[str, list[str]]:
         """An empty group and its disks, so many extents of 4 MiB each."""
@@ -531,7 +535,10 @@ class RealHost:
                 self._close(number)
             Lvm(run, tuple(disks), _SETTINGS)("lvremove", "--yes", "--", group)
         while self._own:
-            loop.detach(self.kernel, self._own[-1])
+            device = self._own[-1]
+            # After an earlier try its number may be another's, of a test beside this one.
+            if loop.find(self.kernel, self._lab.files[device]) == device:
+                loop.detach(self.kernel, device)
             self._own.pop()
 
     def _detach(self, number: tuple[int, int]) -> None:
