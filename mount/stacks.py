@@ -129,8 +129,8 @@ def _whole(place: str) -> str:
 def _name(place: str) -> str:
     """What sysfs calls a device: the last word of a path below `slaves`, else of its directory."""
     above, _, name = place.rpartition("/")
-    is_name = above.endswith("/slaves") and name != ".."
-    return name if is_name else os.path.basename(os.path.realpath(place))  # noqa: PTH119
+    is_below = above.endswith("/slaves")
+    return name if is_below else os.path.basename(os.path.realpath(place))  # noqa: PTH119
 
 
 def _queue(place: str, name: str) -> str:

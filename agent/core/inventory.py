@@ -176,9 +176,13 @@ class Inventory:
             return self._devices.is_mapping_open(mapping)
         return self._devices.is_open(volume.group.name, volume.name)
 
-    def is_closed(self, volume_id: VolumeId) -> bool:
-        """Whether nothing, no dm-crypt device either, has a volume open for certain. One ioctl."""
-        return self._devices.is_closed(volume_id.group, volume_id.name)
+    def is_closed(self, volume_id: str) -> bool:
+        """Whether nothing, no dm-crypt device either, has a volume open for certain. One ioctl.
+
+        False for an inline volume, whose id does not name its group.
+        """
+        parsed = VolumeId.parse(volume_id)
+        return parsed is not None and self._devices.is_closed(parsed.group, parsed.name)
 
     def mapping(self, volume: Volume) -> devices.Device | None:
         """The dm-crypt device over an encrypted volume that is open; no command."""

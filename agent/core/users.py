@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 from agent.core import errors, trace
-from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from lvm.devices import Device
@@ -75,8 +74,8 @@ def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
     Device-mapper is asked first: what is mounted, and what a dm-crypt device stands on, is open. A
     bind mount of a device node alone is not.
     """
-    mounts, parsed = table.read(kernel), VolumeId.parse(volume_id)
-    if parsed is not None and known.is_closed(parsed) and not nodes.bound_nodes(kernel, mounts):
+    mounts = table.read(kernel)
+    if known.is_closed(volume_id) and not nodes.bound_nodes(kernel, mounts):
         return set()
     device = known.device(volume_id)
     if device is None:

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.02
 # How long a program runs between looks at what it is doing.
 _STEP_SECONDS = 0.001
 _TRIES = 20
-_CLEAN_UP_TRIES = 40
+_CLEAN_UP_TRIES = 15
 _BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
 _SETTINGS = (
