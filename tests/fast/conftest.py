@@ -15,15 +15,18 @@ from hypothesis import HealthCheck, settings
 from agent.core.settings import Config
 from agent.daemon.server import Service
 
-# The same cases everywhere, each time. A machine that is busy with other work is slow at anything,
-# and no test is about that.
-settings.register_profile(
-    "the-same",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("the-same")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis makes the same cases everywhere, each time."""
+    settings.register_profile(
+        "the-same",
+        derandomize=True,
+        # A machine that is busy with other work is slow at anything, and no test is about that.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=100 if config.getoption("--every") else 50,
+    )
+    settings.load_profile("the-same")
 
 
 @pytest.fixture(autouse=True)

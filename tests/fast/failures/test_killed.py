@@ -157,9 +157,10 @@ def steps(case: Case, directory: Path) -> list[str]:
     return switch.taken
 
 
-def killed(case: Case, directory: Path) -> Iterator[Trial]:
-    """The case after its call was killed at each step."""
-    for stop_at, before in stops(steps(case, directory / "count")):
+def killed(case: Case, directory: Path, stride: int = 1) -> Iterator[Trial]:
+    """The case after its call was killed at each step, or at each so many."""
+    every = stops(steps(case, directory / "count"))
+    for stop_at, before in itertools.islice(every, 0, None, stride):
         trial = Trial(case, directory / f"{stop_at}{before}")
         trial.kill(stop_at, before)
         yield trial
@@ -190,7 +191,9 @@ def is_repeated(how: str, step: int) -> bool:
 
 @pytest.mark.parametrize(("name", "how"), HOW)
 def test_a_killed_call_is_completed_or_undone(name: str, how: str, tmp_path: Path) -> None:
-    for step, trial in enumerate(killed(CASES[name], tmp_path)):
+    # What is repeated in the same boot is killed at each step.
+    stride = 2 if how == REBOOTED and not chosen.every else 1
+    for step, trial in enumerate(killed(CASES[name], tmp_path, stride)):
         if how == REBOOTED:
             reboot(trial.machine, trial.model)
         if is_repeated(how, step):
@@ -794,8 +797,8 @@ def kills_of_service(
     layout: str = nodes.PLAIN,
     least_steps: int = -1,
 ) -> Iterator[TwoNodes]:
-    """Two nodes after one's service was killed at each step of `act`, and started again."""
-    for step in itertools.count():
+    """Two nodes after one's service was killed at steps of `act`, and started again."""
+    for step in stopping.steps_of_a_command():
         ended = False
         # Before the next step it is as after this one.
         for is_before in (True, False) if stopping.kills_after_each else (True,):
@@ -979,7 +982,7 @@ class Dying(nodes.Wrapped):
 def test_a_killed_command_that_moves_is_continued_or_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, undone: bool
 ) -> None:
-    for step in itertools.count():
+    for step in stopping.steps_of_a_command():
         with two_nodes(tmp_path / str(step)) as made:
             moving, take = made.move(), dying(step, is_before)
             remote, ended = moving._remote, False
@@ -1008,7 +1011,7 @@ def test_a_killed_command_that_moves_is_continued_or_undone(
 def test_a_killed_command_that_receives_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in itertools.count():
+    for step in stopping.steps_of_a_command():
         with two_nodes(tmp_path / str(step)) as made:
             given, take = made.streams(), dying(step, is_before=True)
             kernel, ended = made.there.at.host.kernel, False

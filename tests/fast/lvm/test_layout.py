@@ -22,6 +22,7 @@ from lvm.lvm2 import Lvm
 
 LAYOUTS = configured.THICK
 EXTENT = 4 << 20
+EXAMPLES = 1000 if chosen.every else 300
 
 
 def make(lvm: Lvm, group: report.Group, name: str, size_bytes: int, shape: Layout) -> None:
@@ -48,7 +49,7 @@ def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:
         assert there.volumes["largest"].length * EXTENT == maximum
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     disks=st.lists(
         st.tuples(st.integers(0, 60), st.integers(0, 30), st.booleans()), min_size=1, max_size=7
@@ -72,7 +73,7 @@ def test_the_same_holds_for_thousands_of_states() -> None:
         check(disks, LAYOUTS[number % len(LAYOUTS)])
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     free=st.lists(st.integers(2, 60), min_size=6, max_size=7),
     shape=st.sampled_from(LAYOUTS),
@@ -96,7 +97,7 @@ def test_a_volume_grows_by_the_maximum_and_no_further(
     assert report.read(lvm).group("data").volume("v").size_bytes == size + more
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     free=st.lists(st.integers(0, 60), min_size=1, max_size=7),
     shape=st.sampled_from(LAYOUTS),

@@ -4,6 +4,7 @@ The two seams, programs and the kernel, are wrapped from outside: nothing in Car
 A process that was killed does nothing more, whichever of its threads asks.
 """
 
+import itertools
 import random
 import threading
 import time
@@ -43,6 +44,11 @@ def stops(taken: Sequence[str]) -> Iterator[tuple[int, bool]]:
         yield number, True
         if kills_after_each or number == len(taken) - 1:
             yield number, False
+
+
+def steps_of_a_command() -> Iterator[int]:
+    """The steps at which a long command is ended, without end: every other one, see `--every`."""
+    return itertools.count(0, 1 if kills_after_each else 2)
 
 
 def _named(words: Sequence[str]) -> str:
