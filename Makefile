@@ -30,7 +30,7 @@ types: venv ## mypy --strict
 	$(BIN)/mypy .
 
 # For two processors: a third of the tests' time is waits.
-SIDE_BY_SIDE := -m pytest -q -n 3 --dist worksteal
+SIDE_BY_SIDE := -m pytest -q -n 4 --dist worksteal
 .PHONY: fast
 fast: venv ## the fast tier: no root, no LVM, no VM
 	$(BIN)/python $(SIDE_BY_SIDE)

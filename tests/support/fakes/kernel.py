@@ -334,7 +334,7 @@ class FakeKernel(Kernel):
     def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
         found = self._present(device)
         parts = (_part(found.media, one, size_bytes) for one in offsets)
-        return not found.unreadable and not any(map(any, parts))
+        return not found.unreadable and all(part == bytes(len(part)) for part in parts)
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         found = self._present(device)
