@@ -57,6 +57,7 @@ class ThinPool:
 
     `mode` is rw, ro, out_of_data_space or, where no I/O goes through any more, fail. Then the
     numbers of blocks are 0. `has_metadata_snapshot`: someone reserved one, to read the metadata by.
+    `transaction_id`: the last that lvm2 had the kernel count; None where it fails.
     """
 
     size_bytes: int
@@ -67,6 +68,7 @@ class ThinPool:
     used_metadata_blocks: int = 0
     metadata_blocks: int = 0
     has_metadata_snapshot: bool = False
+    transaction_id: int | None = None
 
     @property
     def data_percent(self) -> float:
@@ -86,7 +88,8 @@ class ThinPool:
             return cls(size_bytes, FAILED)
         (used_metadata, metadata), (used_data, data) = map(_fraction, words[1:3])
         numbers = (used_data, data, used_metadata, metadata)
-        return cls(size_bytes, words[4], "needs_check" in words[5:], *numbers, words[3] != "-")
+        needs_check, is_reserved = "needs_check" in words[5:], words[3] != "-"
+        return cls(size_bytes, words[4], needs_check, *numbers, is_reserved, int(words[0]))
 
 
 @dataclass(frozen=True)

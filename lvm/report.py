@@ -105,6 +105,9 @@ class LogicalVolume:
     # Of a thin volume: its number in its pool. lvm2 gives a new one the number above all that are
     # there (get_free_pool_device_id in lib/metadata/thin_manip.c), so they tell the order.
     thin_id: int | None = None
+    # Of a pool: how many volumes were made and removed in it, as lvm2's metadata have it. Of a thin
+    # volume: how many before it was made.
+    transaction_id: int | None = None
     # Of a pool.
     metadata_size_bytes: int = 0
     # Of a volume with a cache, or a pool: the volume that its cache is.
@@ -271,8 +274,8 @@ _COLUMNS = {
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # Where each piece of a volume begins, of the volume and on a disk; a thin one's number.
-    "seg": "lv_name,seg_start,seg_pe_ranges,thin_id",
+    # Where each piece of a volume begins, of the volume and on a disk; a thin one's numbers.
+    "seg": "lv_name,seg_start,seg_pe_ranges,thin_id,transaction_id",
 }
 
 # What of lvm.conf(5) changes the rows of a JSON report with columns that are named: which of them
@@ -324,11 +327,10 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
     ranges = _ranges(part["seg"])
-    thin_ids = {row["lv_name"]: int(row["thin_id"]) for row in part["seg"] if row["thin_id"]}
+    thin = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
     images = _images(part["pvseg"])
     volumes = [
-        _logical_volume(name, volume, disks, cached, ranges, thin_ids, images)
-        for volume in part["lv"]
+        _logical_volume(name, volume, disks, cached, ranges, thin, images) for volume in part["lv"]
     ]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
@@ -430,7 +432,7 @@ def _logical_volume(
     disks: Mapping[str, set[str]],
     cached_pools: Mapping[str, str],
     ranges: Mapping[str, Sequence[str]],
-    thin_ids: Mapping[str, int],
+    thin: Mapping[str, Row],
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
     name, every = row["lv_name"], _words(row["lv_tags"])
@@ -455,9 +457,14 @@ def _logical_volume(
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
         tuning=tuning.reported(row, tags.decode(every)),
         ranges=tuple(ranges.get(name, ())),
-        thin_id=thin_ids.get(name),
+        thin_id=_number(thin.get(name), "thin_id"),
+        transaction_id=_number(thin.get(name), "transaction_id"),
         images=images.get(name, ()),
     )
+
+
+def _number(row: Row | None, column: str) -> int | None:
+    return int(row[column]) if row and row[column] else None
 
 
 def _overflowed(row: Row) -> bool | None:

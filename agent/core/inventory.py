@@ -1,5 +1,6 @@
 """Carver's volumes and snapshots, found by their LVM tags; and their devices."""
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +21,8 @@ from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from mount import command
 from mount import errors as mount_errors
+
+_log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record", Volume, Snapshot, Volume | None, Snapshot | None)
 
@@ -71,9 +74,9 @@ class Inventory:
         command for each group that was written to since it was read. `quick`: all groups, with the
         cached state of one that takes longer than three seconds; with `complete` an error where
         that state may lack something. `max_age` (seconds): the cached state where it is not
-        older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
-        is due before a change. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls,
-        Starting.
+        older; see `_cached_state`. `resume`: before a change, resume devices that a killed lvm2
+        left suspended, and remove thin volumes that it recorded and did not make. Raises
+        CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         if max_age:
             return self._cached_state(max_age)
@@ -88,6 +91,8 @@ class Inventory:
         known = _present(end_others() | states)
         if resume:
             self._resume(known, wanted)
+            if self._remove_unmade(known, wanted):
+                return self.state(*groups)
         return known
 
     def search(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
@@ -113,6 +118,46 @@ class Inventory:
                 is_held = self.is_kept_suspended(group.name, one.name)
                 if one.suspended and not is_held and tags.decode(one.tags):
                     volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
+
+    def _remove_unmade(self, known: report.Report, groups: Collection[str]) -> bool:
+        """Remove thin volumes that a killed lvm2 recorded and did not make; whether there were any.
+
+        lvm2 commits its metadata, has the kernel make the volume in the pool, and then counts both
+        there as one transaction (thin-provisioning.rst). Killed in between (SIGKILL), it leaves a
+        volume that cannot be activated (ENODATA) before the pool's next change; a snapshot would
+        hold what is written until then. No data were ever in it: the repeated call makes it anew.
+        """
+        found = [
+            (group.name, one)
+            for group in self.own_groups(known)
+            if group.name in groups
+            for one in group.volumes.values()
+            if self._is_unmade(group, one)
+        ]
+        for group_name, one in found:
+            _log.warning("removing %s/%s, which lvm2 died while making", group_name, one.name)
+            volumes.remove(self._volume_groups.lvm(group_name), group_name, one.name)
+        return bool(found)
+
+    def _is_unmade(self, group: report.Group, one: report.LogicalVolume) -> bool:
+        """Whether the kernel's pool lacks the transaction that makes a thin volume.
+
+        It is asked only for an inactive volume that was the last to be made in its pool.
+        """
+        pool, own_tags = group.volumes.get(one.pool), tags.decode(one.tags)
+        if one.active or pool is None or one.transaction_id is None or pool.transaction_id is None:
+            return False
+        if pool.transaction_id != one.transaction_id + 1 or not own_tags:
+            return False
+        if {tag.FORMATTED, tag.SEALED} & own_tags.keys():
+            return False
+        try:
+            status = self.pool_status(group.name, pool.name)
+        except errors.PoolSilent:
+            return False
+        if status is None or status.mode != "rw" or status.needs_check:
+            return False
+        return status.transaction_id == one.transaction_id
 
     def device(self, volume_id: str) -> devices.Device | None:
         """The device of an active volume, found without a command; None proves nothing.

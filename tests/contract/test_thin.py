@@ -100,6 +100,41 @@ def test_a_half_made_pool_is_made_again_or_removed(
         assert not report.read(host.lvm).group(group).volumes
 
 
+def test_a_volume_that_lvm2_died_while_making_is_made_anew_or_deleted(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    """It cannot be activated before the pool's next change, and nothing was ever in it."""
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    host.unmake_thin(group, "pool-thin", "vol-pvc-1")
+    again = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    assert again.volume_id == volume.volume_id
+    client.stage(again, staging, block())
+    client.unstage(again.volume_id, staging)
+    other = client.create("pvc-2", 40 * MIB, block(), parameters=THIN)
+    host.unmake_thin(group, "pool-thin", "vol-pvc-2")
+    client.delete(other.volume_id)
+    assert "vol-pvc-2" not in report.read(host.lvm).group(group).volumes
+    # One that is there, and only inactive, stays.
+    host.deactivate(group, "vol-pvc-1")
+    assert client.create("pvc-1", 40 * MIB, block(), parameters=THIN).volume_id == volume.volume_id
+
+
+def test_a_snapshot_that_lvm2_died_while_making_has_what_the_volume_has_when_it_is_repeated(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block(), parameters=THIN)
+    node = device(host, group, "vol-pvc-1")
+    host.write_bytes(node, 0, b"old!" * 1024)
+    client.snapshot("snap", volume.volume_id)
+    host.unmake_thin(group, "pool-thin", "snap-snap")
+    host.write_bytes(node, 0, b"new!" * 1024)
+    snapshot = client.snapshot("snap", volume.volume_id)
+    host.write_bytes(node, 0, b"then" * 1024)
+    source = of_snapshot(snapshot.snapshot_id)
+    client.create("copy", 16 * MIB, block(), parameters=THIN, source=source)
+    assert host.read_bytes(device(host, group, "vol-copy"), 0, 4096) == b"new!" * 1024
+
+
 @pytest.mark.parametrize(
     "parts",
     [

@@ -20,19 +20,19 @@ SIZE = SECTORS * 512
 LINES: list[tuple[str, str, devicemapper.Status]] = [
     (
         *("thin-pool", "1 14/1024 3/32 - rw discard_passdown queue_if_no_space - 1024"),
-        ThinPool(SIZE, "rw", False, 3, 32, 14, 1024),
+        ThinPool(SIZE, "rw", False, 3, 32, 14, 1024, transaction_id=1),
     ),
     (
         *(
             "thin-pool",
             "7 9/64 32/32 - out_of_data_space no_discard_passdown error_if_no_space - 4",
         ),
-        ThinPool(SIZE, "out_of_data_space", False, 32, 32, 9, 64),
+        ThinPool(SIZE, "out_of_data_space", False, 32, 32, 9, 64, transaction_id=7),
     ),
     (
         *("thin-pool", "7 64/64 8/32 7 ro discard_passdown queue_if_no_space needs_check 4"),
         # Someone reads its metadata.
-        ThinPool(SIZE, "ro", True, 8, 32, 64, 64, has_metadata_snapshot=True),
+        ThinPool(SIZE, "ro", True, 8, 32, 64, 64, has_metadata_snapshot=True, transaction_id=7),
     ),
     ("thin-pool", "Fail", ThinPool(SIZE, "fail")),
     ("thin-pool", "Error", ThinPool(SIZE, "fail")),

@@ -198,6 +198,13 @@ class FakeHost:
         found.spare.clear()
         found.seqno += 1
 
+    def unmake_thin(self, group: str, pool: str, name: str) -> None:
+        """Have the pool be without the last volume of it, as if lvm2 had died before making it."""
+        found = self.lvm2.groups[group].volumes[pool]
+        assert isinstance(found, FakePool)
+        self.lvm2.deactivate(group, name)
+        found.transaction_in_kernel -= 1
+
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
         self.cryptsetup.leave(device.path)

@@ -318,6 +318,26 @@ class RealHost:
         own_tags = tags.decode(made.tags)
         volumes.create(self.lvm, group, volumes.New(pool, made.size_bytes, own_tags))
 
+    def unmake_thin(self, group: str, pool: str, name: str) -> None:
+        """Have the pool be without the last volume of it, as if lvm2 had died before making it.
+
+        The kernel's pool goes back by a transaction, and lvm2's metadata have the message to make
+        the volume, which it sends with the pool's next change.
+        """
+        last = report.read(self.lvm).group(group).volume(pool).transaction_id
+        made = report.read(self.lvm).group(group).volume(name)
+        assert last is not None
+        self.lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
+        device = f"{names.device(group, pool)}-tpool"
+        self._dmsetup("message", device, "0", f"delete {made.thin_id}")
+        self._dmsetup("message", device, "0", f"set_transaction_id {last} {last - 1}")
+        file = self.directory / "metadata"
+        self.lvm("vgcfgbackup", "--file", str(file), "--", group)
+        message = f'message1 {{\ncreate = "{name}"\n}}\n'
+        text = file.read_text().replace(counted := f"transaction_id = {last}\n", counted + message)
+        file.write_text(text)
+        self.lvm("vgcfgrestore", "--yes", "--force", "--file", str(file), "--", group)
+
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
         name, sectors = mapping_name(device), self.kernel.device_size_bytes(device.path) // 512

@@ -124,6 +124,11 @@ class Machine:
             )
         if any(one.startswith(f"{volume.name}_rmeta_") for one in group.volumes):
             raise Failure(f"Refusing activation of RAID LV {path} with visible SubLVs.")
+        if isinstance(volume, FakeThin):
+            pool = group.volumes[volume.pool]
+            assert isinstance(pool, FakePool)
+            if pool.active and volume.transaction == pool.transaction_in_kernel < pool.transaction:
+                raise Failure("device-mapper: reload ioctl on  (253:7) failed: No data available")
         if self._told.settings.get("activation/volume_list", group.name) != group.name:
             return  # and it succeeds
         if not volume.active and self._told.settings.get("global/activation") != "0":

@@ -23,6 +23,8 @@ class PoolCommands(KernelSide):
         group, origin = self._volume(arguments)
         require_new(group, name)
         assert isinstance(origin, FakeThin), "lvm2 would ask for a size"
+        within = group.volumes[origin.pool]
+        assert isinstance(within, FakePool)
         # lvm2 2.03.16 says yes, and does not tell the pool: it takes no more volumes afterwards.
         assert not self.is_suspended(group.name, origin.name), "the pool would be damaged"
         made = FakeThin(
@@ -37,6 +39,7 @@ class PoolCommands(KernelSide):
             virtual_extents=origin.virtual_extents,
             pool=origin.pool,
             number=next(self._numbers),
+            transaction=within.change(),
         )
         group.volumes[name] = made
         if activate:
@@ -94,6 +97,7 @@ class PoolCommands(KernelSide):
             virtual_extents=-(-size // group.extent_size_bytes),
             pool=pool,
             number=next(self._numbers),
+            transaction=within.change(),
         )
         if name.startswith("wipe-"):
             size = within.length * group.extent_size_bytes

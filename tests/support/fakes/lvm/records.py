@@ -38,7 +38,7 @@ _PART_TEXT_BYTES = 420
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "health", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
-    *("rebuilding", "damaged", "held", "chunks", "left"),
+    *("rebuilding", "damaged", "held", "chunks", "left", "transaction_in_kernel"),
 }
 
 
@@ -132,6 +132,9 @@ class FakePool(FakeVolume):
     # So that thin_check(8) refuses it.
     damaged: bool = False
     chunks: Chunks = field(default_factory=Chunks)
+    # How many volumes were made and removed in it, and what the kernel has of that.
+    transaction: int = 0
+    transaction_in_kernel: int = 0
     # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
     held: dict[int, dict[int, bytes]] | None = None
 
@@ -152,7 +155,14 @@ class FakePool(FakeVolume):
             self.used_metadata_blocks,
             metadata_blocks,
             self.held is not None,
+            self.transaction_in_kernel,
         )
+
+    def change(self) -> int:
+        """Count a change of what is in it, and tell the kernel; returns how many were before."""
+        self.transaction += 1
+        self.transaction_in_kernel = self.transaction
+        return self.transaction - 1
 
 
 @dataclass
@@ -162,6 +172,7 @@ class FakeThin(FakeVolume):
     virtual_extents: int = 0
     pool: str = ""
     number: int = 0
+    transaction: int = 0
 
     @property
     def length(self) -> int:

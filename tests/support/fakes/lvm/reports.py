@@ -89,6 +89,9 @@ class Reports(KernelSide):
                     "seg_start": "0",
                     "seg_pe_ranges": ranges_of(group, volume),
                     "thin_id": str(volume.number) if isinstance(volume, FakeThin) else "",
+                    "transaction_id": str(volume.transaction)
+                    if isinstance(volume, FakeThin | FakePool)
+                    else "",
                 }
                 for volume in group.volumes.values()
             ],

@@ -332,6 +332,7 @@ class VolumeCommands(PoolCommands):
         if isinstance(gone, FakeThin):
             pool = group.volumes.get(gone.pool)
             if isinstance(pool, FakePool):
+                pool.change()
                 chunks = pool.length * group.extent_size_bytes // BLOCK_BYTES
                 held = gone.media.blocks if gone.media.below is None else {}
                 pool.media.blocks |= {number % chunks: data for number, data in held.items()}
