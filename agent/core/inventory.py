@@ -144,12 +144,13 @@ class Inventory:
 
         It is asked only for an inactive volume that was the last to be made in its pool.
         """
-        pool, own_tags = group.volumes.get(one.pool), tags.decode(one.tags)
-        if one.active or pool is None or one.transaction_id is None or pool.transaction_id is None:
+        pool = group.volumes.get(one.pool)
+        if one.active or pool is None or one.transaction_id is None:
             return False
-        if pool.transaction_id != one.transaction_id + 1 or not own_tags:
+        if pool.transaction_id != one.transaction_id + 1:
             return False
-        if {tag.FORMATTED, tag.SEALED} & own_tags.keys():
+        own_tags = tags.decode(one.tags)
+        if not own_tags or {tag.FORMATTED, tag.SEALED} & own_tags.keys():
             return False
         try:
             status = self.pool_status(group.name, pool.name)
