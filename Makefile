@@ -29,7 +29,7 @@ lint: venv ## ruff: lint and format
 types: venv ## mypy --strict
 	$(BIN)/mypy .
 
-# For two processors: a third of the tests' time is waits.
+# For two processors: half of the tests' time is waits.
 SIDE_BY_SIDE := -m pytest -q -n 4 --dist worksteal
 .PHONY: fast
 fast: venv ## the fast tier: no root, no LVM, no VM

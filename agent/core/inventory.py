@@ -90,8 +90,9 @@ class Inventory:
         states = {name: one.state() for name, one in found.items() if one is not None}
         known = _present(end_others() | states)
         if resume:
-            self._resume(known, wanted)
-            if self._remove_unmade(known, wanted):
+            own = [one for one in self.own_groups(known) if one.name in wanted]
+            self._resume(own)
+            if self._remove_unmade(own):
                 return self.state(*groups)
         return known
 
@@ -103,23 +104,22 @@ class Inventory:
         seen = find(self.state(quick=True))
         return find(self.state() if seen is None else self.state(seen.group.name))
 
-    def _resume(self, known: report.Report, groups: Collection[str]) -> None:
+    def _resume(self, groups: Collection[report.Group]) -> None:
         """Resume devices that a killed lvm2 left suspended; one command for each.
 
         lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
         so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
         that a report shows as suspended is left over, not under way.
         """
-        own = [one for one in self.own_groups(known) if one.name in groups]
-        for group in own:
+        for group in groups:
             self._deactivate_parts(group)
-        for group in own:
+        for group in groups:
             for one in group.volumes.values():
                 is_held = self.is_kept_suspended(group.name, one.name)
                 if one.suspended and not is_held and tags.decode(one.tags):
                     volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
 
-    def _remove_unmade(self, known: report.Report, groups: Collection[str]) -> bool:
+    def _remove_unmade(self, groups: Collection[report.Group]) -> bool:
         """Remove thin volumes that a killed lvm2 recorded and did not make; whether there were any.
 
         lvm2 commits its metadata, has the kernel make the volume in the pool, and then counts both
@@ -129,8 +129,7 @@ class Inventory:
         """
         found = [
             (group.name, one)
-            for group in self.own_groups(known)
-            if group.name in groups
+            for group in groups
             for one in group.volumes.values()
             if self._is_unmade(group, one)
         ]

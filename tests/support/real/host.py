@@ -324,8 +324,8 @@ class RealHost:
         The kernel's pool goes back by a transaction, and lvm2's metadata have the message to make
         the volume, which it sends with the pool's next change.
         """
-        last = report.read(self.lvm).group(group).volume(pool).transaction_id
-        made = report.read(self.lvm).group(group).volume(name)
+        known = report.read(self.lvm).group(group)
+        last, made = known.volume(pool).transaction_id, known.volume(name)
         assert last is not None
         self.lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
         device = f"{names.device(group, pool)}-tpool"
