@@ -31,8 +31,9 @@ from proto import csi_pb2 as csi
 MIB = 1 << 20
 SECTOR_BYTES = 4096
 PATIENCE_SECONDS = 300
-# What waits for a service that is stopped ends after that.
-CALL_SECONDS = 5.0
+# What waits for a service that is stopped ends after that. Trying a key takes seconds in software
+# emulation, so a shorter call may end before it has begun anything.
+CALL_SECONDS = 20.0
 PLACE = Path("/var/lib/kubelet/plugins/across-reboot")
 
 
@@ -142,13 +143,18 @@ class Copy:
         return made, *paths
 
     def before(self, volume: csi.Volume, path: str) -> None:
-        """Have it begun; a call that waits for it ends with how far it is, or in vain."""
+        """Have it begun by calls that end with how far it is, or in vain."""
         with ThreadPoolExecutor(1) as pool, Client(DEFAULT_SOCKET, CALL_SECONDS) as caller:
-            call = pool.submit(self._is_staged, caller, volume)
+            calls = [pool.submit(self._is_staged, caller, volume)]
 
             def is_over() -> bool:
-                # It may end long before, with ABORTED.
-                return call.done() and call.result()
+                call = calls[-1]
+                if not call.done():
+                    return False
+                if not call.result():
+                    # It may have ended before it began anything; kubelet calls again.
+                    calls.append(pool.submit(self._is_staged, caller, volume))
+                return call.result()
 
             self._until(lambda: is_over() or any(reencrypting(path)))
             workers = list(reencrypting(path))
@@ -157,7 +163,7 @@ class Copy:
                 assert workers
                 for process in (service(), *workers):
                     os.kill(process, signal.SIGSTOP)
-            assert not (self.is_cut and call.result()), "it came to its end"
+            assert not (self.is_cut and calls[-1].result()), "it came to its end"
 
     def after(self, client: Client) -> None:
         """Have it finished, find the data by another master key, and let go of it."""

@@ -15,7 +15,9 @@ PYTHON = "/opt/carver/venv/bin/python"
 def in_guest(*words: str) -> None:
     path = f"PYTHONPATH={TREE}:{TREE}/tests:{TREE}/tests/support"
     ended = lab.run(["env", path, PYTHON, SCRIPT, *words], check=False)
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    if ended.returncode != 0:
+        log = lab.run("journalctl --unit carver --boot --lines 40 --output cat", check=False).stdout
+        pytest.fail(f"{ended.stdout}\n{ended.stderr}\n{log}")
 
 
 @pytest.mark.timeout(900)
