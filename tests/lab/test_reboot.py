@@ -16,7 +16,8 @@ def in_guest(*words: str) -> None:
     path = f"PYTHONPATH={TREE}:{TREE}/tests:{TREE}/tests/support"
     ended = lab.run(["env", path, PYTHON, SCRIPT, *words], check=False)
     if ended.returncode != 0:
-        log = lab.run("journalctl --unit carver --boot --lines 40 --output cat", check=False).stdout
+        journal = ["journalctl", "--unit", "carver", "--boot", "--lines", "40", "--output", "cat"]
+        log = lab.run(journal, check=False).stdout
         pytest.fail(f"{ended.stdout}\n{ended.stderr}\n{log}")
 
 
