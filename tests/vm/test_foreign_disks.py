@@ -37,7 +37,7 @@ def group(host: RealHost, restart: Restart) -> Iterator[str]:
 @pytest.mark.parametrize(
     "is_running", chosen.kinds([False, True], usual=[True]), ids=["before", "running"]
 )
-@pytest.mark.parametrize("kind", chosen.kinds(foreign.KINDS, usual=["whole-copy"]))
+@pytest.mark.parametrize("kind", chosen.kinds(foreign.KINDS, usual=()))
 def test_every_call_on_the_group_works_and_the_foreign_disk_is_reported(
     host: RealHost,
     client: Client,
