@@ -49,6 +49,7 @@ def name_of(snapshot_id: str) -> str:
     return ids.logical_name(snapshot_id)
 
 
+@pytest.mark.variation
 def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
     base = ""
     for number in range(4):

@@ -83,7 +83,7 @@ def require_at(node: Node, other: Node, content: bytes) -> None:
     assert node.content(found) == content
 
 
-@pytest.mark.parametrize("said", chosen.kinds(("once", "twice"), usual=["once"]))
+@pytest.mark.parametrize("said", chosen.kinds(("once", "twice"), usual=()))
 def test_a_volume_moves_by_ssh_and_its_remains_are_deleted(
     here: Node, there: Node, line: Line, volume: csi.Volume, said: str
 ) -> None:

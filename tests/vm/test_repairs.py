@@ -269,6 +269,7 @@ def _is_marked(disk: Disk) -> bool:
     return bool(leftovers.on(disk.path, MIB, disk.sectors * 512))
 
 
+@pytest.mark.variation
 def test_a_volume_is_repaired_on_another_disk_of_the_group(
     bench: Bench, host: RealHost, disks: Disks
 ) -> None:
