@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from time import sleep
 
-import chosen
 import configured
 import expect
 import pytest
@@ -75,7 +74,8 @@ def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("is_taken_back", chosen.kinds([False, True], usual=()))
+@pytest.mark.variation
+@pytest.mark.parametrize("is_taken_back", [False, True])
 def test_an_abandoned_replacement_shows_nothing_of_what_was_moved(
     client: Client, service: Service, host: AnyHost, disks: list[str], is_taken_back: bool
 ) -> None:

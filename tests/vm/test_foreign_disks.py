@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import chosen
 import pytest
 from csi_client import Client
 from real.host import RealHost
@@ -34,10 +33,9 @@ def group(host: RealHost, restart: Restart) -> Iterator[str]:
         yield GROUP
 
 
-@pytest.mark.parametrize(
-    "is_running", chosen.kinds([False, True], usual=[True]), ids=["before", "running"]
-)
-@pytest.mark.parametrize("kind", chosen.kinds(foreign.KINDS, usual=()))
+@pytest.mark.variation
+@pytest.mark.parametrize("is_running", [False, True], ids=["before", "running"])
+@pytest.mark.parametrize("kind", foreign.KINDS)
 def test_every_call_on_the_group_works_and_the_foreign_disk_is_reported(
     host: RealHost,
     client: Client,

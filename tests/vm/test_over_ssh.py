@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import chosen
 import psutil
 import pytest
 from real.host import RealHost
@@ -83,7 +82,8 @@ def require_at(node: Node, other: Node, content: bytes) -> None:
     assert node.content(found) == content
 
 
-@pytest.mark.parametrize("said", chosen.kinds(("once", "twice"), usual=()))
+@pytest.mark.variation
+@pytest.mark.parametrize("said", ["once", "twice"])
 def test_a_volume_moves_by_ssh_and_its_remains_are_deleted(
     here: Node, there: Node, line: Line, volume: csi.Volume, said: str
 ) -> None:
@@ -102,7 +102,7 @@ VICTIMS = ("sender", "receiver", "line", "service here", "service there")
 
 
 @pytest.mark.variation
-@pytest.mark.parametrize("victim", chosen.kinds(VICTIMS, usual=["receiver"]))
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_after_a_kill_within_a_stream_exactly_one_volume_is_usable(
     here: Node, there: Node, line: Line, volume: csi.Volume, victim: str
 ) -> None:
