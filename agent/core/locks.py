@@ -9,6 +9,7 @@ Background work is not limited.
 """
 
 import contextvars
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -315,6 +316,7 @@ class GroupLock:
         self._guard = threading.Lock()
         # Whether the lock is held.
         self.is_taken = False
+        self._released_at = -math.inf
         # Each is set when its waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
 
@@ -326,10 +328,16 @@ class GroupLock:
             yield
         finally:
             with self._guard:
+                self._released_at = time.monotonic()
                 if self._waiting:
                     self._waiting.popleft().set()
                 else:
                     self.is_taken = False
+
+    @property
+    def held_at(self) -> float:
+        """When the lock was last held, by the monotonic clock; now where it is."""
+        return time.monotonic() if self.is_taken else self._released_at
 
     def _await(self) -> None:
         with self._guard:

@@ -206,15 +206,19 @@ class _Slices:
             self._rate = _mean(self._rate, piece.length_bytes / took_seconds)
 
 
-@dataclass
-class _Open:
-    """A turn under way that others may join until then: how many are in it, and what they did."""
+@dataclass(eq=False)
+class _Shared:
+    """A turn that workers may share, or the place of one in the queue for it."""
 
     disks: frozenset[str]
-    until_seconds: float
-    length_bytes: int
-    joined: int = 0
+    may_join: bool
+    # How many are in it, and what they did; how long a piece of theirs may be.
+    workers: int = 1
     done_bytes: int = 0
+    length_bytes: int = 0
+    begun_at: float = -math.inf
+    # Others may join until then.
+    joined_until: float = -math.inf
 
 
 class _Rule(Protocol):
@@ -230,8 +234,10 @@ class _Rule(Protocol):
 class _GivingWay:
     """`auto`: small pieces and pauses while others use the disks."""
 
-    def __init__(self, kernel: Kernel, clock: Callable[[], float]) -> None:
-        self._kernel, self._clock = kernel, clock
+    def __init__(
+        self, kernel: Kernel, clock: Callable[[], float], changed_at: Callable[[], float]
+    ) -> None:
+        self._kernel, self._clock, self._changed_at = kernel, clock, changed_at
         self.paused_seconds = 0.0
         self._length_bytes, self._took_seconds, self._ended_at = _FIRST_BYTES, 0.0, -math.inf
         # How fast pieces are where they need not wait for others, in bytes a second.
@@ -239,6 +245,7 @@ class _GivingWay:
         # What each disk had done when it was looked at last: since then the group's background
         # work had nothing on its way there.
         self._seen: dict[str, DiskLoad] = {}
+        self._looked_at = -math.inf
         # When others were seen last, and how long their I/O takes on average.
         self._others_at, self._others_take_seconds = -math.inf, 0.0
 
@@ -246,14 +253,13 @@ class _GivingWay:
         if not work.disks:  # there are no statistics
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
-            # What others did meanwhile does not tell what they do now.
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
-            self._seen |= self._loads(work)
-            pause(_FIRST_SECONDS)
-        self._look(work)
+            # What others did meanwhile does not tell what they do now.
+            self._looked_at = -math.inf
+        self._look(work, pause)
         if self._pause(pause):
             # Others may be seen in it, and then it is longer.
-            self._look(work)
+            self._look(work, pause)
             self._pause(pause)
         most_bytes = 2 * self._length_bytes
         if self.is_beside_others and (rate := self._rate(work)):
@@ -271,7 +277,7 @@ class _GivingWay:
         self._rates[work.kind, work.disks] = rate
         self._length_bytes, self._took_seconds = length_bytes, seconds
         self._ended_at = self._clock()
-        self._seen |= self._loads(work)
+        self._pass_over(work)
 
     @property
     def is_beside_others(self) -> bool:
@@ -297,8 +303,12 @@ class _GivingWay:
         self.paused_seconds += is_for_others * left_seconds
         return True
 
-    def _look(self, work: Work) -> None:
+    def _look(self, work: Work, pause: Callable[[float], None]) -> None:
         """Look for I/O of others: completed since the last look, or on its way."""
+        if self._changed_at() >= self._looked_at:
+            # lvm2 wrote that to the disks.
+            self._pass_over(work)
+            pause(_FIRST_SECONDS)
         for disk, now in self._loads(work).items():
             before = self._seen[disk]
             completed = now.completed - before.completed
@@ -309,6 +319,12 @@ class _GivingWay:
             if completed > 0 or now.in_flight:
                 self._others_at = self._clock()
             self._seen[disk] = now
+        self._looked_at = self._clock()
+
+    def _pass_over(self, work: Work) -> None:
+        """Look for I/O of others from now on."""
+        self._seen |= self._loads(work)
+        self._looked_at = self._clock()
 
     def _loads(self, work: Work) -> dict[str, DiskLoad]:
         return {disk: self._kernel.disk_load(disk) for disk in work.disks}
@@ -371,19 +387,21 @@ class Pace:
         kernel: Kernel,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        changed_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
+        """`changed_at` is when Carver itself last changed the group, by the clock."""
         self._kernel, self.clock, self._sleep = kernel, clock, sleep
         self._rule: _Rule = _Unlimited()
         if bandwidth is None:
-            self._rule = _GivingWay(kernel, clock)
+            self._rule = _GivingWay(kernel, clock, changed_at)
         elif bandwidth != NO_RESERVE:
             self._rule = _Limited(bandwidth, clock)
         self._moved = threading.Condition()
-        self._queue: deque[object] = deque()
+        # The first one's turn is under way.
+        self._queue: deque[_Shared] = deque()
         # When the piece that is under way counts as hanging.
         self._hangs_at = math.inf
         self._bytes: Counter[str] = Counter()
-        self._open: _Open | None = None
 
     @property
     def is_unlimited(self) -> bool:
@@ -415,7 +433,7 @@ class Pace:
         `check` raises where it is called off. `flush` has on the disks what was written; leave it
         out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
         can end within a piece. What `may_join` has its turn together with others that may, while
-        no one else uses the disks or waits: one that reads what another writes.
+        no one else uses the disks or waits: one that reads what another writes, or names it.
         """
         disks = set[str]()
         for one in devices if isinstance(self._rule, _GivingWay) else ():
@@ -426,101 +444,94 @@ class Pace:
     @contextmanager
     def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[Piece]:
         """Wait for a turn; yield how many bytes of what is left are its piece, done inside."""
-        work.check()
-        if (joined := self._join(work)) is not None:
-            piece = Piece(min(left_bytes, joined.length_bytes))
-            try:
-                yield piece
-            finally:
-                with self._moved:
-                    self._bytes[work.kind] += piece.length_bytes
-                    joined.done_bytes += piece.length_bytes
-                    joined.joined -= 1
-                    self._moved.notify_all()
-            return
-        with self._place(work.check):
-            piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
-            piece = Piece(left_bytes if whole else min(left_bytes, piece_bytes))
-            begun_at = self.clock()
-            with self._moved:
-                self._hangs_at = begun_at + _HANGING_SECONDS
-            with self._joinable(work, piece, begun_at) as joined:
-                yield piece
-            done_bytes = piece.length_bytes + joined.done_bytes
-            if not done_bytes:
-                return
-            if work.flush is not None:
-                work.flush()
-            # What others did in it, too, or it would look like I/O of strangers.
-            self._rule.end(work, done_bytes, self.clock() - begun_at)
-            with self._moved:
-                self._bytes[work.kind] += piece.length_bytes
-
-    @contextmanager
-    def _joinable(self, work: Work, piece: Piece, begun_at: float) -> Iterator[_Open]:
-        """Let others join inside; then wait for them: between turns nothing is on its way."""
-        own = _Open(work.disks, begun_at + _LONG_SECONDS, piece.length_bytes)
-        is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
-        if not (work.may_join and is_alone):
-            yield own
-            return
-        with self._moved:
-            self._open = own
+        shared = self._enter(work, left_bytes if whole else None)
+        piece, done_bytes = Piece(min(left_bytes, shared.length_bytes)), 0
         try:
-            yield own
+            yield piece
+            if piece.length_bytes and work.flush is not None:
+                work.flush()
+            done_bytes = piece.length_bytes
         finally:
-            with self._moved:
-                self._open = None
-                # One that hangs is waited for no longer than by others in the queue.
-                self._moved.wait_for(lambda: not own.joined, _HANGING_SECONDS)
+            self._leave(work, shared, done_bytes)
 
-    def _join(self, work: Work) -> _Open | None:
-        """Join the turn under way, if it is one to join and none waits for the next."""
-        with self._moved:
-            found = self._open
-            if (
-                found is None
-                or not work.may_join
-                or not work.disks <= found.disks
-                or len(self._queue) > 1
-                or self.clock() >= found.until_seconds
-            ):
-                return None
-            found.joined += 1
-            return found
+    def _enter(self, work: Work, length_bytes: int | None) -> _Shared:
+        """Wait for a turn of that length, or of the rule's where it is None, or for one to join."""
+        work.check()
+        own = _Shared(work.disks, work.may_join)
+        try:
+            found = self._wait(own, work.check)
+            if found is own:
+                piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
+                self._begin(own, piece_bytes if length_bytes is None else length_bytes)
+        except BaseException:
+            self._remove(own)
+            raise
+        return found
 
-    @contextmanager
-    def _place(self, check: Callable[[], None]) -> Iterator[None]:
-        """Wait in the queue; be the first in it inside."""
+    def _wait(self, own: _Shared, check: Callable[[], None]) -> _Shared:
+        """Wait in the queue until its turn comes, or it may join the one under way."""
         if self.is_unlimited:
-            yield
-            return
-        own = object()
+            return own
         with self._moved:
             self._queue.append(own)
-        try:
-            while not self._is_first(own):
-                check()
-            yield
-        finally:
+        while True:
             with self._moved:
-                with suppress(ValueError):  # it hung
-                    self._queue.remove(own)
+                if (found := self._turn_for(own)) is not None:
+                    return found
+                self._moved.wait(_CHECK_SECONDS)
+            check()
+
+    def _turn_for(self, own: _Shared) -> _Shared | None:
+        """Its own turn, or one that it joins, which it leaves the queue for; None: it waits."""
+        first = self._queue[0]
+        if first is not own and self.clock() >= self._hangs_at:
+            # One that hangs is first no more; the next one has not begun.
+            self._queue.popleft()
+            self._hangs_at, first = math.inf, self._queue[0]
+        if first is own:
+            self._hangs_at = math.inf
+            return own
+        is_open = self.clock() < first.joined_until and own.disks <= first.disks
+        # One that waits for a turn of its own is passed by none.
+        if not (is_open and all(one.may_join for one in self._queue)):
+            return None
+        self._queue.remove(own)
+        first.workers += 1
+        return first
+
+    def _begin(self, own: _Shared, length_bytes: int) -> None:
+        is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
+        with self._moved:
+            own.length_bytes, own.begun_at = length_bytes, self.clock()
+            self._hangs_at = own.begun_at + _HANGING_SECONDS
+            if own.may_join and is_alone:
+                own.joined_until = own.begun_at + _LONG_SECONDS
                 self._moved.notify_all()
 
-    def _is_first(self, own: object) -> bool:
-        """Wait a moment to be the first; one that hangs is first no more."""
+    def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
+        """Leave a turn; it ends with the last worker in it: between turns nothing is on its way."""
         with self._moved:
-            if self._queue[0] is not own:
-                self._moved.wait(_CHECK_SECONDS)
-            if self._queue[0] is not own and self.clock() >= self._hangs_at:
-                self._queue.popleft()
-                # The next one has not begun.
-                self._hangs_at = math.inf
-            if self._queue[0] is not own:
-                return False
-            self._hangs_at = math.inf
-            return True
+            if done_bytes:
+                self._bytes[work.kind] += done_bytes
+            shared.done_bytes += done_bytes
+            shared.workers -= 1
+            if shared.workers:
+                return
+            # It is joined no more.
+            shared.joined_until = -math.inf
+        try:
+            if shared.done_bytes:
+                # Of all in it, or it would look like I/O of strangers.
+                self._rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
+        finally:
+            self._remove(shared)
+
+    def _remove(self, own: _Shared) -> None:
+        """The next one in the queue is the first."""
+        with self._moved:
+            with suppress(ValueError):  # it hung, or none waits for another
+                self._queue.remove(own)
+            self._moved.notify_all()
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
         until = self.clock() + seconds
@@ -533,8 +544,9 @@ class Pace:
 class Paces:
     """The Pace of each volume group, by the configuration."""
 
-    def __init__(self, config: Config, kernel: Kernel) -> None:
-        self._config, self._kernel = config, kernel
+    def __init__(self, config: Config, kernel: Kernel, changed_at: Callable[[str], float]) -> None:
+        """`changed_at` is when Carver last changed a group, by the monotonic clock."""
+        self._config, self._kernel, self._changed_at = config, kernel, changed_at
         self._guard = threading.Lock()
         self._paces: dict[str, Pace] = {}
 
@@ -542,7 +554,11 @@ class Paces:
         """The one of a group, also of one that no class names any more."""
         with self._guard:
             if group not in self._paces:
-                self._paces[group] = Pace(self._config.bandwidth_of(group), self._kernel)
+                self._paces[group] = Pace(
+                    self._config.bandwidth_of(group),
+                    self._kernel,
+                    changed_at=partial(self._changed_at, group),
+                )
             return self._paces[group]
 
     def every(self) -> Mapping[str, Pace]:

@@ -1,5 +1,6 @@
 """The volume groups of this node by their names, and operations on several of them."""
 
+import math
 import os
 import threading
 from collections import defaultdict
@@ -102,6 +103,11 @@ class VolumeGroups:
     def known(self, name: str) -> VolumeGroup | None:
         """A group by its name, without a scan of disks: None also for one not asked for yet."""
         return self._volume_groups.get(name)
+
+    def changed_at(self, name: str) -> float:
+        """When Carver last changed a group, by the monotonic clock: now where it does so."""
+        found = self.known(name)
+        return -math.inf if found is None else found.lock.held_at
 
     def has(self, name: str) -> bool:
         """Whether a group of that name is on this node, also one that no class names."""

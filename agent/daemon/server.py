@@ -111,7 +111,7 @@ class Service:
             host.stream,
             Allocators(config.classes, known),
             Limiter(host.cgroups, known, host.kernel),
-            Paces(config, host.kernel),
+            Paces(config, host.kernel, volume_groups.changed_at),
         )
         self.readiness = Readiness(known, self.node, context.admission)
         self.pool_remover = PoolRemover(context)

@@ -243,7 +243,7 @@ class Delta:
 
     def _work(self, check: Callable[[], None], of: _Read, *readers: Reader) -> Work:
         devices = [one.device for one in readers]
-        return self._paces.of(of.group.name).work("compare", *devices, check=check)
+        return self._paces.of(of.group.name).work("compare", *devices, check=check, may_join=True)
 
     def _activate(self, ending: ExitStack, one: _Read) -> str:
         if isinstance(one, Snapshot):

@@ -192,6 +192,15 @@ def test_waiters_get_the_lock_in_their_order(turns: Turns) -> None:
     assert not turns.queue.is_taken
 
 
+def test_a_lock_says_when_it_was_held_last() -> None:
+    queue, begun = GroupLock("volume group data"), time.monotonic()
+    assert queue.held_at < begun
+    with queue.hold():
+        assert begun <= queue.held_at <= time.monotonic()
+    ended = time.monotonic()
+    assert begun <= queue.held_at <= ended
+
+
 def test_one_waiter_too_many_is_refused_at_once(turns: Turns) -> None:
     with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(MOST_WAITING)]

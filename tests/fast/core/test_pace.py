@@ -154,7 +154,6 @@ def test_a_neighbour_waits_little_and_a_good_part_of_the_disk_stays(
     late = sorted(disk.latencies)[int(0.99 * len(disk.latencies))]
     assert late <= 2 * neighbour_seconds
     # It has the disk all the time by itself.
-    # It has the disk all the time by itself.
     assert seconds < 7 * 1024 * MIB / disk.bytes_per_second
     assert one.paused_seconds > seconds / 8
 
@@ -164,6 +163,38 @@ def test_a_neighbour_that_writes_seldom_is_seen(disk: Disk) -> None:
     erase(disk, paced(disk), 1024 * MIB)
     late = [one for one in disk.latencies if one > 2 * 0.002]
     assert len(late) <= 2
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> None:
+    changed_at = list[float]()
+    one = Pace(
+        None,
+        OneDisk(disk),
+        disk.clock,
+        disk.sleep,
+        lambda: changed_at[-1] if changed_at else -1.0,
+    )
+    work = work_of(one)
+    with work.turn(MIB):
+        disk.write(MIB)
+    disk.begin_neighbour(0.002)
+    disk.sleep(0.003)
+    disk.end_neighbour()
+    if is_own:
+        changed_at.append(disk.now)
+    with work.turn(MIB):
+        disk.write(MIB)
+    assert (one.paused_seconds == 0) == is_own
+
+
+def test_others_are_seen_beside_what_lvm2_does(disk: Disk) -> None:
+    # It is at work all the time.
+    one = Pace(None, OneDisk(disk), disk.clock, disk.sleep, disk.clock)
+    disk.begin_neighbour(0.004)
+    erase(disk, one, 256 * MIB)
+    assert disk.pieces[-1][1] < 4 * MIB
+    assert one.paused_seconds > 0
 
 
 def test_pieces_grow_again_once_the_neighbour_is_gone(disk: Disk) -> None:
@@ -392,11 +423,12 @@ def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
 
 
 def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
-    waiting = [object() for _ in range(3)]
+    waiting = [pace._Shared(frozenset(), may_join=False) for _ in range(3)]
     busy._queue.extend(waiting)
     disk.now += 2 * pace._HANGING_SECONDS
     # Whoever looks first, the turn is the first one's.
-    assert [busy._is_first(one) for one in reversed(waiting)] == [False, False, True]
+    found = [busy._turn_for(one) for one in reversed(waiting)]
+    assert found == [None, None, waiting[0]]
 
 
 def test_a_failed_piece_ends_its_turn(disk: Disk) -> None:
@@ -492,12 +524,37 @@ def test_a_reader_and_what_writes_it_have_their_turn_together(turns: Turns) -> N
     expect.soon(lambda: turns.inside == {"send"})
     turns.begin("receive")
     expect.soon(lambda: turns.inside == {"send", "receive"})
-    # Between turns nothing may be on its way: the one waits for the other.
+    # The one goes and comes, and the other need not end its turn for that.
+    turns.end("send")
+    expect.soon(lambda: turns.ended == ["send"])
+    turns.begin("send")
+    expect.soon(lambda: turns.inside == {"send", "receive"})
+    # Between turns nothing may be on its way: a third waits for the last of them.
+    turns.begin("erase", may_join=False)
+    turns.end("receive")
+    expect.soon(lambda: turns.inside == {"send"})
+    turns.end("send")
+    expect.soon(lambda: turns.inside == {"erase"})
+
+
+def test_a_turn_is_not_joined_for_ever(disk: Disk, turns: Turns) -> None:
+    turns.begin("send")
+    expect.soon(lambda: turns.inside == {"send"})
+    disk.now += pace._LONG_SECONDS
+    turns.begin("receive")
+    expect.soon(lambda: len(turns._pace._queue) == 2)
     turns.end("send")
     expect.soon(lambda: turns.inside == {"receive"})
-    assert turns.ended == []
-    turns.end("receive")
-    expect.soon(lambda: sorted(turns.ended) == ["receive", "send"])
+
+
+def test_those_that_waited_begin_together(turns: Turns) -> None:
+    turns.begin("erase", may_join=False)
+    expect.soon(lambda: turns.inside == {"erase"})
+    for kind in ("send", "compare", "receive"):
+        turns.begin(kind)
+    expect.soon(lambda: len(turns._pace._queue) == 4)
+    turns.end("erase")
+    expect.soon(lambda: turns.inside == {"send", "compare", "receive"})
 
 
 def test_nobody_joins_a_turn_while_another_waits(turns: Turns) -> None:

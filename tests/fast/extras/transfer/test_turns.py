@@ -25,6 +25,7 @@ from agent.core.pace import Pace, Work
 from agent.extras.transfer import paced, streams_command, turns
 from lvm.layout import NO_RESERVE, Reserve
 from mount.blocks import Opened
+from mount.disk_load import DiskLoad
 from proto import carver_pb2 as carver
 
 SLOW = Reserve(size_bytes=2 * MIB)
@@ -195,6 +196,43 @@ def test_a_rate_holds_what_is_compared_in_the_service(
     read_bytes = one.done_bytes["compare"]
     assert read_bytes >= 20 * MIB
     assert clock.now - begun == pytest.approx(read_bytes / SLOW.size_bytes, rel=0.1)
+
+
+def test_what_is_compared_has_its_turn_with_what_sends_it(
+    here: Node, snapshot: str, clock: Clock
+) -> None:
+    [taken] = here.client.snapshots(snapshot_id=snapshot)
+    here.host.write_bytes(here.device("vol-db"), 0, DATA * 20)
+    second = here.client.snapshot("2", taken.source_volume_id, {"size": str(SIZE)})
+    one = paced_by(here, None, clock)
+    request = carver.RangesRequest(snapshot_id=second.snapshot_id, base_snapshot_id=snapshot)
+    with asked(here, snapshot) as call:
+        assert next(call).length_bytes == MIB
+        assert list(here.transfer.GetDiffering(request, timeout=30))
+        assert one.done_bytes["compare"] >= 20 * MIB
+        assert len(one._queue) == 1
+
+
+def test_what_the_service_changed_by_lvm2_is_no_others_io(
+    here: Node, snapshot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed, kernel = [0], here.host.kernel
+    monkeypatch.setattr(kernel, "disks_below", lambda _device: frozenset({"sda"}))
+    monkeypatch.setattr(kernel, "disk_load", lambda _disk: DiskLoad(completed[0], 0, 0))
+    one = here.service.context.paces.of(here.group)
+    work = one.work("erase", here.device("vol-db"), check=lambda: None)
+    with work.turn(MIB):
+        pass
+    [taken] = here.client.snapshots(snapshot_id=snapshot)
+    here.client.snapshot("2", taken.source_volume_id, {"size": str(SIZE)})
+    completed[0] += 10
+    with work.turn(MIB):
+        pass
+    assert one.paused_seconds == 0
+    completed[0] += 10
+    with work.turn(MIB):
+        pass
+    assert one.paused_seconds > 0
 
 
 def test_without_a_limit_a_command_asks_once(
