@@ -59,6 +59,7 @@ def test_a_raw_volume_whose_disk_is_down(bench: Bench, host: RealHost, disks: Di
         write(target)
 
 
+@pytest.mark.variation
 def test_a_mirror_that_lost_a_disk(bench: Bench, host: RealHost, disks: Disks) -> None:
     with served(bench, host, (disks[0].path, disks[1].path), 'layout = "raid1"\n') as trial:
         volume = Mounted(trial, 16 * MIB, "ext4")
