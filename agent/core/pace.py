@@ -306,7 +306,7 @@ class _GivingWay:
     def _look(self, work: Work, pause: Callable[[float], None]) -> None:
         """Look for I/O of others: completed since the last look, or on its way."""
         if self._changed_at() >= self._looked_at:
-            # lvm2 wrote that to the disks.
+            # What was completed is not others', but lvm2's, or tells nothing of now.
             self._pass_over(work)
             pause(_FIRST_SECONDS)
         for disk, now in self._loads(work).items():

@@ -167,14 +167,8 @@ def test_a_neighbour_that_writes_seldom_is_seen(disk: Disk) -> None:
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> None:
-    changed_at = list[float]()
-    one = Pace(
-        None,
-        OneDisk(disk),
-        disk.clock,
-        disk.sleep,
-        lambda: changed_at[-1] if changed_at else -1.0,
-    )
+    changed_at = [0.0]
+    one = Pace(None, OneDisk(disk), disk.clock, disk.sleep, lambda: changed_at[0])
     work = work_of(one)
     with work.turn(MIB):
         disk.write(MIB)
@@ -182,7 +176,7 @@ def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> N
     disk.sleep(0.003)
     disk.end_neighbour()
     if is_own:
-        changed_at.append(disk.now)
+        changed_at[0] = disk.now
     with work.turn(MIB):
         disk.write(MIB)
     assert (one.paused_seconds == 0) == is_own
