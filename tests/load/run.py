@@ -59,13 +59,19 @@ class Usage:
         memory = f"{service:.1f} MiB, its sessions {sessions:.1f} MiB"
         return f"{self.threads} threads, {self.descriptors} descriptors, {memory}"
 
-    def has_grown_since(self, before: "Usage") -> bool:
-        """Whether it has more than what Python and gRPC may keep for reuse after a peak of work."""
-        return (
-            self.threads > before.threads + _SLACK
-            or self.descriptors > before.descriptors + _SLACK
-            or self.memory.all_bytes > before.memory.all_bytes + _MEMORY_SLACK_BYTES
-        )
+    def growth_since(self, before: "Usage") -> list[str]:
+        """What is more than Python and gRPC may keep for reuse after a peak of work."""
+        memory_bytes = self.memory.all_bytes - before.memory.all_bytes
+        more = [
+            ("threads", self.threads - before.threads, _SLACK),
+            ("descriptors", self.descriptors - before.descriptors, _SLACK),
+            ("MiB of memory", memory_bytes / MIB, _MEMORY_SLACK_BYTES / MIB),
+        ]
+        return [
+            f"{grown:.3g} {what} more than after the first volumes; {slack:g} are allowed"
+            for what, grown, slack in more
+            if grown > slack
+        ]
 
 
 class Calls:
@@ -183,10 +189,11 @@ def main() -> int:
     for count, usage in usages:
         console.print(f"after {count} calls: {usage}", highlight=False)
     console.print(f"{chosen.volumes} volumes, {calls.count()} calls, {len(calls.refused)} not OK")
-    for line in [*calls.refused[:10], *verdict.lost, *verdict.leaked]:
+    wrong = [*calls.refused[:10], *verdict.lost, *verdict.leaked]
+    wrong += usages[-1][1].growth_since(usages[0][1])
+    for line in wrong:
         console.print(line, style="bold red", highlight=False)
-    grown = usages[-1][1].has_grown_since(usages[0][1])
-    return int(bool(calls.refused or verdict.lost or verdict.leaked or grown))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
