@@ -120,6 +120,11 @@ class LogicalVolume:
     # Of a RAID: the UUIDs of the disks that each image lies on, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
 
+    @cached_property
+    def own_tags(self) -> Mapping[str, str]:
+        """Carver's own tags, by their keys (lvm/tags.py)."""
+        return tags.decode(self.tags)
+
     @property
     def is_copy_on_write(self) -> bool:
         """Whether it is a snapshot that keeps what its origin overwrites; a thin one shares."""
@@ -150,6 +155,11 @@ class Group:
     # the text can grow; of a group that only a test has, no size.
     metadata_bytes: int = 0
     metadata_free_bytes: int = 0
+
+    @cached_property
+    def own_tags(self) -> Mapping[str, str]:
+        """Carver's own tags, by their keys (lvm/tags.py)."""
+        return tags.decode(self.tags)
 
     @property
     def is_one_node_s(self) -> bool:

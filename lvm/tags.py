@@ -1,8 +1,7 @@
 """Carver's own tags: LVM tags of the form `carver.<key>=<value>`."""
 
 import re
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 PREFIX = "carver."
@@ -10,8 +9,6 @@ PREFIX = "carver."
 # lvm(8): a tag is made of these and has at most 1024 characters.
 MAXIMUM_LENGTH = 1024
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
-# Those of each volume are asked for in each call, and change seldom.
-_KEPT = 10_000
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 
 
@@ -49,8 +46,7 @@ def words(option: str, own_tags: Mapping[str, str]) -> list[str]:
     return [word for tag in encode(own_tags) for word in (option, tag)]
 
 
-@lru_cache(_KEPT)
-def decode(tags: frozenset[str]) -> Mapping[str, str]:
+def decode(tags: Iterable[str]) -> Mapping[str, str]:
     """Carver's own tags by their keys; tags of others are left out."""
     own_tags = {}
     for tag in tags:

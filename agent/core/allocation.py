@@ -12,7 +12,7 @@ from agent.core import ids, tag
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
-from lvm import caches, groups, layout, names, report, tags, thin, volumes
+from lvm import caches, groups, layout, names, report, thin, volumes
 from lvm import thin as pools
 from lvm.caches import Cache
 from lvm.layout import Layout
@@ -44,13 +44,13 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 
     lvm2 commits it with its tags as a linear volume first; it has no data.
     """
-    is_ready = tags.decode(pool.tags).get(tag.STATE) == tag.READY
+    is_ready = pool.own_tags.get(tag.STATE) == tag.READY
     return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether it has the tags of a pool of Carver's, and the name that they imply."""
-    own_tags = tags.decode(pool.tags)
+    own_tags = pool.own_tags
     made_for = pool_name(own_tags.get(tag.CLASS, ""))
     return pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
 
@@ -181,7 +181,7 @@ class Thin:
         made = group.volumes.get(name)
         if made is None or not is_own_pool(made):
             return Pool(name, pools.chunk_size_bytes(group, self.policy))
-        chunk = int(tags.decode(made.tags)[tag.CHUNK])
+        chunk = int(made.own_tags[tag.CHUNK])
         return pools.find(group, name, chunk, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
@@ -325,7 +325,7 @@ class CachedThin(Thin):
 
     def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
         """Tag a pool with the cache that it is about to get."""
-        own_tags, wanted = tags.decode(made.tags), self._cache_tags(group)
+        own_tags, wanted = made.own_tags, self._cache_tags(group)
         old = {key: own_tags[key] for key in wanted if key in own_tags}
         if old != wanted:
             volumes.mark(lvm, group.name, made.name, old=old, new=wanted)

@@ -16,7 +16,7 @@ from agent.core import errors
 from agent.core.disks import locate
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.volume_groups import VolumeGroups
-from lvm import groups, lvm2, report, tags
+from lvm import groups, lvm2, report
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 from mount import loop, mounts
@@ -80,7 +80,7 @@ class GroupDefinitions:
 
     def _is_meant(self, group: report.Group) -> bool:
         """Whether Carver made the group, by its tag, or it has a listed disk."""
-        if tags.decode(group.tags).items() & _MADE.items():
+        if group.own_tags.items() & _MADE.items():
             return True
         return len(self.absent(group)) < len(self.devices[group.name])
 

@@ -16,7 +16,7 @@ from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.volume_group import begin_states
 from agent.core.volume_groups import VolumeGroups
-from lvm import devicemapper, devices, names, report, tags, thin, volumes
+from lvm import devicemapper, devices, names, report, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from mount import command
@@ -116,7 +116,7 @@ class Inventory:
         for group in groups:
             for one in group.volumes.values():
                 is_held = self.is_kept_suspended(group.name, one.name)
-                if one.suspended and not is_held and tags.decode(one.tags):
+                if one.suspended and not is_held and one.own_tags:
                     volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
 
     def _remove_unmade(self, groups: Collection[report.Group]) -> bool:
@@ -148,7 +148,7 @@ class Inventory:
             return False
         if pool.transaction_id != one.transaction_id + 1:
             return False
-        own_tags = tags.decode(one.tags)
+        own_tags = one.own_tags
         if not own_tags or {tag.FORMATTED, tag.SEALED} & own_tags.keys():
             return False
         try:
@@ -296,7 +296,7 @@ class Inventory:
         own = {
             one.name
             for one in group.volumes.values()
-            if not one.layout & {"linear", "striped"} and tags.decode(one.tags)
+            if not one.layout & {"linear", "striped"} and one.own_tags
         }
         if not own:
             return False
@@ -618,7 +618,7 @@ class Inventory:
         for key, text in new.items():
             tag.require_fits(key, key, text)
         with self._volume_groups.hold(group):
-            found = tags.decode(self.state(group, resume=True).group(group).volume(name).tags)
+            found = self.state(group, resume=True).group(group).volume(name).own_tags
             has = {key: found[key] for key in keys if key in found}
             old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
             if old or added:

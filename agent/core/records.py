@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from agent.core import ids, tag
 from agent.core.ids import VolumeId
-from lvm import names, report, tags
+from lvm import names, report
 from lvm.layout import LINEAR, Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
@@ -63,7 +63,7 @@ class Volume:
     def kept_snapshots(self) -> list[str]:
         """The ids of its copy-on-write snapshots that were not deleted."""
         every = self.group.copy_on_write_of(self.name)
-        kept = (one for one in every if tags.decode(one.tags).get(tag.STATE) != tag.WIPING)
+        kept = (one for one in every if one.own_tags.get(tag.STATE) != tag.WIPING)
         return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
 
     @property
@@ -242,7 +242,7 @@ def is_encrypted(own_tags: Mapping[str, str]) -> bool:
 
 def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     """A logical volume as a volume; None if Carver did not make it."""
-    own_tags = tags.decode(logical.tags)
+    own_tags = logical.own_tags
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
     if tag.NAME not in own_tags or not any(names.is_of(one, logical.name) for one in prefixes):
         return None
@@ -258,7 +258,7 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None
     It is a snapshot that was split from its origin, or killed before it got one, or extents that a
     volume was to grow by. Its existence records that its data must be erased.
     """
-    own_tags = tags.decode(logical.tags)
+    own_tags = logical.own_tags
     is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
     # Deleted while a disk was missing, and so not split.
     is_deferred = own_tags.get(tag.STATE) == tag.WIPING
@@ -271,7 +271,7 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None
 
 def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
     """A logical volume as a snapshot; None if it is not, or has neither origin nor pool."""
-    own_tags = tags.decode(logical.tags)
+    own_tags = logical.own_tags
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
     if not (logical.origin or logical.pool) or own_tags.get(tag.STATE) == tag.WIPING:
@@ -302,7 +302,7 @@ def next_sequence(group: report.Group) -> int:
 
     The group's lock is held, and the report was read under it.
     """
-    own_tags = (tags.decode(one.tags) for one in group.volumes.values())
+    own_tags = (one.own_tags for one in group.volumes.values())
     return 1 + max((_number(one, tag.SEQUENCE) for one in own_tags), default=0)
 
 

@@ -86,7 +86,7 @@ class Adopter:
                     raise errors.NotAdopted(asked.path, "it is being deleted")
                 return Adoption(adopted)
             found = group.volume(asked.name)
-            own_tags = tags.decode(found.tags)
+            own_tags = found.own_tags
             steps = [f"rename {asked.path} to {asked.new_name}"]
             is_tagged = own_tags.get(tag.ADOPTED) == asked.name
             if not is_tagged:
@@ -113,7 +113,7 @@ class Adopter:
         with self._held(asked) as group:
             adopted = self._adopted(group, asked)
             if adopted is None:
-                old, own_tags = asked.name, tags.decode(group.volume(asked.name).tags)
+                old, own_tags = asked.name, group.volume(asked.name).own_tags
             else:
                 old, own_tags = adopted.own_tags[tag.ADOPTED], adopted.own_tags
                 self._require_unneeded(asked, adopted)
@@ -195,7 +195,7 @@ class Adopter:
 
     @staticmethod
     def _check_name(asked: Asked, found: report.LogicalVolume) -> None:
-        if tags.decode(found.tags):
+        if found.own_tags:
             why = "it has tags of Carver's already; `carver volume list` shows its volumes"
             raise errors.NotAdopted(asked.path, why)
         is_own = any(names.is_of(one, asked.name) for one in _OWN_PREFIXES)

@@ -98,12 +98,12 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
     """Whether its tags say that it was deleted and only its removal is left."""
-    return tags.decode(logical.tags).get(tag.STATE) == tag.WIPING
+    return logical.own_tags.get(tag.STATE) == tag.WIPING
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
     """Whether an operator gave up the part of it that lies on missing disks."""
-    return tag.GIVEN_UP in tags.decode(logical.tags)
+    return tag.GIVEN_UP in logical.own_tags
 
 
 def disks_to_erase(group: report.Group) -> Iterator[report.PhysicalVolume]:
@@ -115,7 +115,7 @@ def disks_to_erase(group: report.Group) -> Iterator[report.PhysicalVolume]:
 
 def erase_marks(group: report.Group) -> Mapping[str, str]:
     """The group's tags that say which free extents must be zeroed; empty if none must."""
-    own_tags = tags.decode(group.tags)
+    own_tags = group.own_tags
     return {key: own_tags[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in own_tags}
 
 

@@ -9,7 +9,7 @@ from agent.core import classes, ids, tag
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
 from agent.core.settings import WIPES, Config
-from lvm import names, report, tags
+from lvm import names, report
 from mount.block_devices import SAMPLE_BYTES
 from mount.blocks import By
 from mount.kernel import Kernel
@@ -76,7 +76,7 @@ class ErasePolicy:
 
     def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
         """Whether the extents of any of these logical volumes must be zeroed before reuse."""
-        return self.zeroes or any(is_encrypted(tags.decode(one.tags)) for one in every)
+        return self.zeroes or any(is_encrypted(one.own_tags) for one in every)
 
     def method(self, volume: Volume) -> str:
         """How a volume that is erased is erased (classes.ERASURES).

@@ -12,7 +12,7 @@ from agent.core.background import Probes
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.requests import BLOCK
-from lvm import caches, raid, report, tags, thin
+from lvm import caches, raid, report, thin
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices
 from mount import health, table
@@ -411,7 +411,7 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     remedy = "restore the volume from a backup"
-    cache = tags.decode(holder.tags).get(tag.CACHE, "")
+    cache = holder.own_tags.get(tag.CACHE, "")
     if raid.level([volume.layout.kind]) is not None:
         remedy = "replace it: `vgextend`, then `lvconvert --repair`"
     elif caches.is_copy(cache) and gone and all(one.fast for one in gone):

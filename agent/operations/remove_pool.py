@@ -27,7 +27,7 @@ from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import caches, names, report, tags, thin, volumes
+from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
 
@@ -159,7 +159,7 @@ class PoolRemover:
 
     def _wiping_device(self, group: report.Group, pool: report.LogicalVolume) -> str:
         """The device of a volume as large as the pool's data; makes the volume if needed."""
-        device_class = tags.decode(pool.tags)[tag.CLASS]
+        device_class = pool.own_tags[tag.CLASS]
         name = wipe_name(device_class)
         # The pool holds nothing else. If the name is taken outside the pool, lvm2 refuses.
         if not group.in_pool(pool.name):
@@ -171,7 +171,7 @@ class PoolRemover:
     def _zero_pool(self, job: _Removal, pool: report.LogicalVolume, wiping: str) -> None:
         """Zero all that a pool ever allocated, by a volume in it; raises Stopping."""
         group_name, pool_name = job.key.split("/")
-        chunk = int(tags.decode(pool.tags)[tag.CHUNK])
+        chunk = int(pool.own_tags[tag.CHUNK])
         try:
             # A partial chunk at the end is never allocated.
             self._zero(job, wiping, pool.size_bytes // chunk * chunk)
@@ -217,7 +217,7 @@ class PoolRemover:
 
 def _is_wiping(logical: report.LogicalVolume) -> bool:
     """Whether it is the volume that zeroes a pool, and no user's."""
-    own_tags = tags.decode(logical.tags)
+    own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
     return is_named_so and tag.NAME not in own_tags and own_tags.get(tag.STATE) == tag.WIPING
 

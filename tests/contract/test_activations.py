@@ -15,7 +15,7 @@ from agent.csi.client import block, of_snapshot
 from agent.daemon import server
 from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.transfer import streams_command
-from lvm import report, tags, volumes
+from lvm import report, volumes
 from proto import carver_pb2 as carver
 
 TAG = "activated"
@@ -36,7 +36,7 @@ def active(disk: Disk) -> list[str]:
 def tagged(disk: Disk) -> list[str]:
     """Those that Carver says it activated."""
     found = report.read(disk.host.lvm).group(disk.group).volumes.values()
-    return sorted(one.name for one in found if TAG in tags.decode(one.tags))
+    return sorted(one.name for one in found if TAG in one.own_tags)
 
 
 def require_left_alone(disk: Disk, *names: str) -> None:

@@ -14,7 +14,7 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import caches, report, tags, volumes
+from lvm import caches, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
@@ -355,7 +355,7 @@ def test_the_first_volume_makes_the_pool_and_its_cache_and_others_share_both(
     made = pool(host, group, name)
     assert made.layout == {"thin", "pool", POOL_CACHES[name].kind}
     mode = POOL_CACHES[name].mode
-    kept = tags.decode(made.tags)["cache"]
+    kept = made.own_tags["cache"]
     assert kept == f"{POOL_CACHES[name].kind}:{mode}:{EXTENTS[name] * EXTENT}"
     # Ten of data, one of metadata, one of their spare.
     assert free(host, group) == (sum(SLOW) - 12, sum(FAST) - EXTENTS[name])

@@ -19,7 +19,7 @@ from agent.core.parameters import STORAGE_CLASS, Parameter, Parameters
 from agent.core.records import Volume
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from lvm import report, tags
+from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from proto import csi_pb2 as csi
@@ -276,7 +276,7 @@ def test_a_raid_in_use_is_not_half_made_while_it_gets_images(
     found = report.read(host.lvm).group(group)
     parts = {f"vol-pvc-1_rmeta_{number}": found.volume("vol-pvc-1") for number in range(2)}
     first, second = parts
-    own_tags = tags.decode(found.volume("vol-pvc-1").tags)
+    own_tags = found.volume("vol-pvc-1").own_tags
 
     def seen(*bare: str, **more: str) -> Volume:
         within = replace(found, volumes={**found.volumes, **{one: parts[one] for one in bare}})

@@ -17,7 +17,6 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import tags
 from lvm.layout import Layout
 from mount import filesystem
 from proto import csi_pb2 as csi
@@ -94,7 +93,7 @@ def test_restore_has_the_snapshot_s_data(
     copied = device(host, group, "vol-pvc-2")
     assert host.read_bytes(copied, 8 * MIB, 4096) == BEFORE
     assert host.read_bytes(copied, 12 * MIB, 4096) == bytes(4096)
-    assert tags.decode(logical(host, group, "vol-pvc-2").tags)["state"] == "ready"
+    assert logical(host, group, "vol-pvc-2").own_tags["state"] == "ready"
     assert client.create("pvc-2", 64 * MIB, block(), source=source) == made
     assert made in client.volumes()
 

@@ -30,7 +30,7 @@ from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.extras.transfer import streams_command
-from lvm import report, tags, volumes
+from lvm import report, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount import errors as mount_errors
@@ -476,7 +476,7 @@ def test_an_unused_encrypted_volume_has_a_size_and_is_no_base(
 
 def has_mark(disk: Disk) -> bool:
     pool = report.read(disk.host.lvm).group(disk.group).volume("pool-thin")
-    return "metadataSnapshot" in tags.decode(pool.tags)
+    return "metadataSnapshot" in pool.own_tags
 
 
 def is_reserved(disk: Disk) -> bool:

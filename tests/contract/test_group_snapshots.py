@@ -18,7 +18,7 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
-from lvm import report, tags
+from lvm import report
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.command import Result
@@ -99,7 +99,7 @@ def test_create_runs_one_command_for_each_source(
         assert one.creation_time == made.creation_time
         assert one.ready_to_use
         assert [dict(each.segments) for each in one.accessible_topology] == [{TOPOLOGY_KEY: "here"}]
-        own_tags = tags.decode(logical(host, group, logical_name(one.snapshot_id)).tags)
+        own_tags = logical(host, group, logical_name(one.snapshot_id)).own_tags
         assert expected.items() <= own_tags.items()
     assert not is_held(host, group)
 

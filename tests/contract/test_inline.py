@@ -22,7 +22,7 @@ from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
 from agent.operations.inline import InlineVolumes
-from lvm import report, tags
+from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.report import LogicalVolume
 from lvm.thin import Policy
@@ -83,7 +83,7 @@ def test_publish_makes_formats_and_mounts_a_volume(
         "namespace": "shop",
         "podUid": "17",
     }
-    assert expected.items() <= tags.decode(volume.tags).items()
+    assert expected.items() <= volume.own_tags.items()
     assert client.stats(VOLUME, target).usage[0].total > 200 * MIB
 
 
@@ -102,7 +102,7 @@ def test_layout_parameters(client: Client, host: AnyHost, group: str, target: Pa
     asked = {**SMALL, "class": "striped", "carver/stripeSize": "8KiB"}
     client.publish_inline(VOLUME, target, asked)
     [volume] = volumes(host, group)
-    layout = Layout.parse(tags.decode(volume.tags)["layout"])
+    layout = Layout.parse(volume.own_tags["layout"])
     assert layout == Layout("striped", stripes=2, stripe_size_bytes=8192)
     client.publish_inline(VOLUME, target, asked)
     with expect.code("INVALID_ARGUMENT", "stripes"):

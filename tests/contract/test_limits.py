@@ -16,7 +16,6 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service, resume
-from lvm import tags
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import errors
@@ -159,7 +158,7 @@ def test_limits_change_while_a_pod_has_the_volume(
         for _ in range(2):
             client.modify(pod.id, mutable)
             assert limits(host, service, pod.volume) == wanted
-    found = tags.decode(logical(host, group, "vol-pvc-1").tags)
+    found = logical(host, group, "vol-pvc-1").own_tags
     assert not {"writeIOPS", "readBandwidth", "writeIOPSPerGiB"} & found.keys()
     pod.end()
 
@@ -173,7 +172,7 @@ def test_one_command_changes_limits_and_none_repeats_them(
     host.commands = []
     client.modify(pod.id, {"readIOPS": "300", "writeIOPS": "0"})
     assert lvm2_commands(host) == ["lvchange"]
-    found = tags.decode(logical(host, group, "vol-pvc-1").tags)
+    found = logical(host, group, "vol-pvc-1").own_tags
     assert (found["readIOPS"], found.get("writeIOPS")) == ("300", None)
 
 

@@ -17,7 +17,7 @@ from use import Use
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Mode, mounted
-from lvm import report, tags
+from lvm import report
 from mount import table
 from mount.table import Mount
 
@@ -56,7 +56,7 @@ class Shop(Use):
 
     def own_tags(self) -> dict[str, str]:
         found = report.read(self.host.lvm).group(self.group).volume("vol-pvc-1")
-        return dict(tags.decode(found.tags))
+        return dict(found.own_tags)
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["plain", "secret"], usual=["secret"]))

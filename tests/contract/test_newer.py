@@ -12,7 +12,7 @@ from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
-from lvm import report, tags
+from lvm import report
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def tag(host: AnyHost, group: str, name: str, *words: str) -> None:
 
 
 def own_tags(host: AnyHost, group: str, name: str) -> dict[str, str]:
-    return dict(tags.decode(report.read(host.lvm).group(group).volume(name).tags))
+    return dict(report.read(host.lvm).group(group).volume(name).own_tags)
 
 
 @pytest.fixture

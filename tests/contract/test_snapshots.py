@@ -10,7 +10,7 @@ from real.any import AnyHost, device, logical, lvm2_commands, names
 from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
-from lvm import report, tags
+from lvm import report
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_create_runs_two_commands(
         "namespace": "shop",
         "content": "content-1",
     }
-    assert expected.items() <= tags.decode(made.tags).items()
+    assert expected.items() <= made.own_tags.items()
 
 
 def segments(node: str) -> csi.Topology:

@@ -8,7 +8,7 @@ from csi_client import Client
 from real.any import AnyHost
 
 from agent.csi.client import mounted
-from lvm import report, tags
+from lvm import report
 from lvm.devices import Device
 from mount import luks
 from mount.luks import Header
@@ -70,7 +70,7 @@ class Box:
         return found
 
     def tags(self, name: str = "vol-pvc-1") -> dict[str, str]:
-        return dict(tags.decode(report.read(self.host.lvm).group(self.group).volume(name).tags))
+        return dict(report.read(self.host.lvm).group(self.group).volume(name).own_tags)
 
     def used_extents(self) -> int:
         found = report.read(self.host.lvm).group(self.group)

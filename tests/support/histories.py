@@ -19,7 +19,7 @@ from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
-from lvm import report, tags, volumes
+from lvm import report, volumes
 from mount import luks
 from mount.luks import Cryptsetup
 
@@ -199,7 +199,7 @@ class Disk:
         """Have a snapshot be as Carver 0.1.0 took it: without its number."""
         name = ids.logical_name(snapshot_id)
         found = report.read(self.host.lvm).group(self.group).volume(name)
-        own_tags = tags.decode(found.tags)
+        own_tags = found.own_tags
         if _NUMBER in own_tags:
             volumes.mark(self.host.lvm, self.group, name, old={_NUMBER: own_tags[_NUMBER]}, new={})
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from agent.core import errors, tag
 from agent.core.context import Context
 from agent.core.records import Snapshot
-from lvm import devices, report, tags, volumes
+from lvm import devices, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from mount import command
@@ -156,9 +156,7 @@ class Reservations:
 
 def _marked(group: report.Group) -> list[str]:
     """The pools of a group whose metadata snapshot, if any, is Carver's."""
-    return [
-        one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in tags.decode(one.tags)
-    ]
+    return [one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in one.own_tags]
 
 
 _OWN = {tag.ACTIVATED: "reading"}

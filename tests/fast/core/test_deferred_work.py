@@ -54,7 +54,7 @@ def known(volume_groups: VolumeGroups, name: str) -> dict[str, str]:
     assert volume_group is not None
     group = volume_group.state()
     assert group is not None
-    return dict(tags.decode(group.volumes[name].tags))
+    return dict(group.volumes[name].own_tags)
 
 
 def commands(fake: FakeHost, subcommand: str) -> list[tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """The state of a volume group, and when the cached one is still true."""
 
+import gc
 import itertools
 import threading
 import time
@@ -63,6 +64,20 @@ def test_a_group_is_reported_once_until_it_is_written_to(
     assert all("a" in state(known).volumes for _ in range(3))
     assert reports(fake) == 2
     assert known.status == "ready"
+
+
+def test_no_tags_are_kept_of_a_volume_that_is_gone(fake: FakeHost, known: VolumeGroup) -> None:
+    def kept() -> int:
+        gc.collect()
+        sets = (one for one in gc.get_objects() if type(one) is frozenset)
+        return sum("carver.name=gone" in one for one in sets)
+
+    volumes.create(fake.lvm, "data", volumes.New("a", 4 * MIB, {"name": "gone"}))
+    assert state(known).volume("a").own_tags == {"name": "gone"}
+    assert kept()
+    volumes.remove(fake.lvm, "data", "a")
+    assert "a" not in state(known).volumes
+    assert not kept()
 
 
 def test_a_change_is_seen_only_by_a_read_that_began_after_it(

@@ -23,7 +23,7 @@ from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
 from agent.csi import client
 from agent.daemon.server import Service
-from lvm import report, tags
+from lvm import report
 from mount import loop, mounts, table
 from mount.command import Converse
 from proto import csi_pb2 as csi
@@ -338,7 +338,7 @@ class Machine:
         # A pool is no volume; its free bytes are those that it has not promised.
         volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
         for logical in volumes:
-            name = tags.decode(logical.tags).get("name", f"?{logical.name}")
+            name = logical.own_tags.get("name", f"?{logical.name}")
             device = self.host.devices.find(self.group, logical.name)
             if device is not None and (mapping := self.host.devices.mapping(device)) is not None:
                 device = mapping
@@ -408,7 +408,7 @@ def _described(
     volumes: Iterable[report.LogicalVolume],
 ) -> Iterator[tuple[str, int, str, str, bool, str, int]]:
     for one in volumes:
-        own_tags = tags.decode(one.tags)
+        own_tags = one.own_tags
         name = own_tags.get("name", f"?{one.name}")
         formatted, state = own_tags.get("formatted", ""), own_tags.get("state", "")
         ahead, writes = str(one.tuning.read_ahead_bytes), one.tuning.write_iops or 0

@@ -20,7 +20,7 @@ from real import kinds, mounts
 from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
-from lvm import lvm2, names, report, tags, volumes
+from lvm import lvm2, names, report, volumes
 from lvm.devices import Device, Devices, mapping_name
 from lvm.disks import Disks
 from lvm.layout import Layout
@@ -292,7 +292,7 @@ class RealHost:
     def half_make_raid(self, group: str, name: str, layout: Layout) -> None:
         """Leave in place of a volume what an lvm2 leaves that dies while it makes such a RAID."""
         found = report.read(self.lvm).group(group).volume(name)
-        new = volumes.New(name, found.size_bytes, tags.decode(found.tags))
+        new = volumes.New(name, found.size_bytes, found.own_tags)
         for _ in range(_TRIES):
             self.lvm("lvremove", "--yes", "--", f"{group}/{name}")
             image = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
@@ -315,7 +315,7 @@ class RealHost:
         """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""
         made = report.read(self.lvm).group(group).volume(pool)
         self.lvm("lvremove", "--yes", "--", f"{group}/{pool}")
-        own_tags = tags.decode(made.tags)
+        own_tags = made.own_tags
         volumes.create(self.lvm, group, volumes.New(pool, made.size_bytes, own_tags))
 
     def unmake_thin(self, group: str, pool: str, name: str) -> None:
