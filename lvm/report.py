@@ -446,7 +446,8 @@ def _logical_volume(
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
     name, every = row["lv_name"], _words(row["lv_tags"])
-    return LogicalVolume(
+    own_tags = tags.decode(every)
+    made = LogicalVolume(
         group=group,
         name=name,
         uuid=row["lv_uuid"],
@@ -465,12 +466,15 @@ def _logical_volume(
         metadata_size_bytes=int(row["lv_metadata_size"] or 0),
         suspended=row["lv_suspended"] == "suspended",
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
-        tuning=tuning.reported(row, tags.decode(every)),
+        tuning=tuning.reported(row, own_tags),
         ranges=tuple(ranges.get(name, ())),
         thin_id=_number(thin.get(name), "thin_id"),
         transaction_id=_number(thin.get(name), "transaction_id"),
         images=images.get(name, ()),
     )
+    # Where a cached property is kept: decoded once for each report.
+    vars(made)["own_tags"] = own_tags
+    return made
 
 
 def _number(row: Row | None, column: str) -> int | None:
