@@ -57,11 +57,12 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 	vagrant/lab.py during $(MAKE) --no-print-directory in-vm
 
 # What `vm-tier` does while the machine is up. The contract tests bring their own services, groups and
-# mounts, so two of them run at once. Sockets have short paths (unix(7)), hence --basetemp.
+# mounts, so three of them run at once, which leaves the guest's two processors no time to be idle.
+# Sockets have short paths (unix(7)), hence --basetemp.
 IN_GUEST := cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900
 REPLAY := tests/callers/test_replay.py tests/callers/test_life_cycles.py
 # lvm2 is spoken to as the service does it by default; `contract` has a process for each command.
-CONTRACT := $(IN_GUEST) -n 2 --dist worksteal --basetemp=/tmp/t tests/contract $(REPLAY)
+CONTRACT := $(IN_GUEST) -n 3 --dist worksteal --basetemp=/tmp/t tests/contract $(REPLAY)
 .PHONY: in-vm
 in-vm:
 	vagrant/lab.py run '$(CONTRACT) --sessions'
