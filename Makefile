@@ -181,6 +181,22 @@ load: venv ## 200 volumes by 8 clients: times of calls, and what they cost the s
 upgrade: venv ## volumes of each kind that one version made, served by another, both ways
 	vagrant/lab.py during tests/upgrade/run.py
 
+# CARVER_CLUSTER_NODES, CARVER_CLUSTER_KUBERNETES: docs/testing.md.
+.PHONY: cluster
+cluster: venv ## a Kubernetes cluster of the lab's machines, with Carver in it; 3 nodes
+	$(BIN)/python vagrant/cluster.py up
+
+# CHECKS='--record', '--only NAME'; without them every check, and Kubernetes' own storage tests.
+CHECKS ?=
+.PHONY: cluster-test
+cluster-test: venv ## in that cluster: our checks, those that want a lab too, and Kubernetes' own tests
+	$(BIN)/python vagrant/cluster.py check --lab $(CHECKS)
+	$(BIN)/python tests/cluster/e2e.py $(filter --record,$(CHECKS))
+
+.PHONY: cluster-down
+cluster-down: venv ## remove the cluster; its programs and the box stay cached
+	$(BIN)/python vagrant/cluster.py down
+
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/testing.md)
 	vagrant/lab.py up

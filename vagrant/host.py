@@ -11,7 +11,7 @@ from vagrant.progress import Step, StepError
 
 PROJECT = Path(__file__).resolve().parent.parent
 LAB = PROJECT / "vagrant" / ".lab"
-NAME = "carver-lab"  # of the machine, of its domain and of the network namespace
+NAME = "carver-lab"  # of the one machine, of its domain and of the network namespace
 PACKAGES = (
     "vagrant",
     "vagrant-libvirt",
@@ -64,19 +64,24 @@ def virsh(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def domain_state() -> str:
-    """What libvirt calls the machine's state (virsh(1), domstate); empty without a machine."""
-    return virsh("domstate", NAME).stdout.strip()
+def domain_state(name: str) -> str:
+    """What libvirt calls a machine's state (virsh(1), domstate); empty without such a machine."""
+    return virsh("domstate", name).stdout.strip()
 
 
-def domain_uuid() -> str:
-    """The UUID libvirt gave the lab's machine; empty without a machine."""
-    return virsh("domuuid", NAME).stdout.strip()
+def domain_uuid(name: str) -> str:
+    """The UUID that libvirt gave a machine; empty without such a machine."""
+    return virsh("domuuid", name).stdout.strip()
 
 
-def domain_runs() -> bool:
-    """Tell whether the lab's machine is running."""
-    return domain_state() == "running"
+def domain_runs(name: str) -> bool:
+    """Tell whether a machine is running."""
+    return domain_state(name) == "running"
+
+
+def domains() -> list[str]:
+    """Name every machine that libvirt knows."""
+    return virsh("list", "--all", "--name").stdout.split()
 
 
 def driver() -> str:
@@ -135,8 +140,12 @@ def start_libvirt(step: Step) -> None:
 
 
 def stop_libvirt() -> None:
-    """End every process in the lab's namespace, then the namespace; without one, do nothing."""
-    if not _NAMESPACE.exists():
+    """End every process in the lab's namespace, then the namespace.
+
+    Without a namespace, or while a machine is left in it, nothing is done: the one machine and
+    those of a cluster share libvirt.
+    """
+    if not _NAMESPACE.exists() or (libvirt_answers() and domains()):
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 10

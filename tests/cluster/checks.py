@@ -95,13 +95,13 @@ def restore(site: Site) -> str:
     before = site.room_mib(pod)
     monday = site.snapshot("monday", data)
     site.write(pod)
-    restored = site.claim("restored", times=2, source=_of_snapshot(monday))
+    restored = site.claim("restored", times=2, source=of_snapshot(monday))
     other = site.start("other", restored, terms=site.topology(data))
     site.expect(other, words)
     return f"{before} MiB become {site.grown(other, before)}"
 
 
-def _of_snapshot(name: str) -> Mapping[str, str]:
+def of_snapshot(name: str) -> Mapping[str, str]:
     return {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": name}
 
 
@@ -111,10 +111,10 @@ def _of_claim(name: str) -> Mapping[str, str]:
 
 def restore_anywhere(site: Site) -> str:
     """Claims of a snapshot and of a claim are made on its node, though their pods name none."""
-    _needs_controller(site)
+    needs_controller(site)
     _needs_snapshots(site)
     data, pod, words = site.used("pod")
-    monday = _of_snapshot(site.snapshot("monday", data))
+    monday = of_snapshot(site.snapshot("monday", data))
     sources = {"first": monday, "second": monday, "twin": _of_claim(data)}
     # All at once, as the scheduler sends them to different nodes.
     others = [
@@ -140,7 +140,7 @@ def clone(site: Site) -> str:
 
 def pre_provisioned(site: Site) -> str:
     """A snapshot that is there already gets objects, by its handle, and is restored."""
-    _needs_controller(site)
+    needs_controller(site)
     _needs_snapshots(site)
     data, pod, words = site.used("pod")
     first = site.content_of(site.snapshot("monday", data))
@@ -153,13 +153,13 @@ def pre_provisioned(site: Site) -> str:
     )
     site.apply(content)
     found = site.snapshot("found", content=content["metadata"]["name"])
-    site.expect(site.start("other", site.claim("restored", source=_of_snapshot(found))), words)
+    site.expect(site.start("other", site.claim("restored", source=of_snapshot(found))), words)
     return ""
 
 
 def group_snapshot(site: Site) -> str:
     """Two claims are taken in one group snapshot, and each of its snapshots is restored."""
-    _needs_controller(site)
+    needs_controller(site)
     if site.place.no_groups:
         raise NotHere(site.place.no_groups)
     data, pod, words = site.used("pod")
@@ -170,7 +170,7 @@ def group_snapshot(site: Site) -> str:
         site.write(one)
     found = []
     for number, member in enumerate(members):
-        restored = site.claim(f"restored-{number}", source=_of_snapshot(member))
+        restored = site.claim(f"restored-{number}", source=of_snapshot(member))
         found.append(site.read(site.start(f"other-{number}", restored)))
     if sorted(found) != wanted:
         raise Failed(f"{found} were restored, {wanted} were in the volumes")
@@ -188,7 +188,7 @@ done < /proc/self/mountinfo
 
 def attributes(site: Site) -> str:
     """A claim gets another VolumeAttributesClass, and so does its volume, under its pod."""
-    _needs_controller(site)
+    needs_controller(site)
     if ATTRIBUTES not in site.place.kinds:
         raise NotHere("the API server has no VolumeAttributesClass of storage.k8s.io/v1")
     classes = [
@@ -262,7 +262,7 @@ _TOO_MANY_TIMES = 1 << 22
 
 def expand_impossible(site: Site) -> str:
     """A claim that cannot grow says why; its next pod starts, and it can ask for less."""
-    _needs_controller(site)
+    needs_controller(site)
     data, first, words = site.used("first")
     before = site.room_mib(first)
     site.expand(data, _TOO_MANY_TIMES)
@@ -340,7 +340,7 @@ def read_only_many(site: Site) -> str:
     """Two pods read a ReadOnlyMany claim of a snapshot, as for a backup, and cannot write to it."""
     _needs_snapshots(site)
     data, pod, words = site.used("pod")
-    source = _of_snapshot(site.snapshot("monday", data))
+    source = of_snapshot(site.snapshot("monday", data))
     site.write(pod)
     restored = site.claim("restored", mode="ReadOnlyMany", source=source)
     readers = [site.start(one, restored, terms=site.topology(data)) for one in ("first", "second")]
@@ -406,10 +406,10 @@ def restart(site: Site) -> str:
         return now if is_new and _is_ready(now) else None
 
     site.until(f"another pod of Carver's is ready on {node}", replaced)
-    before = len(site.until("the writer's lines are there", lambda: _lines(site, writer)))
+    before = len(site.until("the writer's lines are there", lambda: lines_of(site, writer)))
     lines = site.until(
         "the writer writes on",
-        lambda: found if len(found := _lines(site, writer)) >= before + 3 else None,
+        lambda: found if len(found := lines_of(site, writer)) >= before + 3 else None,
     )
     numbers = [int(line.split()[0]) for line in lines]
     if numbers != list(range(1, len(numbers) + 1)):
@@ -432,7 +432,7 @@ def _is_ready(pod: Object | None) -> bool:
 
 def stopped(site: Site) -> str:
     """A claim that is made while Carver is away on its node says so, and is served afterwards."""
-    _needs_controller(site)
+    needs_controller(site)
     data, pod, words = site.used("pod")
     node = site.node_of(pod)
     if site.place.pod_on(site.kubectl, node) is None:
@@ -496,7 +496,7 @@ def adopt(site: Site) -> str:
 
 def rights(site: Site) -> str:
     """What the nodes' account may do in the cluster is what every account may do."""
-    _needs_controller(site)
+    needs_controller(site)
     accounts = {
         (
             str(one["metadata"]["namespace"]),
@@ -517,7 +517,7 @@ def rights(site: Site) -> str:
     return ", ".join(f"{where}/{account}" for where, account in sorted(accounts))
 
 
-def _lines(site: Site, pod: str) -> list[str]:
+def lines_of(site: Site, pod: str) -> list[str]:
     """What a writer has written so far; raises Failed where it has ended."""
     if site.running(pod) is None:
         raise Failed(f"the writer, pod {pod}, is not ready any more")
@@ -567,7 +567,7 @@ def _cordoned(site: Site, node: str) -> Iterator[None]:
         site.persist(f"{node} is uncordoned", lambda: removal.uncordon(kubectl, site.run))
 
 
-def _needs_controller(site: Site) -> None:
+def needs_controller(site: Site) -> None:
     if not site.place.controllers:
         raise Off("no controller serves the cluster (controller.enabled)")
 

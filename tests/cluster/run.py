@@ -21,10 +21,10 @@ from types import FrameType
 # This file is a program, and Python would look beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster import checks, diagnosis, installation, objects, removal
+from cluster import checks, diagnosis, installation, lab_checks, objects, record, removal
 from cluster.installation import Unusable
-from cluster.kubectl import Kubectl, Refused
-from cluster.site import Clock, Failed, NotHere, Off, Site
+from cluster.kubectl import Kubectl, Refused, path
+from cluster.site import Clock, Failed, Lab, NotHere, Off, Site
 
 PASSED, FAILED, NOT_HERE, OFF = "passed", "FAILED", "not here", "off"
 WELL, WRONG, UNUSABLE, PARTLY, INTERRUPTED = 0, 1, 2, 3, 130
@@ -65,10 +65,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only",
         action="append",
-        choices=[*checks.ALL],
+        choices=[*checks.ALL, *lab_checks.ALL],
         metavar="CHECK",
         default=[],
-        help=f"this check, and others so named: {', '.join(checks.ALL)}",
+        help=f"this check, and others so named: {', '.join(checks.ALL)}; with --lab:"
+        f" {', '.join(lab_checks.ALL)}",
+    )
+    made.add_argument(
+        "--lab",
+        action="store_true",
+        help="the cluster is that of `make cluster`: also cut nodes' power, pause them, add one",
+    )
+    made.add_argument(
+        "--record",
+        action="store_true",
+        help="write the outcomes into tests/cluster/trials.json and the table of docs/testing.md",
     )
     made.add_argument(
         "--image",
@@ -116,8 +127,28 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -> int:
+def the_lab() -> Lab:
+    """The lab's cluster of this checkout; raises Unusable where there is none."""
+    # Only here: without a lab nothing is needed but Python's own library.
+    sys.path.append(str(record.ROOT))
+    from vagrant import cluster
+    from vagrant.control_plane import ControlPlaneError
+
+    try:
+        return cluster.present()
+    except ControlPlaneError as error:
+        raise Unusable(str(error)) from error
+
+
+def try_all(
+    parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time, lab: Lab | None = None
+) -> int:
     """Run the checks, print how each came out, remove everything; the exit code."""
+    if parsed.lab and lab is None:
+        lab = the_lab()
+    every = {**checks.ALL, **(lab_checks.ALL if lab is not None else {})}
+    if unknown := set(parsed.only) - every.keys():
+        raise Unusable(f"these checks want a lab (--lab): {', '.join(sorted(unknown))}")
     if left := removal.runs_left(kubectl):
         print(f"earlier runs have left something, or are under way: {', '.join(left)} (--clean)")
     place = installation.find(kubectl, parsed.driver, parsed.image, parsed.like)
@@ -130,9 +161,9 @@ def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -
     interrupted = False
     try:
         _prepare(whole)
-        for name in [one for one in checks.ALL if one in (parsed.only or checks.ALL)]:
-            site = Site(kubectl, place, run, name, parsed.size_mib, parsed.limit, clock)
-            rows.append(_try(site, parsed.keep))
+        for name in [one for one in every if one in (parsed.only or every)]:
+            site = Site(kubectl, place, run, name, parsed.size_mib, parsed.limit, clock, lab)
+            rows.append(_try(site, every[name], parsed.keep))
             print(_line(rows[-1]), flush=True)
     except (Failed, Refused) as error:
         rows.append(Row("prepare", FAILED, 0, str(error)))
@@ -146,6 +177,8 @@ def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -
         row, interrupted = _removed(whole, interrupted)
         rows.append(row)
     print("\n" + "\n".join(map(_line, rows)))
+    if parsed.record:
+        _record(place, rows)
     return INTERRUPTED if interrupted else _code(rows)
 
 
@@ -158,10 +191,10 @@ def _prepare(site: Site) -> None:
     )
 
 
-def _try(site: Site, keep: bool) -> Row:
+def _try(site: Site, check: checks.Check, keep: bool) -> Row:
     """Run a check, and remove what it made; that it goes is part of it."""
     started = site.clock.monotonic()
-    outcome, note = _outcome(site, checks.ALL[site.check])
+    outcome, note = _outcome(site, check)
     if outcome == FAILED:
         print(f"\n{site.check}: {note}")
         for line in diagnosis.tell(site, site.clock.monotonic() - started + 10):
@@ -187,6 +220,19 @@ def _outcome(site: Site, check: checks.Check) -> tuple[str, str]:
     except Exception as error:
         # A mistake of the check's own must not leave behind what the check has made.
         return FAILED, f"{type(error).__name__}: {error}"
+
+
+def _record(place: installation.Installation, rows: Sequence[Row]) -> None:
+    """Record how each check came out, in which cluster, with which Carver."""
+    configuration = record.Configuration(
+        kubernetes=place.version,
+        mode="controller" if place.controllers else "sidecars on each node",
+        nodes=len(place.nodes),
+        storage_class=str(path(place.like, "metadata", "name", default="none")),
+    )
+    outcomes = {one.check: one.outcome for one in rows if one.check != "removed"}
+    carver = place.image.rpartition(":")[2]
+    record.add(configuration, carver, time.strftime("%Y-%m-%d"), outcomes)
 
 
 def _removed(site: Site, interrupted: bool) -> tuple[Row, bool]:

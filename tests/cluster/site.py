@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,23 @@ class Clock(Protocol):
     def sleep(self, seconds: float, /) -> None: ...
 
 
+class Lab(Protocol):
+    """What checks may do to the machines of a lab; vagrant/cluster.py has such a one."""
+
+    @property
+    def nodes(self) -> Sequence[str]: ...
+    def power_off(self, name: str) -> None: ...
+    def power_on(self, name: str) -> None: ...
+    def reset(self, name: str) -> None: ...
+    def reboot(self, name: str) -> None: ...
+    def pause(self, name: str) -> None: ...
+    def resume(self, name: str) -> None: ...
+    def set_clock(self, name: str, ahead_seconds: int) -> None: ...
+    def kill(self, name: str, program: str) -> int: ...
+    def add_node(self) -> str: ...
+    def remove_node(self, name: str) -> None: ...
+
+
 class Failed(Exception):
     """A check found what must not be."""
 
@@ -53,6 +70,7 @@ class Site:
     size_mib: int
     limit_seconds: float
     clock: Clock = field(default_factory=lambda: time)
+    lab: Lab | None = None
 
     @property
     def namespace(self) -> str:

@@ -16,10 +16,10 @@ from typing import Protocol
 import kubernetes_validate
 import manifest
 import pytest
-from cluster import checks, installation, objects, run, site
+from cluster import checks, installation, lab_checks, objects, run, site
 from cluster.kubectl import Kubectl, Object, Refused
 from fakes import cluster as fake_cluster
-from fakes.cluster import DRIVER, FakeCluster
+from fakes.cluster import DRIVER, FakeCluster, FakeLab
 
 PROGRAM = Path(run.__file__)
 REFUSED = 'Error from server (Forbidden): pods is forbidden: User "x" cannot'
@@ -101,6 +101,60 @@ def test_each_check_can_be_run_alone(cluster: FakeCluster, check: str, tried: Tr
     printed = tried(run.WELL, "--only", check)
     assert outcomes(printed) == {check: "passed", "removed": "passed"}
     assert left(cluster) == []
+
+
+@pytest.fixture
+def lab(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> FakeLab:
+    made = FakeLab(cluster)
+    monkeypatch.setattr(run, "the_lab", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("check", lab_checks.ALL)
+def test_each_check_that_wants_a_lab_can_be_run_alone(
+    cluster: FakeCluster, lab: FakeLab, check: str, tried: Tried
+) -> None:
+    printed = tried(run.WELL, "--lab", "--only", check)
+    assert outcomes(printed) == {check: "passed", "removed": "passed"}
+    assert left(cluster) == []
+    assert cluster.off == set()
+    assert cluster.carver_nodes() in (["one", "two"], ["two", "one"])
+
+
+@pytest.mark.parametrize("check", lab_checks.ALL)
+def test_without_a_lab_no_check_touches_a_machine(
+    cluster: FakeCluster, lab: FakeLab, check: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(installation.Unusable, match="--lab"):
+        code_of(cluster, "--only", check)
+    assert lab.done == []
+    assert code_of(cluster, "--only", "claim") == run.WELL
+    assert lab.done == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check", "note"),
+    [
+        ("lines lost", "power-cut", "lines were acknowledged, 2 are there"),
+        ("gap", "reboot", "are not all there, or not in order"),
+        ("data lost", "clock", "reads ''"),
+        ("stays silent", "pause", "pod pause-waiting is ready"),
+        ("never scheduled", "dead-node", "not within"),
+        ("never ready", "controller-killed", "is ready"),
+    ],
+)
+def test_a_failed_check_gives_the_lab_back_as_it_was(
+    cluster: FakeCluster, lab: FakeLab, tried: Tried, wrong: str, check: str, note: str
+) -> None:
+    cluster.wrong.add(wrong)
+    printed = tried(run.WRONG, "--lab", "--only", check)
+    assert outcomes(printed)[check] == "FAILED"
+    assert note in printed
+    assert cluster.off == set()
+    words = [word for word, _ in lab.done]
+    assert words.count("off") == words.count("on")
+    assert words.count("pause") == words.count("resume")
+    assert [one for one in words if one.startswith("clock")][-1:] in ([], ["clock 0"])
 
 
 @pytest.mark.parametrize(
@@ -581,7 +635,8 @@ def section(heading: str) -> str:
 
 
 def test_every_check_is_documented_and_no_other() -> None:
-    assert re.findall(r"^\| `(\S+)` \|", section("The checks"), re.MULTILINE) == [*checks.ALL]
+    documented = re.findall(r"^\| `(\S+)` \|", section("The checks"), re.MULTILINE)
+    assert documented == [*checks.ALL, *lab_checks.ALL]
 
 
 def test_every_option_that_is_documented_there_is() -> None:

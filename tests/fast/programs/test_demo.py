@@ -71,7 +71,7 @@ def test_a_machine_that_was_up_before_the_demo_stays_up(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(host, "libvirt_answers", lambda: True)
-    monkeypatch.setattr(host, "domain_runs", lambda: was_there)
+    monkeypatch.setattr(host, "domain_runs", lambda name: was_there)
     monkeypatch.setattr(lab, "_session", lambda words: 3)
     for name in ("up", "sync", "down"):
         monkeypatch.setattr(lab, name, lambda name=name: done.append(name))

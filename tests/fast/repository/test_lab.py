@@ -4,18 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from vagrant import box, guest, host, lab
+from vagrant import box, guest, host
+from vagrant.machines import Machines
 
 
 @pytest.fixture
 def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The machines that were removed, of a libvirt that has one: `there`, not running."""
-    machines: list[str] = []
+    gone: list[str] = []
     monkeypatch.setattr(host, "LAB", tmp_path)
-    monkeypatch.setattr(host, "domain_uuid", lambda: "there")
-    monkeypatch.setattr(host, "domain_runs", lambda: False)
-    monkeypatch.setattr(lab, "_remove_machine", lambda step: machines.append("there"))
-    return machines
+    monkeypatch.setattr(host, "domain_uuid", lambda name: "there")
+    monkeypatch.setattr(host, "domain_runs", lambda name: False)
+    monkeypatch.setattr(Machines, "remove", lambda self, step: gone.append("there"))
+    return gone
 
 
 def vagrant_knows(uuid: str) -> None:
@@ -24,9 +25,13 @@ def vagrant_knows(uuid: str) -> None:
     known.write_text(uuid)
 
 
+def remove_what_vagrant_lost() -> None:
+    Machines("machine", [guest.LAB_GUEST], cpus=2, memory_mib=2048)._remove_if_lost(guest.LAB_GUEST)
+
+
 def test_a_machine_that_vagrant_made_is_kept(removed: list[str]) -> None:
     vagrant_knows("there")
-    lab._remove_what_vagrant_lost()
+    remove_what_vagrant_lost()
     assert removed == []
 
 
@@ -36,24 +41,24 @@ def test_a_machine_that_vagrant_does_not_know_is_removed(
 ) -> None:
     if known is not None:
         vagrant_knows(known)
-    lab._remove_what_vagrant_lost()
+    remove_what_vagrant_lost()
     assert removed == ["there"]
 
 
 def test_a_running_machine_of_another_tree_is_refused(
     removed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "domain_runs", lambda: True)
-    with pytest.raises(guest.GuestError, match=r"lab\.py down"):
-        lab._remove_what_vagrant_lost()
+    monkeypatch.setattr(host, "domain_runs", lambda name: True)
+    with pytest.raises(guest.GuestError, match="another tree"):
+        remove_what_vagrant_lost()
     assert removed == []
 
 
 def test_no_machine_is_nothing_to_remove(
     removed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "domain_uuid", lambda: "")
-    lab._remove_what_vagrant_lost()
+    monkeypatch.setattr(host, "domain_uuid", lambda name: "")
+    remove_what_vagrant_lost()
     assert removed == []
 
 

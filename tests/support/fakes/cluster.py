@@ -81,6 +81,10 @@ class FakeCluster:
         self.commands: list[str] = []
         self._ages: dict[Key, int] = {}
         self._count = 0
+        # Nodes whose power is off.
+        self.off: set[str] = set()
+        # Nodes that run, and whose Carver never answers.
+        self.silent: set[str] = set()
         # By the PersistentVolume's or snapshot's name: where it is and how large its device is.
         self.held: dict[str, tuple[str, int]] = {}
         # The claims that volumes were made for, as Carver knows them.
@@ -96,8 +100,7 @@ class FakeCluster:
         self._add("CSIDriver", DRIVER, spec=spec)
         self._add("StorageClass", "carver", provisioner=DRIVER, parameters={"class": "fast"})
         for node in ("one", "two"):
-            self._add("Node", node, spec={"taints": [{"key": "mine", "effect": "NoSchedule"}]})
-            self._add("CSINode", node, spec={"drivers": [{"name": DRIVER}]})
+            self.add_node(node)
         self._add("Node", "control", spec={})
         self._add("CSINode", "control", spec={"drivers": None})
         pod: Object = {
@@ -135,6 +138,18 @@ class FakeCluster:
         running: Object = {"containers": containers, "nodeName": "control"}
         self._add("Pod", "carver-controller-1", "carver-system", labels=labels, spec=running)
         self._serve()
+
+    def add_node(self, name: str) -> None:
+        """Have a node with Carver, which is ready."""
+        spec = {"taints": [{"key": "mine", "effect": "NoSchedule"}]}
+        self._add("Node", name, spec=spec)
+        ready = {"type": "Ready", "status": "True"}
+        self.objects["nodes", "", name]["status"] = {"conditions": [ready]}
+        self._add("CSINode", name, spec={"drivers": [{"name": DRIVER}]})
+
+    def carver_nodes(self) -> list[str]:
+        """Name the nodes that have Carver, in their order."""
+        return [name for kind, _, name in self.objects if kind == "nodes" and name != "control"]
 
     def distribute(self) -> None:
         """Have no controller: each node has its own sidecars."""
@@ -414,9 +429,14 @@ class FakeCluster:
         """Carver has a pod on each of its nodes, where it has a DaemonSet."""
         if ("daemonsets", "carver-system", "carver-node") not in self.objects:
             return
+        there = self.carver_nodes()
+        for one in self._pods("carver-system"):
+            of_node = one["metadata"]["labels"] == {"app": "carver"}
+            if of_node and one["spec"]["nodeName"] not in there:
+                one["metadata"]["deletionTimestamp"] = "now"
         pods = {it["spec"].get("nodeName") for it in self._pods("carver-system")}
         spec = self.objects["daemonsets", "carver-system", "carver-node"]["spec"]
-        for node in {"one", "two"} - pods:
+        for node in {*there} - pods:
             self._count += 1
             own = {**spec["template"]["spec"], "nodeName": node}
             labels = {"app": "carver"}
@@ -424,6 +444,8 @@ class FakeCluster:
 
     def _is_away(self, node: str) -> bool:
         """Whether the Carver of a node does not answer; by systemd it always does."""
+        if node in self.off | self.silent:
+            return True
         if ("daemonsets", "carver-system", "carver-node") not in self.objects:
             return False
         return not any(
@@ -452,6 +474,9 @@ class FakeCluster:
                 for name in self._claims(pod)
                 if "volumeName" not in self.objects["persistentvolumeclaims", key[1], name]["spec"]
             ]
+            for waiting in unbound:
+                about = self.objects["persistentvolumeclaims", key[1], waiting]["metadata"]
+                about["annotations"] = {"volume.kubernetes.io/selected-node": node}
             if unbound and (self._is_away(node) or "claim lost" in self.wrong):
                 why = f"node {node} does not answer"
                 place = ("persistentvolumeclaims", key[1], unbound[0])
@@ -566,7 +591,7 @@ class FakeCluster:
         """A node, or why there is none. Of several it is the last: seldom the right one."""
         tolerated = {it["key"] for it in pod["spec"].get("tolerations", [])}
         found = []
-        for node in ("one", "two"):
+        for node in self.carver_nodes():
             spec = self.objects["nodes", "", node]["spec"]
             taints = {it["key"] for it in spec["taints"]}
             if not spec.get("unschedulable") and taints <= tolerated:
@@ -704,6 +729,65 @@ class FakeCluster:
     def _uid(self) -> str:
         self._count += 1
         return f"uid-{self._count}-"
+
+
+class FakeLab:
+    """What checks do to the machines of a lab, done to the nodes of a FakeCluster."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        # What was done, each as a word and a node.
+        self.done: list[tuple[str, str]] = []
+
+    @property
+    def nodes(self) -> list[str]:
+        return ["control", *self.cluster.carver_nodes()]
+
+    def power_off(self, name: str) -> None:
+        self.done.append(("off", name))
+        self.cluster.off.add(name)
+
+    def power_on(self, name: str) -> None:
+        self.done.append(("on", name))
+        self.cluster.off.discard(name)
+        if name not in self.cluster.carver_nodes():
+            self.cluster.add_node(name)
+
+    def reset(self, name: str) -> None:
+        self.done.append(("reset", name))
+        if "lines lost" in self.cluster.wrong:
+            for log in self.cluster.root.glob("*/files/log"):
+                log.write_text("1 100.50\n2 101.50\n")
+
+    def reboot(self, name: str) -> None:
+        self.done.append(("reboot", name))
+
+    def pause(self, name: str) -> None:
+        self.done.append(("pause", name))
+        self.cluster.off.add(name)
+
+    def resume(self, name: str) -> None:
+        self.done.append(("resume", name))
+        if "stays silent" in self.cluster.wrong:
+            self.cluster.silent.add(name)
+        self.cluster.off.discard(name)
+
+    def set_clock(self, name: str, ahead_seconds: int) -> None:
+        self.done.append((f"clock {ahead_seconds}", name))
+
+    def kill(self, name: str, program: str) -> int:
+        self.done.append((f"kill {program}", name))
+        return int(name == "control")
+
+    def add_node(self) -> str:
+        self.done.append(("add", "three"))
+        self.cluster.add_node("three")
+        return "three"
+
+    def remove_node(self, name: str) -> None:
+        self.done.append(("remove", name))
+        self.cluster.objects.pop(("nodes", "", name), None)
+        self.cluster.objects.pop(("csinodes", "", name), None)
 
 
 def _group_of(snapshot: Object) -> str:

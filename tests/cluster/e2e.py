@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Run Kubernetes' own storage tests on Carver, in the cluster of `make cluster`, and judge them.
+
+`e2e.test` is compiled with the cluster's other programs. Specs that may run beside others are
+shared out to some processes; the serial and disruptive ones follow in one process. Each spec that
+fails must have a reason in docs/testing.md, or this program fails.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# This file is a program, and Python would look beside it only.
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+
+from cluster import record  # noqa: E402
+from conformance.run import Spec, specs  # noqa: E402
+
+from vagrant import cluster, control_plane, host  # noqa: E402
+from vagrant.control_plane import ControlPlaneError  # noqa: E402
+
+_DRIVER = ROOT / "tests" / "cluster" / "driver.yaml"
+_ATTRIBUTES = ROOT / "deploy" / "kubernetes" / "examples" / "attributes.yaml"
+_RESULTS = ROOT / ".cache" / "e2e"
+_FOCUS = "External.Storage.*lvm.csi.carver"
+_ALONE = r"\[Serial\]|\[Disruptive\]"
+_WELL, _WRONG, _UNUSABLE = 0, 1, 2
+
+
+def main() -> int:
+    """Read the command line and run; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shards", type=int, default=3, help="processes (%(default)s)")
+    parser.add_argument("--focus", default="", help="only specs whose name this expression matches")
+    parser.add_argument("--record", action="store_true", help="write the outcome into the docs")
+    arguments = parser.parse_args()
+    try:
+        lab = cluster.present()
+    except ControlPlaneError as error:
+        print(f"e2e.py: {error}", file=sys.stderr)
+        return _UNUSABLE
+    lab.apply(_ATTRIBUTES.read_text().partition("\n---")[0])
+    folder = _RESULTS / time.strftime("%Y%m%d-%H%M%S")
+    names = [one for one in _listed(lab, folder) if re.search(arguments.focus, one)]
+    alone = [one for one in names if re.search(_ALONE, one)]
+    beside = [one for one in names if one not in alone]
+    print(f"{len(names)} specs, {len(alone)} of them alone; results: {folder}", flush=True)
+    shares = [beside[number :: arguments.shards] for number in range(arguments.shards)]
+    _run(lab, folder, {f"shard-{number}": one for number, one in enumerate(shares) if one})
+    if alone:
+        _run(lab, folder, {"alone": alone})
+    found = [one for path in folder.glob("*/report.json") for one in read(path)]
+    if arguments.record:
+        _record(lab, found)
+    return judge(found)
+
+
+def _listed(lab: cluster.Cluster, folder: Path) -> list[str]:
+    """Name the specs of the suite that are about Carver."""
+    _run(lab, folder, {"list": None}, "--ginkgo.dry-run")
+    report = folder / "list" / "report.json"
+    names = [one.name for one in read(report) if re.search(_FOCUS, one.name)]
+    report.unlink()
+    return names
+
+
+def _run(
+    lab: cluster.Cluster, folder: Path, shares: dict[str, list[str] | None], *options: str
+) -> None:
+    """Run the suite's program once for each share of the specs, side by side."""
+    processes = []
+    for name, share in shares.items():
+        here = folder / name
+        here.mkdir(parents=True)
+        focus = _FOCUS if share is None else f"^({'|'.join(map(re.escape, share))})$"
+        words = [
+            str(lab.programs.path("e2e.test")),
+            f"--kubeconfig={control_plane.kubeconfig()}",
+            f"--kubectl-path={lab.programs.path('kubectl')}",
+            f"--storage.testdriver={_DRIVER}",
+            f"--ginkgo.json-report={here / 'report.json'}",
+            f"--ginkgo.focus={focus}",
+            "--ginkgo.timeout=6h",
+            "--ginkgo.no-color",
+            "--dump-logs-on-failure=false",
+            *options,
+        ]
+        # The suite's kubectl wants a place for its cache.
+        environment = {**os.environ, "HOME": str(here)}
+        with (here / "log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    host.in_network(*words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=here,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait()
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def read(report: Path) -> list[Spec]:
+    """Read the specs of a JSON report as Ginkgo writes it."""
+    return list(specs(json.loads(report.read_text())))
+
+
+def reasons(document: str) -> dict[str, str]:
+    """Return the specs that may fail, by their names, each with the document's reason."""
+    section = document.partition("### Kubernetes' own e2e suite")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \|$", section, re.MULTILINE)
+    return dict(rows)
+
+
+def judge(found: Sequence[Spec]) -> int:
+    """Print how the specs ended; return 1 if one failed without a known reason, or none ran."""
+    ran = [one for one in found if one.state not in ("skipped", "pending")]
+    failed = [one for one in ran if one.state != "passed"]
+    known = reasons((ROOT / "docs" / "testing.md").read_text())
+    for one in failed:
+        print(f"{one.state}: {one.name}\n    {one.message.strip()[:600]}")
+        if one.name in known:
+            print(f"    known: {known[one.name]}")
+    print(f"{len(ran) - len(failed)} passed, {len(failed)} failed")
+    unknown = [one for one in failed if one.name not in known]
+    return _WRONG if unknown or len(ran) == len(failed) else _WELL
+
+
+def _record(lab: cluster.Cluster, found: Sequence[Spec]) -> None:
+    """Record how many specs passed, in which cluster."""
+    [daemonset] = lab.control_plane.objects(
+        "daemonsets", f"--namespace={cluster.NAMESPACE}", "--selector=app.kubernetes.io/name=carver"
+    )
+    [image] = [
+        one["image"]
+        for one in daemonset["spec"]["template"]["spec"]["containers"]
+        if one["name"] == "carver"
+    ]
+    deployments = lab.control_plane.objects("deployments", f"--namespace={cluster.NAMESPACE}")
+    is_central = any(one["metadata"]["name"] == "carver-controller" for one in deployments)
+    ran = [one for one in found if one.state not in ("skipped", "pending")]
+    passed = sum(one.state == "passed" for one in ran)
+    record.add(
+        record.Configuration(
+            kubernetes=f"v{lab.programs.kubernetes}",
+            mode="controller" if is_central else "sidecars on each node",
+            nodes=len(lab.guests),
+            storage_class="carver",
+        ),
+        image.rpartition(":")[2],
+        time.strftime("%Y-%m-%d"),
+        {"Kubernetes' e2e suite": f"{passed} of {len(ran)} specs passed"},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What was tried in which cluster: a file of outcomes, and the table of docs/testing.md made of it.
+
+`run.py --record` adds the outcomes of a run to those of earlier runs in the same configuration, and
+e2e.py those of Kubernetes' own suite. A later outcome takes the place of an earlier one.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TRIALS = Path(__file__).with_name("trials.json")
+DOCUMENT = ROOT / "docs" / "testing.md"
+_BEGIN, _END = "<!-- trials: begin -->", "<!-- trials: end -->"
+_NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """In what kind of cluster something was tried."""
+
+    kubernetes: str
+    mode: str
+    nodes: int
+    storage_class: str
+
+    @property
+    def title(self) -> str:
+        """The head of a column of the table."""
+        return (
+            f"{self.mode}, {self.nodes} nodes, class `{self.storage_class}`, Kubernetes"
+            f" {self.kubernetes.removeprefix('v')}"
+        )
+
+
+def add(configuration: Configuration, carver: str, day: str, outcomes: Mapping[str, str]) -> None:
+    """Record outcomes, by the name of the check, and write the table anew."""
+    trials = read()
+    found = next((one for one in trials if _of(one) == configuration), None)
+    if found is None:
+        found = {**vars(configuration), "outcomes": {}}
+        trials.append(found)
+    for check, outcome in outcomes.items():
+        found["outcomes"][check] = {"outcome": outcome, "carver": carver, "day": day}
+    TRIALS.write_text(json.dumps(trials, indent=1) + "\n")
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text(), trials))
+
+
+def read() -> list[dict[str, Any]]:
+    """Return what was recorded: one entry for each configuration."""
+    trials: list[dict[str, Any]] = json.loads(TRIALS.read_text()) if TRIALS.exists() else []
+    return trials
+
+
+def with_table(document: str, trials: Iterable[Mapping[str, Any]]) -> str:
+    """Return the document with the table that the trials make; its other text is left as it is."""
+    marked = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
+    lines = "\n".join([_BEGIN, "", *table([*trials]), "", _END])
+    return marked.sub(lambda _: lines, document)
+
+
+def table(trials: list[Mapping[str, Any]]) -> list[str]:
+    """Write the table's lines: a row for each check, a column for each configuration."""
+    names = list(dict.fromkeys(name for one in trials for name in one["outcomes"]))
+    heads = ["check", *(_of(one).title for one in trials)]
+    rows = [heads, ["---"] * len(heads)]
+    for name in names:
+        cells = [one["outcomes"].get(name) for one in trials]
+        rows.append([f"`{name}`", *(_cell(one) for one in cells)])
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _cell(outcome: Mapping[str, str] | None) -> str:
+    if outcome is None:
+        return _NOT_TRIED
+    return f"{outcome['outcome']}, {outcome['day']}"
+
+
+def _of(trial: Mapping[str, Any]) -> Configuration:
+    return Configuration(trial["kubernetes"], trial["mode"], trial["nodes"], trial["storage_class"])

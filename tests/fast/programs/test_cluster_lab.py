@@ -1,0 +1,278 @@
+"""The lab's cluster: its programs' modules, its images, its records, its processes."""
+
+import json
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import IO
+
+import pytest
+import yaml
+from cluster import e2e, record
+from conformance.run import Spec
+
+from vagrant import authority, cluster, control_plane, images, node
+from vagrant.guest import Guest
+from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
+
+ROOT = Path(__file__).parents[3]
+
+# Programs
+
+
+def test_the_sidecars_are_compiled_in_the_versions_that_the_chart_pins() -> None:
+    for program, image in cluster.sidecars().items():
+        package = PROGRAMS["sidecars"][program].package.partition("/cmd/")[0]
+        assert image.endswith(f":v{pinned_version('sidecars', package)}"), program
+
+
+def test_every_sidecar_of_the_manifest_is_compiled() -> None:
+    named = re.findall(r"image: registry\S+/([a-z-]+):", cluster._MANIFEST.read_text())
+    assert sorted(cluster.sidecars()) == sorted(named) != []
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_each_program_is_a_tool_of_its_module(module: str) -> None:
+    text = (MODULES / module / "go.mod").read_text()
+    for name, program in PROGRAMS[module].items():
+        assert re.search(rf"^\t{re.escape(program.package)}$", text, re.MULTILINE), name
+
+
+def test_kubernetes_staging_modules_have_its_own_version() -> None:
+    version = pinned_version("kubernetes", "k8s.io/kubernetes")
+    text = (MODULES / "kubernetes" / "go.mod").read_text()
+    replaced = re.findall(r"^\t(k8s.io/\S+) => (\S+) v(\S+)$", text, re.MULTILINE)
+    assert {one for one, other, _ in replaced if one != other} == set()
+    assert {found for _, _, found in replaced} == {f"0{version[1:]}"}
+
+
+def test_another_version_of_kubernetes_has_a_module_like_the_committed_one() -> None:
+    committed = (MODULES / "kubernetes" / "go.mod").read_text()
+    written = Programs("1.37.2").go_mod(committed, ["k8s.io/api", "k8s.io/streaming"])
+    assert "require k8s.io/kubernetes v1.37.2\n" in written
+    assert "\tk8s.io/streaming => k8s.io/streaming v0.37.2\n" in written
+    assert "1.36" not in written.replace("go 1.26", "").replace("go1.26", "")
+    for program in PROGRAMS["kubernetes"].values():
+        assert f"\t{program.package}\n" in written
+
+
+def test_programs_of_two_versions_lie_beside_each_other() -> None:
+    assert Programs("1.37.2").path("kubelet") != Programs().path("kubelet")
+    assert Programs("1.37.2").path("etcd") == Programs().path("etcd")
+
+
+# Images
+
+
+@pytest.mark.starts_programs
+def test_an_archive_has_its_images_with_one_layer(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    made = [
+        images.Image(["example/one:v1"], entrypoint=["/program"]),
+        images.Image(["example/two:v1", "example/three:v1"], command=["/bin/sh"]),
+    ]
+    images.write_archive(tmp_path / "made.tar", made, {"program": program})
+    with tarfile.open(tmp_path / "made.tar") as archive:
+        manifest = json.load(_member(archive, "manifest.json"))
+        assert [one["RepoTags"] for one in manifest] == [[*one.names] for one in made]
+        config = json.load(_member(archive, manifest[0]["Config"]))
+        assert config["config"]["Entrypoint"] == ["/program"]
+        layer = _member(archive, "layer.tar").read()
+    [diff_id] = config["rootfs"]["diff_ids"]
+    (tmp_path / "layer.tar").write_bytes(layer)
+    summed = subprocess.run(["sha256sum", tmp_path / "layer.tar"], capture_output=True, check=True)
+    assert diff_id == f"sha256:{summed.stdout.decode().split()[0]}"
+    with tarfile.open(tmp_path / "layer.tar") as packed:
+        [entry] = packed.getmembers()
+    assert (entry.name, entry.mode & 0o777, entry.uid, entry.uname) == ("program", 0o755, 0, "root")
+
+
+def test_the_same_files_make_the_same_archive_twice(tmp_path: Path) -> None:
+    contents = []
+    for name in ("first", "second"):
+        source = tmp_path / name
+        source.write_text("content")
+        images.write_archive(tmp_path / f"{name}.tar", [images.Image(["a:1"])], {"file": source})
+        with tarfile.open(tmp_path / f"{name}.tar") as archive:
+            contents.append(_member(archive, "layer.tar").read())
+    assert contents[0] == contents[1]
+
+
+def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    found = archive.extractfile(name)
+    assert found is not None
+    return found
+
+
+# Nodes and control plane
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cluster's folder, with an authority in it."""
+    monkeypatch.setattr(control_plane, "FOLDER", tmp_path)
+    authority.ensure(tmp_path, [control_plane.API_ADDRESS])
+    return tmp_path
+
+
+def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> None:
+    made = control_plane.client_kubeconfig("node-1", "system:node:node-1", ["system:nodes"])
+    text = made.read_text()
+    assert made.stat().st_mode & 0o077 == 0
+    assert control_plane.client_kubeconfig("node-1", "someone else", []).read_text() == text
+    assert yaml.safe_load(text)["clusters"][0]["cluster"]["server"] == control_plane.SERVER
+
+
+def test_the_authority_is_made_once(folder: Path) -> None:
+    before = authority.bundle(folder)
+    authority.ensure(folder, [control_plane.API_ADDRESS])
+    assert authority.bundle(folder) == before
+    assert authority.Files(folder).authority_key.stat().st_mode & 0o077 == 0
+
+
+def test_every_node_has_another_range_of_pods_within_the_route_to_the_host() -> None:
+    ranges = [node.pods_of(number) for number in range(1, 100)]
+    assert len({*ranges, control_plane.SERVICES}) == 100
+    assert all(one.startswith("10.99.") for one in ranges)
+
+
+def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
+    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    for path, text in files.items():
+        written = node._written(path, text)
+        if "client-key-data" in text:
+            assert written.startswith("install -m 600 "), path
+
+
+@pytest.mark.starts_programs
+def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
+    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    prepare = files[f"{node.HOME}/prepare.sh"]
+    subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
+
+
+def test_a_file_with_quotes_is_written_as_it_is() -> None:
+    assert node._written("/etc/x", "it's $HOME") == (
+        "install -m 644 /dev/null /etc/x && printf %s 'it'\"'\"'s $HOME' > /etc/x"
+    )
+
+
+@pytest.fixture
+def processes(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes that run on this machine itself, and logs in a temporary folder."""
+    monkeypatch.setattr(control_plane.host, "LAB", tmp_path)
+    monkeypatch.setattr(control_plane.host, "in_network", lambda *words: [*map(str, words)])
+    monkeypatch.setattr(control_plane.host, "as_root", lambda *words: [*map(str, words)])
+
+
+@pytest.mark.starts_programs
+@pytest.mark.usefixtures("processes")
+def test_a_process_is_started_once_anew_when_its_words_change_and_ended() -> None:
+    control_plane.ensure_process("sleeper", ["sleep", "600"])
+    first = control_plane._record("sleeper").read_text()
+    try:
+        control_plane.ensure_process("sleeper", ["sleep", "600"])
+        assert control_plane._record("sleeper").read_text() == first
+        control_plane.ensure_process("sleeper", ["sleep", "601"])
+        assert control_plane.running("sleeper") == ["sleep", "601"]
+    finally:
+        control_plane.end_all()
+    assert control_plane.running("sleeper") is None
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
+    record_of = control_plane._record("etcd")
+    record_of.parent.mkdir()
+    # Process 1 is somebody else's.
+    record_of.write_text(json.dumps({"pid": 1, "words": ["/nowhere/etcd"]}))
+    assert control_plane.running("etcd") is None
+    control_plane.end_all()
+
+
+def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
+    made = cluster.Cluster.__new__(cluster.Cluster)
+    made.guests = [Guest("carver-node-1", Path("config"))]
+    with pytest.raises(cluster.GuestError, match=r"'other': there are carver-node-1"):
+        made.guest("other")
+
+
+@pytest.mark.parametrize("values", sorted((ROOT / "tests/cluster/values").glob("*.yaml")))
+def test_the_values_of_the_lab_are_values_of_the_chart(values: Path) -> None:
+    known = yaml.safe_load((ROOT / "deploy/helm/carver/values.yaml").read_text())
+
+    def unknown(given: object, there: object, at: str) -> list[str]:
+        if not isinstance(given, dict) or not isinstance(there, dict):
+            return []
+        return [
+            line
+            for key, value in given.items()
+            for line in (
+                [f"{at}{key}"] if key not in there else unknown(value, there[key], f"{key}.")
+            )
+        ]
+
+    assert unknown(yaml.safe_load(values.read_text()), known, "") == []
+
+
+# Records
+
+
+def test_a_record_is_a_row_for_each_check_and_a_column_for_each_cluster() -> None:
+    trials = [
+        {
+            **vars(record.Configuration("v1.36.3", "controller", 3, "carver")),
+            "outcomes": {"claim": {"outcome": "passed", "carver": "0.2.0", "day": "2026-11-28"}},
+        },
+        {
+            **vars(record.Configuration("v1.36.3", "sidecars on each node", 2, "carver")),
+            "outcomes": {"drain": {"outcome": "FAILED", "carver": "0.2.0", "day": "2026-11-29"}},
+        },
+    ]
+    assert record.table(trials)[0].startswith("| check | controller, 3 nodes, class `carver`")
+    assert record.table(trials)[2:] == [
+        "| `claim` | passed, 2026-11-28 | not tried |",
+        "| `drain` | not tried | FAILED, 2026-11-29 |",
+    ]
+
+
+def test_a_later_outcome_takes_the_place_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "TRIALS", tmp_path / "trials.json")
+    monkeypatch.setattr(record, "DOCUMENT", tmp_path / "testing.md")
+    record.DOCUMENT.write_text("before\n<!-- trials: begin -->\nold\n<!-- trials: end -->\nafter\n")
+    where = record.Configuration("v1.36.3", "controller", 3, "carver")
+    record.add(where, "0.2.0", "2026-11-28", {"claim": "FAILED", "block": "passed"})
+    record.add(where, "0.2.0", "2026-11-29", {"claim": "passed"})
+    text = record.DOCUMENT.read_text()
+    assert "| `claim` | passed, 2026-11-29 |" in text
+    assert "| `block` | passed, 2026-11-28 |" in text
+    assert (text[:7], text[-6:]) == ("before\n", "after\n")
+    assert "old" not in text
+
+
+def test_the_document_has_the_table_of_what_was_recorded() -> None:
+    document = record.DOCUMENT.read_text()
+    assert record.with_table(document, record.read()) == document
+
+
+# Kubernetes' own suite
+
+
+def test_a_spec_that_fails_needs_a_reason_in_the_document(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e2e, "reasons", lambda document: {"known": "the suite's own mistake"})
+    passed = Spec("a", "passed", "")
+    assert e2e.judge([passed, Spec("known", "failed", "said")]) == 0
+    assert e2e.judge([passed, Spec("new", "failed", "said")]) == 1
+    assert "known: the suite's own mistake" in capsys.readouterr().out
+
+
+def test_a_suite_of_which_nothing_passed_has_failed() -> None:
+    assert e2e.judge([]) == 1
+    assert e2e.judge([Spec("a", "skipped", "")]) == 1

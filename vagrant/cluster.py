@@ -1,0 +1,603 @@
+#!/usr/bin/env python3
+"""Make a Kubernetes cluster of the lab's machines, with Carver in it: `make cluster`.
+
+As a program: `cluster.py --help`. As a module, for the checks that want a lab: `Cluster`.
+
+The machines are of the lab's box. The control plane runs on the host, inside the lab's network
+(control_plane.py); each machine is a node with containerd and kubelet (node.py). Every program is
+compiled from Go modules (programs.py), every image is made here (images.py). Carver is installed as
+the README says: its image, and the committed manifest, unchanged.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+# This file is a program as well as a module, and Python would look beside a program only.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from deploy import render
+from vagrant import box, control_plane, host, images, machines, node
+from vagrant.control_plane import ControlPlane, ControlPlaneError
+from vagrant.guest import Guest, GuestError
+from vagrant.machines import Machines
+from vagrant.programs import Programs
+from vagrant.progress import Step, StepError, step
+
+_KIND = "cluster-machines"
+_SETTINGS = control_plane.FOLDER / "settings.json"
+_SERVED = control_plane.FOLDER / "served"
+_MANIFEST = host.PROJECT / "deploy" / "kubernetes" / "container-lvm2.yaml"
+_MANIFEST_VALUES = host.PROJECT / "deploy" / "helm" / "values" / "container-lvm2.yaml"
+_VALUES = host.PROJECT / "tests" / "cluster" / "values"
+# The key of the encrypted class in values/everything.yaml; nothing of worth is encrypted by it.
+_SECRET = {
+    "apiVersion": "v1",
+    "kind": "Secret",
+    "metadata": {"name": "carver-lab-key", "namespace": "carver-system"},
+    "stringData": {"passphrase": "the lab's volumes hold nothing of worth"},
+}
+NAMESPACE = "carver-system"
+# What Carver's image is made of.
+_PARTS_OF_IMAGE = (
+    *("agent", "lvm", "mount", "proto", "deploy/image", "pyproject.toml", "constraints.txt"),
+    *("README.md", "LICENSE"),
+)
+_SNAPSHOT_CLIENT = "github.com/kubernetes-csi/external-snapshotter/client/v8"
+# What is in the names of images that pods of Kubernetes' storage tests use, among all that
+# `e2e.test --list-images` prints.
+_WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
+# An emulated guest's clock ran four times as fast once. It is reset where its clock runs slower or
+# faster than this; less is only the time that a busy host takes to ask it.
+_CLOCK_RATES = (0.5, 2.0)
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """The cluster of this checkout: its nodes, its versions, and how it is brought up."""
+
+    def __init__(self, nodes: int, kubernetes: str = "", gates: Sequence[str] = ()) -> None:
+        """Describe a cluster.
+
+        `kubernetes` is a version such as 1.37.2, or empty for the one that go.mod requires; `gates`
+        are feature gates of Kubernetes, each NAME=true or NAME=false.
+        """
+        self.guests = [_guest(number) for number in range(1, nodes + 1)]
+        self.programs = Programs(kubernetes)
+        self.gates = gates
+        self.control_plane = ControlPlane(self.programs, gates)
+        self.machines = Machines(
+            _KIND,
+            self.guests,
+            cpus=machines.setting("CARVER_LAB_CPUS", 2),
+            memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
+        )
+
+    @property
+    def kubectl(self) -> Callable[..., subprocess.CompletedProcess[str]]:
+        """kubectl, as an administrator."""
+        return self.control_plane.kubectl
+
+    def guest(self, name: str) -> Guest:
+        """Return the machine of a node, by the node's name."""
+        for one in self.guests:
+            if one.name == name:
+                return one
+        names = ", ".join(one.name for one in self.guests)
+        raise GuestError(f"no machine of the cluster is called {name!r}: there are {names}")
+
+    def up(self) -> None:
+        """Bring the cluster up with the present tree's Carver in it.
+
+        What is there already is left as it is, so that an interrupted `up` goes on where it was.
+        """
+        machines.prepare()
+        self.programs.build(
+            [
+                *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),
+                *("coredns", "snapshot-controller", *node.PROGRAMS, *node.PLUGINS, *sidecars()),
+                *("agnhost", "e2e.test"),
+            ]
+        )
+        archives = self._archives()
+        self.machines.ensure()
+        self._check_clocks()
+        bridge = self._connect()
+        with step("start the control plane", "control-plane"):
+            self.control_plane.ensure()
+            self._apply_snapshot_kinds()
+        gates = {
+            name: value == "true" for name, _, value in (one.partition("=") for one in self.gates)
+        }
+        numbered = list(enumerate(self.guests, start=1))
+        with step("copy programs to the nodes", "nodes"):
+            _at_once(numbered, lambda it: node.install(it[1], it[0], bridge, gates))
+        with step("import images", "images"):
+            _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
+        with step("start kubelets", "kubelets"):
+            _at_once(self.guests, node.start)
+            self.wait_for_nodes()
+        self.install_carver()
+        self._write_settings()
+
+    def _write_settings(self) -> None:
+        """Remember what the cluster is, for those who find it up."""
+        settings = {
+            "nodes": len(self.guests),
+            "kubernetes": self.programs.kubernetes,
+            "gates": [*self.gates],
+        }
+        _SETTINGS.write_text(json.dumps(settings))
+
+    def down(self) -> None:
+        """Remove the cluster and all that was started for it; programs and box stay cached."""
+        if host.libvirt_answers():
+            with step("remove the machines", "down") as removing:
+                control_plane.end_all()
+                self.machines.remove(removing)
+        control_plane.end_all()
+        host.remove_tree(control_plane.FOLDER)
+        host.stop_libvirt()
+
+    # Carver
+
+    def install_carver(self) -> None:
+        """Apply the committed manifest, and wait until every node has enrolled."""
+        with step("install Carver", "carver") as installing:
+            self.apply(_MANIFEST.read_text())
+            digest = _digest_of_image()
+            if self._label() != digest:
+                self.kubectl(
+                    *("--namespace", NAMESPACE, "rollout", "restart"),
+                    *("daemonset/carver-node", "deployment/carver-controller"),
+                )
+                self.kubectl(
+                    "label", "namespace", NAMESPACE, f"carver.lab/image={digest}", "--overwrite"
+                )
+            self.wait_for_carver(installing)
+
+    def install_values(self, names: Sequence[str]) -> None:
+        """Install or upgrade Carver by helm, with tests/cluster/values over the manifest's values.
+
+        What the committed manifest made is taken over; a CSIDriver that may not be changed in place
+        is made anew, as docs/install.md says.
+        """
+        files = [_VALUES / f"{name}.yaml" for name in names]
+        if missing := [one.name for one in files if not one.exists()]:
+            there = ", ".join(sorted(one.stem for one in _VALUES.glob("*.yaml")))
+            raise ControlPlaneError(f"tests/cluster/values has no {missing[0]}: it has {there}")
+        with step(
+            f"install Carver with values {', '.join(names) or 'of the manifest'}", "helm"
+        ) as it:
+            by_nodes = "sidecars" in names
+            self.control_plane.distribute_snapshots(by_nodes)
+            self.apply(json.dumps(_SECRET))
+            self.kubectl("delete", "csidriver", "lvm.csi.carver", "--ignore-not-found")
+            words = [
+                *(str(render.ensure_helm()), "upgrade", "--install", "carver", str(render.CHART)),
+                *("--namespace", NAMESPACE, "--take-ownership"),
+                f"--kubeconfig={control_plane.kubeconfig()}",
+                f"--values={_MANIFEST_VALUES}",
+                *(f"--values={one}" for one in files),
+            ]
+            it.run(*host.in_network(*words), environment={**os.environ, "HOME": str(_SERVED)})
+            self.wait_for_carver(it)
+
+    def apply(self, text: str) -> None:
+        """Apply objects as an administrator."""
+        self.kubectl("apply", "--filename=-", stdin=text)
+
+    def wait_for_carver(self, waiting: Step, limit_seconds: float = 900) -> None:
+        """Wait until Carver's pods are ready and every node has its driver and its capacity."""
+        for kind in ("daemonset/carver-node", "deployment/carver-controller"):
+            timeout = f"--timeout={limit_seconds:.0f}s"
+            with contextlib.suppress(ControlPlaneError):
+                if self.kubectl("--namespace", NAMESPACE, "get", kind).returncode:
+                    continue
+            done = self.kubectl("--namespace", NAMESPACE, "rollout", "status", kind, timeout)
+            with waiting.log.open("a") as log:
+                log.write(done.stdout)
+        self._until("every node has the driver", self._have_driver, limit_seconds)
+        self._until("every node has a capacity", self._have_capacity, limit_seconds)
+
+    def _label(self) -> str:
+        shown = self.kubectl("get", "namespace", NAMESPACE, "--output=json").stdout
+        return str(json.loads(shown)["metadata"]["labels"].get("carver.lab/image", ""))
+
+    def _have_driver(self) -> bool:
+        served = {
+            one["metadata"]["name"]
+            for one in self.control_plane.objects("csinodes")
+            if any(it["name"] == "lvm.csi.carver" for it in one["spec"].get("drivers") or [])
+        }
+        return served >= {one.name for one in self.guests}
+
+    def _have_capacity(self) -> bool:
+        found = set()
+        for one in self.control_plane.objects("csistoragecapacities", f"--namespace={NAMESPACE}"):
+            terms = one.get("nodeTopology", {}).get("matchLabels", {})
+            if one.get("capacity", "0") != "0":
+                found.update(terms.values())
+        return found >= {one.name for one in self.guests}
+
+    # Nodes
+
+    @property
+    def nodes(self) -> list[str]:
+        """Name the nodes."""
+        return [one.name for one in self.guests]
+
+    def wait_for_nodes(self, limit_seconds: float = 900) -> None:
+        """Wait until every node is ready."""
+
+        def all_ready() -> bool:
+            ready = {
+                one["metadata"]["name"]
+                for one in self.control_plane.objects("nodes")
+                for it in one["status"].get("conditions", [])
+                if (it["type"], it["status"]) == ("Ready", "True")
+            }
+            return ready >= {one.name for one in self.guests}
+
+        self._until("every node is ready", all_ready, limit_seconds)
+
+    def power_off(self, name: str) -> None:
+        """Pull a node's plug; nothing is written out."""
+        self.guest(name).power_off()
+
+    def power_on(self, name: str) -> None:
+        """Start a node that was off, and wait until its kubelet has been started."""
+        self.guest(name).power_on()
+        self._check_clocks()
+
+    def reset(self, name: str) -> None:
+        """Cut a node's power and give it back."""
+        self.guest(name).reset()
+
+    def reboot(self, name: str) -> None:
+        """Reboot a node in good order."""
+        self.guest(name).reboot()
+
+    def kill(self, name: str, program: str) -> int:
+        """End by SIGKILL the processes of a node whose command line has these words; count them."""
+        done = self.guest(name).run(
+            ["pkill", "--signal", "KILL", "--count", "--full", program], check=False
+        )
+        return int(done.stdout.strip() or 0)
+
+    def add_node(self) -> str:
+        """Add one machine to the cluster as a node, and return its name."""
+        larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
+        larger.up()
+        self.guests, self.machines = larger.guests, larger.machines
+        return self.guests[-1].name
+
+    def remove_node(self, name: str) -> None:
+        """Remove the machine that was added last."""
+        if name != self.guests[-1].name:
+            raise ControlPlaneError(f"{name} is not the node that was added last")
+        with step(f"remove {name}", "remove") as removing:
+            self.machines.remove_last(removing)
+        del self.guests[-1]
+        self._write_settings()
+
+    def pause(self, name: str) -> None:
+        """Stop a node's processors, so that it answers nothing and loses nothing."""
+        self.guest(name).pause()
+
+    def resume(self, name: str) -> None:
+        """Let a paused node go on."""
+        self.guest(name).resume()
+
+    def set_clock(self, name: str, ahead_seconds: int) -> None:
+        """Set a node's clock ahead of the host's, or behind it where the number is negative."""
+        self.guest(name).run([f"date --utc --set=@{int(time.time()) + ahead_seconds}"])
+
+    def _connect(self) -> str:
+        """Give the host addresses and routes in the lab's network; return the bridge's address."""
+        addresses = [str(one.address()) for one in self.guests]
+        shown = _output("ip", "-json", "route", "get", addresses[0])
+        [route] = json.loads(shown)
+        bridge, device = str(route["prefsrc"]), str(route["dev"])
+        for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
+            _output("ip", "address", "replace", f"{own}/32", "dev", device)
+        for number, address in enumerate(addresses, start=1):
+            _output("ip", "route", "replace", node.pods_of(number), "via", address)
+        configuration = control_plane.FOLDER / "rsyncd.conf"
+        configuration.write_text(node.served(_SERVED, node.PORT, bridge))
+        control_plane.ensure_process(
+            "rsync", ["rsync", "--daemon", "--no-detach", f"--config={configuration}"]
+        )
+        return bridge
+
+    def _check_clocks(self) -> None:
+        """Reset each guest whose clock runs faster or slower than the host's."""
+
+        def check(one: Guest) -> None:
+            for _ in range(3):
+                began = time.monotonic()
+                before = float(one.run(["cat /proc/uptime"]).stdout.split()[0])
+                time.sleep(5)
+                after = float(one.run(["cat /proc/uptime"]).stdout.split()[0])
+                rate = (after - before) / (time.monotonic() - began)
+                if _CLOCK_RATES[0] < rate < _CLOCK_RATES[1]:
+                    return
+                one.reset()
+
+        _at_once(self.guests, check)
+
+    # What is served to the nodes
+
+    def _archives(self) -> list[str]:
+        """Make what nodes fetch, and return the names of the image archives."""
+        for folder in ("bin", "cni", "images"):
+            (_SERVED / folder).mkdir(parents=True, exist_ok=True)
+        for name in node.PROGRAMS:
+            _serve(_SERVED / "bin" / name, self.programs.path(name))
+        for name in node.PLUGINS:
+            _serve(_SERVED / "cni" / name, self.programs.path(name))
+        return [
+            self._stand_ins(),
+            *(self._sidecar(name, tag) for name, tag in sidecars().items()),
+            self._carver(),
+        ]
+
+    def _sidecar(self, name: str, tag: str) -> str:
+        """Make an image of one of the sidecars' programs."""
+        program = self.programs.path(name)
+        archive = program.with_name(f"{name}.tar")
+        if not archive.exists():
+            image = images.Image([tag], entrypoint=[f"/{name}"])
+            images.write_archive(archive, [image], {name: program})
+        _serve(_SERVED / "images" / archive.name, archive)
+        return archive.name
+
+    def _stand_ins(self) -> str:
+        """Make the images that Kubernetes' tests want, and pause."""
+        agnhost = self.programs.path("agnhost")
+        archive = agnhost.with_name("stand-ins.tar")
+        if not archive.exists():
+            shown = subprocess.run(
+                [str(self.programs.path("e2e.test")), "--list-images"],
+                check=True,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "HOME": str(control_plane.FOLDER)},
+            )
+            names = sorted(
+                one for one in shown.stdout.split() if any(it in one for it in _WANTED_BY_TESTS)
+            )
+            with step("make images for tests", "stand-ins") as making:
+                images.make_stand_ins(making, archive, agnhost, names)
+        _serve(_SERVED / "images" / archive.name, archive)
+        return archive.name
+
+    def _carver(self) -> str:
+        """Make Carver's own image, where what it is made of changed since it was made last."""
+        stamp = host.PROJECT / ".cache" / "image-of-cluster"
+        archive = max(
+            (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar"),
+            key=lambda path: path.stat().st_mtime,
+            default=None,
+        )
+        made = f"{_digest_of_image()} {archive.stat().st_mtime_ns if archive else 0}"
+        if archive is None or not stamp.exists() or stamp.read_text() != made:
+            with step("make Carver's image", "image") as making:
+                build = host.PROJECT / "deploy" / "image" / "build.py"
+                making.run(*host.as_root(sys.executable, build))
+            archive = max(
+                (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar"),
+                key=lambda path: path.stat().st_mtime,
+            )
+            stamp.write_text(f"{_digest_of_image()} {archive.stat().st_mtime_ns}")
+        _serve(_SERVED / "images" / "carver.tar", archive)
+        return "carver.tar"
+
+    def _apply_snapshot_kinds(self) -> None:
+        folder = self.programs.files_of("sidecars", _SNAPSHOT_CLIENT) / "config" / "crd"
+        for path in sorted(folder.glob("*.io_*.yaml")):
+            self.kubectl("apply", "--server-side", f"--filename={path}")
+
+    def _until(self, what: str, look: Callable[[], bool], limit_seconds: float) -> None:
+        deadline = time.monotonic() + limit_seconds
+        while not look():
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(f"not within {limit_seconds:.0f} s: {what}")
+            time.sleep(2)
+
+
+def present() -> Cluster:
+    """Return the cluster that is up, as its settings describe it."""
+    try:
+        settings: dict[str, Any] = json.loads(_SETTINGS.read_text())
+    except FileNotFoundError:
+        raise ControlPlaneError("there is no cluster: `make cluster` makes one") from None
+    return Cluster(settings["nodes"], settings["kubernetes"], settings["gates"])
+
+
+def sidecars() -> dict[str, str]:
+    """Return the images of the sidecars that the manifest names, by the names of their programs."""
+    found = re.findall(r"image: (\S+/(csi-[a-z-]+):v\S+)", _MANIFEST.read_text())
+    return {program: image for image, program in found}
+
+
+def _guest(number: int) -> Guest:
+    name = f"carver-node-{number}"
+    return Guest(name, host.LAB / f"ssh_config.{name}")
+
+
+def _serve(name: Path, source: Path) -> None:
+    """Have a file under another name: by a hard link, as rsync's daemon follows no other one."""
+    name.unlink(missing_ok=True)
+    try:
+        name.hardlink_to(source)
+    except OSError:
+        # They are not of one file system.
+        shutil.copy2(source, name)
+
+
+def _output(*words: str) -> str:
+    done = subprocess.run(host.in_network(*words), check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def _at_once(items: Sequence[T], act: Callable[[T], None]) -> None:
+    """Do something for each item side by side; the first failure is raised in the end."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        for future in [pool.submit(act, one) for one in items]:
+            future.result()
+
+
+def _digest_of_image() -> str:
+    """Hash what Carver's image is made of."""
+    content = hashlib.sha256()
+    for part in _PARTS_OF_IMAGE:
+        top = host.PROJECT / part
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                content.update(str(path.relative_to(host.PROJECT)).encode())
+                content.update(path.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def main() -> int:
+    """Run one command; return the exit code."""
+    arguments = _parser().parse_args()
+    try:
+        # What changes the machines happens once at a time; what only uses them may last for hours.
+        with machines.locked("cluster") if arguments.command in _CHANGES else nullcontext():
+            return _COMMANDS[arguments.command](arguments)
+    except (StepError, box.BoxError, GuestError, ControlPlaneError) as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"cluster: {error}\n{error.stderr or ''}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _up(_: argparse.Namespace) -> int:
+    """Bring the cluster up, with the present tree's Carver in it; quick if all is so already."""
+    gates = [one for one in os.environ.get("CARVER_CLUSTER_GATES", "").split(",") if one]
+    Cluster(
+        machines.setting("CARVER_CLUSTER_NODES", 3),
+        os.environ.get("CARVER_CLUSTER_KUBERNETES", ""),
+        gates,
+    ).up()
+    print(f"cluster: {host.PROJECT / 'vagrant/cluster.py'} kubectl get pods --all-namespaces")
+    return 0
+
+
+def _down(_: argparse.Namespace) -> int:
+    """Remove the cluster and all that was started for it."""
+    try:
+        cluster = present()
+    except ControlPlaneError:
+        cluster = Cluster(machines.setting("CARVER_CLUSTER_NODES", 3))
+    cluster.down()
+    return 0
+
+
+def _kubectl(arguments: argparse.Namespace) -> int:
+    """Run kubectl as an administrator of the cluster."""
+    program = str(present().programs.path("kubectl"))
+    words = [program, f"--kubeconfig={control_plane.kubeconfig()}", *arguments.words]
+    return subprocess.run(host.in_network(*words), check=False).returncode
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Run tests/cluster/run.py on the cluster; the options are its own."""
+    program = host.PROJECT / "tests" / "cluster" / "run.py"
+    kubectl = present().programs.path("kubectl").parent
+    environment = {
+        "KUBECONFIG": str(control_plane.kubeconfig()),
+        "PATH": f"{kubectl}{os.pathsep}{os.environ['PATH']}",
+    }
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    words = ["env", *settings, sys.executable, str(program), *arguments.words]
+    return subprocess.run(host.in_network(*words), check=False).returncode
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command as root on a node; one word is a line for its shell."""
+    words = present().guest(arguments.node).ssh(arguments.words)
+    return subprocess.run(words, check=False).returncode
+
+
+def _change(arguments: argparse.Namespace) -> int:
+    """Change a node's power."""
+    cluster = present()
+    changes: dict[str, Callable[[str], None]] = {
+        "power-off": cluster.power_off,
+        "power-on": cluster.power_on,
+        "pause": cluster.pause,
+        "resume": cluster.resume,
+        "reboot": cluster.reboot,
+        "reset": cluster.reset,
+    }
+    changes[arguments.command](arguments.node)
+    return 0
+
+
+def _clock(arguments: argparse.Namespace) -> int:
+    """Set a node's clock so many seconds ahead of the host's."""
+    present().set_clock(arguments.node, arguments.seconds)
+    return 0
+
+
+def _install(arguments: argparse.Namespace) -> int:
+    """Install Carver anew by helm, with tests/cluster/values over the manifest's values."""
+    present().install_values(arguments.values)
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "up": _up,
+    "down": _down,
+    "kubectl": _kubectl,
+    "check": _check,
+    "run": _run,
+    "clock": _clock,
+    "install": _install,
+    **dict.fromkeys(("power-off", "power-on", "pause", "resume", "reboot", "reset"), _change),
+}
+
+
+_CHANGES = frozenset({"up", "down", "install"})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cluster.py", description="Drive the lab's cluster; see docs/testing.md."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, function in _COMMANDS.items():
+        command = commands.add_parser(name, help=(function.__doc__ or "").partition("\n")[0])
+        if name in ("run", "clock") or function is _change:
+            command.add_argument("node")
+        if name == "clock":
+            command.add_argument("seconds", type=int)
+        if name == "install":
+            command.add_argument("values", nargs="*", help="such as everything, sidecars")
+        if name in ("run", "kubectl", "check"):
+            # The command's options are not ours.
+            command.add_argument("words", nargs=argparse.REMAINDER)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

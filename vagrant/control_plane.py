@@ -1,0 +1,319 @@
+"""A cluster's control plane: processes on the host, inside the lab's network, without containers.
+
+etcd, the API server, the controller manager, the scheduler, the snapshot-controller and CoreDNS run
+natively, where they cost little beside emulated machines. Each has a file of its process id and a
+log. The API server and the DNS server have addresses of the cluster's range of Services, on the
+lab's bridge, so that pods reach them as in any cluster, without a proxy for Services.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vagrant import authority, host
+from vagrant.programs import Programs
+
+FOLDER = host.LAB / "cluster"
+SERVICES = "10.99.16.0/24"
+API_ADDRESS, DNS_ADDRESS = "10.99.16.1", "10.99.16.10"
+SERVER = f"https://{API_ADDRESS}"
+DOMAIN = "cluster.local"
+_ETCD = "http://127.0.0.1:12379"
+# A node is taken for lost after this time without a sign of life, in seconds: an emulated one that
+# has much to do may be silent for longer than Kubernetes' default of 50.
+_GRACE_SECONDS = 180
+
+
+class ControlPlaneError(Exception):
+    """The control plane does not do what was asked of it."""
+
+
+def kubeconfig() -> Path:
+    """Return the administrator's kubeconfig."""
+    return client_kubeconfig("administrator", "administrator", ["system:masters"])
+
+
+def client_kubeconfig(name: str, user: str, groups: Sequence[str]) -> Path:
+    """Return a user's kubeconfig, made the first time; it holds a certificate and its key."""
+    path = FOLDER / f"{name}.kubeconfig"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(_kubeconfig_text(authority.client(FOLDER, user, groups)))
+    return path
+
+
+def _kubeconfig_text(user: authority.Pair) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "lab",
+            "clusters": [
+                {
+                    "name": "lab",
+                    "cluster": {
+                        "server": SERVER,
+                        "certificate-authority-data": authority.base64(authority.bundle(FOLDER)),
+                    },
+                }
+            ],
+            "users": [
+                {
+                    "name": "user",
+                    "user": {
+                        "client-certificate-data": authority.base64(user.certificate),
+                        "client-key-data": authority.base64(user.key),
+                    },
+                }
+            ],
+            "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": "user"}}],
+        },
+        indent=1,
+    )
+
+
+class ControlPlane:
+    """The processes of the control plane, by their names."""
+
+    def __init__(self, programs: Programs, gates: Sequence[str] = ()) -> None:
+        """Choose the programs and Kubernetes' feature gates, each NAME=true or NAME=false."""
+        self._programs = programs
+        self._gates = [f"--feature-gates={','.join(gates)}"] if gates else []
+        self._distributes = FOLDER / "distributes-snapshots"
+
+    def ensure(self) -> None:
+        """Have every process running as it is described, and the API server ready."""
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+        for name, words in self._words().items():
+            ensure_process(name, words)
+            if name == "kube-apiserver":
+                self.wait()
+
+    def restart(self, name: str) -> None:
+        """End one process, as by a crash, and start it again."""
+        end_process(name, signal.SIGKILL)
+        ensure_process(name, self._words()[name])
+
+    def distribute_snapshots(self, by_nodes: bool) -> None:
+        """Have the snapshot-controller name each snapshot's node, as sidecars on each node want."""
+        if by_nodes:
+            self._distributes.touch()
+        else:
+            self._distributes.unlink(missing_ok=True)
+        self.ensure()
+
+    def wait(self, limit_seconds: float = 180) -> None:
+        """Wait until the API server says that it is ready; raise ControlPlaneError at the limit."""
+        deadline = time.monotonic() + limit_seconds
+        while self.kubectl("get", "--raw=/readyz", check=False).returncode != 0:
+            if running("kube-apiserver") is None or time.monotonic() > deadline:
+                raise ControlPlaneError(
+                    f"the API server has ended, or is not ready after {limit_seconds:.0f} s;"
+                    f" its log: {log('kube-apiserver')}"
+                )
+            time.sleep(0.5)
+
+    def kubectl(
+        self, *words: str, stdin: str = "", check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as an administrator.
+
+        Raises:
+            ControlPlaneError: kubectl failed, and `check` is not False.
+
+        """
+        program = str(self._programs.path("kubectl"))
+        done = subprocess.run(
+            host.in_network(program, f"--kubeconfig={kubeconfig()}", *words),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if check and done.returncode != 0:
+            raise ControlPlaneError(f"kubectl {' '.join(words[:4])}: {done.stderr.strip()}")
+        return done
+
+    def objects(self, *words: str) -> list[dict[str, Any]]:
+        """Return the objects that `kubectl get` lists."""
+        items: list[dict[str, Any]] = json.loads(
+            self.kubectl("get", *words, "--output=json").stdout
+        )["items"]
+        return items
+
+    def _words(self) -> Mapping[str, list[str]]:
+        """Say how each process is started, in the order in which they need each other."""
+        at = self._programs.path
+        keys = authority.Files(FOLDER)
+        configs = {
+            name: client_kubeconfig(name, user, groups)
+            for name, user, groups in (
+                ("kube-controller-manager", "system:kube-controller-manager", []),
+                ("kube-scheduler", "system:kube-scheduler", []),
+                ("snapshot-controller", "snapshot-controller", ["system:masters"]),
+                ("coredns", "coredns", ["system:masters"]),
+            )
+        }
+        corefile = FOLDER / "Corefile"
+        corefile.write_text(_COREFILE.format(kubeconfig=configs["coredns"]))
+        alone = "--leader-elect=false"
+        return {
+            "etcd": [
+                str(at("etcd")),
+                f"--data-dir={FOLDER / 'etcd'}",
+                f"--listen-client-urls={_ETCD}",
+                f"--advertise-client-urls={_ETCD}",
+                "--listen-peer-urls=http://127.0.0.1:12380",
+                # A lab may lose its objects with its power, and its disk is busy.
+                "--unsafe-no-fsync",
+                "--log-level=warn",
+            ],
+            "kube-apiserver": [
+                str(at("kube-apiserver")),
+                f"--etcd-servers={_ETCD}",
+                f"--bind-address={API_ADDRESS}",
+                "--secure-port=443",
+                f"--service-cluster-ip-range={SERVICES}",
+                "--endpoint-reconciler-type=none",
+                "--authorization-mode=Node,RBAC",
+                "--enable-admission-plugins=NodeRestriction",
+                "--allow-privileged=true",
+                f"--client-ca-file={keys.authority}",
+                f"--tls-cert-file={keys.server_certificate}",
+                f"--tls-private-key-file={keys.server_key}",
+                f"--kubelet-client-certificate={keys.kubelet_client_certificate}",
+                f"--kubelet-client-key={keys.kubelet_client_key}",
+                "--kubelet-preferred-address-types=InternalIP",
+                "--kubelet-timeout=60s",
+                "--service-account-issuer=https://kubernetes.default.svc",
+                f"--service-account-signing-key-file={keys.accounts_key}",
+                f"--service-account-key-file={keys.accounts_key}",
+                *self._gates,
+            ],
+            "kube-controller-manager": [
+                str(at("kube-controller-manager")),
+                f"--kubeconfig={configs['kube-controller-manager']}",
+                f"--authentication-kubeconfig={configs['kube-controller-manager']}",
+                f"--authorization-kubeconfig={configs['kube-controller-manager']}",
+                f"--root-ca-file={keys.authority}",
+                f"--service-account-private-key-file={keys.accounts_key}",
+                "--use-service-account-credentials=true",
+                f"--node-monitor-grace-period={_GRACE_SECONDS}s",
+                alone,
+                *self._gates,
+            ],
+            "kube-scheduler": [
+                str(at("kube-scheduler")),
+                f"--kubeconfig={configs['kube-scheduler']}",
+                f"--authentication-kubeconfig={configs['kube-scheduler']}",
+                f"--authorization-kubeconfig={configs['kube-scheduler']}",
+                alone,
+                *self._gates,
+            ],
+            "coredns": [str(at("coredns")), f"-conf={corefile}"],
+            "snapshot-controller": [
+                str(at("snapshot-controller")),
+                f"--kubeconfig={configs['snapshot-controller']}",
+                "--feature-gates=CSIVolumeGroupSnapshot=true",
+                "--http-endpoint=127.0.0.1:19802",
+                f"--enable-distributed-snapshotting={str(self._distributes.exists()).lower()}",
+            ],
+        }
+
+
+_COREFILE = f"""\
+.:53 {{{{
+    bind {DNS_ADDRESS}
+    errors
+    kubernetes {DOMAIN} in-addr.arpa ip6.arpa {{{{
+        kubeconfig {{kubeconfig}}
+        pods insecure
+        ttl 5
+    }}}}
+    cache 5 {{{{
+        disable denial
+    }}}}
+}}}}
+"""
+
+# What this very program started, and has to take leave of; another's processes are not its own.
+_started: dict[str, subprocess.Popen[bytes]] = {}
+
+
+def log(name: str) -> Path:
+    """Return the log of a process."""
+    return host.LAB / "logs" / f"{name}.log"
+
+
+def ensure_process(name: str, words: Sequence[str]) -> None:
+    """Have a process running with just these words; another one of the name is ended before."""
+    if running(name) == list(words):
+        return
+    end_process(name)
+    log(name).parent.mkdir(parents=True, exist_ok=True)
+    with log(name).open("a") as output:
+        process = _started[name] = subprocess.Popen(
+            host.in_network(*words),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "GOMAXPROCS": "2"},
+        )
+    _record(name).parent.mkdir(parents=True, exist_ok=True)
+    _record(name).write_text(json.dumps({"pid": process.pid, "words": list(words)}))
+
+
+def running(name: str) -> list[str] | None:
+    """Return the words with which the process of a name was started; None where it does not run.
+
+    A process id that another program has by now is not taken for it.
+    """
+    try:
+        record = json.loads(_record(name).read_text())
+        words: list[str] = record["words"]
+        present = Path(f"/proc/{record['pid']}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return words if words[0].encode() in present.split(b"\0") else None
+
+
+def end_process(name: str, number: int = signal.SIGTERM, limit_seconds: float = 20) -> None:
+    """End a process by a signal, and by SIGKILL where that takes longer than the limit."""
+    if running(name) is not None:
+        pid = str(json.loads(_record(name).read_text())["pid"])
+        _kill(pid, number)
+        deadline = time.monotonic() + limit_seconds
+        while running(name) is not None:
+            if time.monotonic() > deadline:
+                _kill(pid, signal.SIGKILL)
+                deadline += limit_seconds
+            time.sleep(0.1)
+            if name in _started:
+                _started[name].poll()
+    if (own := _started.pop(name, None)) is not None:
+        own.wait()
+    _record(name).unlink(missing_ok=True)
+
+
+def end_all() -> None:
+    """End every process that was started here: the API server before etcd, or it would hang."""
+    records = (FOLDER / "processes").glob("*.json") if FOLDER.exists() else ()
+    names = [one.stem for one in sorted(records, key=lambda path: path.stat().st_mtime)]
+    for name in reversed(names):
+        end_process(name)
+
+
+def _record(name: str) -> Path:
+    return FOLDER / "processes" / f"{name}.json"
+
+
+def _kill(pid: str, number: int) -> None:
+    subprocess.run(host.as_root("kill", f"-{number}", pid), capture_output=True, check=False)

@@ -1,0 +1,267 @@
+"""A machine of the lab as a node of the cluster: containerd, CNI plugins, kubelet, a volume group.
+
+What a node needs is fetched from the host by rsync, which transfers only what changed. Its units
+start containerd and kubelet at each boot, after `prepare.sh` has given back what a reboot takes:
+the routes, and the loop device of the volume group.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vagrant import authority, control_plane, images
+from vagrant.guest import Guest, GuestError
+
+# The port of the host's rsync daemon, at the bridge's address.
+PORT = 18730
+# The folder of a node's programs, and what is served to it.
+HOME = "/opt/cluster"
+PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr", "kubelet")
+PLUGINS = ("bridge", "loopback", "host-local")
+GROUP = "carver"
+_DISK, _DISK_SIZE = "/var/lib/cluster-disk.img", "12G"
+_CONTAINERD = "/run/containerd/containerd.sock"
+
+_PREPARE = """\
+#!/bin/sh
+# Give a node what a reboot takes: routes, and the loop device of its volume group.
+set -eu
+sysctl --quiet --write net.ipv4.ip_forward=1
+ip route replace {pods} via {bridge}
+if ! [ -e {disk} ]; then truncate --size {size} {disk}; fi
+if [ -z "$(losetup --associated {disk})" ]; then losetup --find {disk}; fi
+device=$(losetup --associated {disk} --noheadings --output NAME | head --lines 1)
+udevadm settle
+if ! vgs {group} >/dev/null 2>&1; then
+    # Only a file that has just been made is made a physical volume.
+    if [ -n "$(blkid --probe "$device" || true)" ]; then exit 1; fi
+    vgcreate --metadatasize 80m {group} "$device"
+fi
+"""
+
+_CONTAINERD_TOML = """\
+version = 3
+[plugins.'io.containerd.cri.v1.images']
+snapshotter = "overlayfs"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = "{pause}"
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+SystemdCgroup = false
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+bin_dirs = ["{home}/cni"]
+conf_dir = "/etc/cni/net.d"
+"""
+
+_CONTAINERD_UNIT = """\
+[Unit]
+Description=containerd of the lab's cluster
+After=network.target
+
+[Service]
+Type=notify
+Environment=PATH={home}/bin:/usr/sbin:/usr/bin:/sbin:/bin GOGC=400
+ExecStart={home}/bin/containerd --config /etc/containerd/config.toml
+Delegate=yes
+KillMode=process
+Restart=always
+RestartSec=2
+LimitNOFILE=1048576
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_KUBELET_UNIT = """\
+[Unit]
+Description=kubelet of the lab's cluster
+After=containerd.service network-online.target
+Wants=containerd.service
+
+[Service]
+Environment=PATH={home}/bin:/usr/sbin:/usr/bin:/sbin:/bin GOGC=400
+ExecStartPre={home}/prepare.sh
+ExecStart={home}/bin/kubelet --config=/etc/kubernetes/kubelet.json \\
+    --kubeconfig=/etc/kubernetes/kubeconfig --hostname-override={name} --node-ip={address}
+Restart=always
+RestartSec=2
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def pods_of(number: int) -> str:
+    """Return the range of addresses of a node's pods; nodes are counted from 1."""
+    return f"10.99.{number + 20}.0/24"
+
+
+# All that is not on the lab's own network: pods of every node, and the cluster's Services.
+_CLUSTER_ROUTE = "10.99.0.0/16"
+
+
+def install(guest: Guest, number: int, bridge: str, gates: Mapping[str, bool]) -> None:
+    """Give a machine the files and programs of a node, and start containerd.
+
+    It is quick where the machine has them already.
+    """
+    address = str(guest.address())
+    served_from = f"rsync://{bridge}:{PORT}/node"
+    state = f"stat --format '%n %Y %s' {HOME}/bin/* 2>/dev/null || true"
+    _run(
+        guest,
+        f"hostnamectl set-hostname {guest.name}",
+        f"grep -q {guest.name} /etc/hosts || echo 127.0.1.1 {guest.name} >> /etc/hosts",
+        "mkdir -p /etc/kubernetes/manifests /etc/cni/net.d /etc/containerd /var/lib/carver",
+        f"mkdir -p {HOME}/images {HOME}/images.done",
+        f"before=$({state})",
+        f"rsync --recursive --times --perms --delete {served_from}/bin"
+        f" {served_from}/cni {HOME}/",
+        f"after=$({state})",
+        *(
+            _written(path, text)
+            for path, text in _files(guest.name, number, address, bridge, gates).items()
+        ),
+        "systemctl daemon-reload",
+        "systemctl enable --quiet containerd kubelet",
+        'if [ "$before" != "$after" ]; then systemctl restart containerd; fi',
+        "systemctl start containerd",
+    )
+
+
+def import_images(guest: Guest, bridge: str, archives: Sequence[str]) -> None:
+    """Import those image archives that changed since the last time, by their file names.
+
+    They are imported one after the other: side by side they take longer.
+    """
+    _run(guest, *(_imported(bridge, name) for name in archives))
+
+
+def start(guest: Guest) -> None:
+    """Start kubelet, or restart it where its program or its configuration changed."""
+    made_of = (
+        f"{HOME}/bin/kubelet",
+        "/etc/kubernetes/kubelet.json",
+        "/etc/kubernetes/kubeconfig",
+        "/etc/systemd/system/kubelet.service",
+    )
+    _run(
+        guest,
+        f"{HOME}/prepare.sh",
+        f"now=$(cat {' '.join(made_of[1:])} | sha256sum; stat --format '%Y %s' {made_of[0]})",
+        'if [ "$now" != "$(cat /run/kubelet.now 2>/dev/null)" ]; then',
+        "systemctl restart kubelet; fi",
+        'printf %s "$now" > /run/kubelet.now',
+    )
+
+
+def _run(guest: Guest, *lines: str) -> None:
+    """Run lines of a shell in the guest; raise GuestError with the end of what they said."""
+    text = "\n".join(["set -eu", *lines])
+    done = guest.run(["bash -s"], stdin=text, check=False, timeout_seconds=1800)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).splitlines()[-20:]
+        raise GuestError(f"{guest.name} refused a step:\n" + "\n".join(said))
+
+
+def _files(
+    name: str, number: int, address: str, bridge: str, gates: Mapping[str, bool]
+) -> dict[str, str]:
+    """Write every file of a node, by its path."""
+    kubeconfig = control_plane.client_kubeconfig(name, f"system:node:{name}", ["system:nodes"])
+    prepare = _PREPARE.format(
+        pods=_CLUSTER_ROUTE, bridge=bridge, disk=_DISK, size=_DISK_SIZE, group=GROUP
+    )
+    containerd = _CONTAINERD_TOML.format(pause=images.PAUSE, home=HOME)
+    return {
+        f"{HOME}/prepare.sh": prepare,
+        "/etc/containerd/config.toml": containerd,
+        "/etc/systemd/system/containerd.service": _CONTAINERD_UNIT.format(home=HOME),
+        "/etc/systemd/system/kubelet.service": _KUBELET_UNIT.format(
+            home=HOME, name=name, address=address
+        ),
+        "/etc/kubernetes/ca.crt": authority.bundle(control_plane.FOLDER).decode(),
+        "/etc/kubernetes/kubeconfig": kubeconfig.read_text(),
+        "/etc/kubernetes/kubelet.json": json.dumps(_kubelet(gates), indent=1),
+        "/etc/cni/net.d/10-lab.conflist": json.dumps(_network(number), indent=1),
+    }
+
+
+def _kubelet(gates: Mapping[str, bool]) -> dict[str, object]:
+    """Configure kubelet (KubeletConfiguration of kubelet.config.k8s.io/v1beta1)."""
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": "/etc/kubernetes/ca.crt"},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "cgroupfs",
+        "clusterDNS": [control_plane.DNS_ADDRESS],
+        "clusterDomain": control_plane.DOMAIN,
+        "containerRuntimeEndpoint": f"unix://{_CONTAINERD}",
+        "enforceNodeAllocatable": [],
+        "evictionHard": {"memory.available": "0%"},
+        "failSwapOn": False,
+        "featureGates": dict(gates),
+        "imageGCHighThresholdPercent": 100,
+        "localStorageCapacityIsolation": False,
+        # There is no kube-proxy: no Service but the API and DNS servers has an address.
+        "makeIPTablesUtilChains": False,
+        "resolvConf": "",
+        # An emulated node takes long to start a container.
+        "runtimeRequestTimeout": "10m",
+        # A volume that is mounted is expanded when its pod is synchronized.
+        "syncFrequency": "10s",
+    }
+
+
+def _network(number: int) -> dict[str, object]:
+    """Configure the pods' network: a bridge on each node, routes between them on the host."""
+    return {
+        "cniVersion": "1.0.0",
+        "name": "lab",
+        "plugins": [
+            {
+                "type": "bridge",
+                "bridge": "pods",
+                "isGateway": True,
+                "ipMasq": False,
+                "ipam": {
+                    "type": "host-local",
+                    "ranges": [[{"subnet": pods_of(number)}]],
+                    "routes": [{"dst": "0.0.0.0/0"}],
+                },
+            },
+        ],
+    }
+
+
+def _written(path: str, text: str) -> str:
+    """Say as a line for a shell how a file is written; root alone may read what holds a key."""
+    mode = "755" if path.endswith(".sh") else "600" if path.endswith("kubeconfig") else "644"
+    return f"install -m {mode} /dev/null {path} && printf %s {shlex.quote(text)} > {path}"
+
+
+def _imported(bridge: str, name: str) -> str:
+    """Say how an archive is fetched and imported, unless its present content was imported."""
+    there = f"{HOME}/images/{name}"
+    done = f"{HOME}/images.done/{name}"
+    return (
+        f"rsync --times --inplace rsync://{bridge}:{PORT}/node/images/{name} {there}\n"
+        f'if [ "$(stat --format %Y-%s {there})" != "$(cat {done} 2>/dev/null)" ]; then\n'
+        f"{HOME}/bin/ctr --namespace k8s.io images import --snapshotter overlayfs {there}\n"
+        f"stat --format %Y-%s {there} > {done}; fi"
+    )
+
+
+def served(folder: Path, port: int, address: str) -> str:
+    """Write the configuration of the host's rsync daemon, which serves one folder, read-only."""
+    return (
+        f"address = {address}\nport = {port}\nuse chroot = no\nmunge symlinks = no\n"
+        f"[node]\npath = {folder}\nread only = yes\n"
+    )
