@@ -130,8 +130,8 @@ class Cluster:
         with step("start kubelets", "kubelets"):
             _at_once(self.guests, node.start)
             self.wait_for_nodes()
-        self.install_carver()
         self._write_settings()
+        self.install_carver()
 
     def _write_settings(self) -> None:
         """Remember what the cluster is, for those who find it up."""
@@ -157,15 +157,17 @@ class Cluster:
     def install_carver(self) -> None:
         """Apply the committed manifest, and wait until every node has enrolled."""
         with step("install Carver", "carver") as installing:
+            before = self._installed_image()
             self.apply(_MANIFEST.read_text())
             digest = _digest_of_image()
-            if self._label() != digest:
+            if before != digest:
+                mark = f"carver.lab/image={digest}"
+                self.kubectl("label", "namespace", NAMESPACE, mark, "--overwrite")
+            if before and before != digest:
+                # Another image has the same name, so the manifest is as before.
                 self.kubectl(
                     *("--namespace", NAMESPACE, "rollout", "restart"),
                     *("daemonset/carver-node", "deployment/carver-controller"),
-                )
-                self.kubectl(
-                    "label", "namespace", NAMESPACE, f"carver.lab/image={digest}", "--overwrite"
                 )
             self.wait_for_carver(installing)
 
@@ -213,9 +215,11 @@ class Cluster:
         self._until("every node has the driver", self._have_driver, limit_seconds)
         self._until("every node has a capacity", self._have_capacity, limit_seconds)
 
-    def _label(self) -> str:
-        shown = self.kubectl("get", "namespace", NAMESPACE, "--output=json").stdout
-        return str(json.loads(shown)["metadata"]["labels"].get("carver.lab/image", ""))
+    def _installed_image(self) -> str:
+        """Return what the image of the installed Carver was made of; empty without Carver."""
+        words = ("get", "namespace", NAMESPACE, "--ignore-not-found", "--output=json")
+        shown = json.loads(self.kubectl(*words).stdout or "{}")
+        return str(shown.get("metadata", {}).get("labels", {}).get("carver.lab/image", ""))
 
     def _have_driver(self) -> bool:
         served = {
@@ -311,9 +315,10 @@ class Cluster:
         addresses = [str(one.address()) for one in self.guests]
         shown = _output("ip", "-json", "route", "get", addresses[0])
         [route] = json.loads(shown)
-        bridge, device = str(route["prefsrc"]), str(route["dev"])
+        bridge = str(route["prefsrc"])
+        # Not on the bridge: at each of its addresses libvirt's DNS server answers.
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
-            _output("ip", "address", "replace", f"{own}/32", "dev", device)
+            _output("ip", "address", "replace", f"{own}/32", "dev", "lo")
         for number, address in enumerate(addresses, start=1):
             _output("ip", "route", "replace", node.pods_of(number), "via", address)
         configuration = control_plane.FOLDER / "rsyncd.conf"

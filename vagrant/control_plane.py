@@ -3,7 +3,8 @@
 etcd, the API server, the controller manager, the scheduler, the snapshot-controller and CoreDNS run
 natively, where they cost little beside emulated machines. Each has a file of its process id and a
 log. The API server and the DNS server have addresses of the cluster's range of Services, on the
-lab's bridge, so that pods reach them as in any cluster, without a proxy for Services.
+host's loopback interface, to which nodes have a route: pods reach them as in any cluster, without a
+proxy for Services.
 """
 
 import json
@@ -94,6 +95,10 @@ class ControlPlane:
             ensure_process(name, words)
             if name == "kube-apiserver":
                 self.wait()
+        time.sleep(1)
+        for name in self._words():
+            if running(name) is None:
+                raise ControlPlaneError(f"{name} has ended; its log: {log(name)}")
 
     def restart(self, name: str) -> None:
         """End one process, as by a crash, and start it again."""

@@ -117,8 +117,7 @@ def install(guest: Guest, number: int, bridge: str, gates: Mapping[str, bool]) -
         "mkdir -p /etc/kubernetes/manifests /etc/cni/net.d /etc/containerd /var/lib/carver",
         f"mkdir -p {HOME}/images {HOME}/images.done",
         f"before=$({state})",
-        f"rsync --recursive --times --perms --delete {served_from}/bin"
-        f" {served_from}/cni {HOME}/",
+        f"rsync --recursive --times --perms --delete {served_from}/bin {served_from}/cni {HOME}/",
         f"after=$({state})",
         *(
             _written(path, text)
@@ -201,6 +200,8 @@ def _kubelet(gates: Mapping[str, bool]) -> dict[str, object]:
         },
         "authorization": {"mode": "Webhook"},
         "cgroupDriver": "cgroupfs",
+        # calls.py reads what was logged in hours.
+        "containerLogMaxSize": "200Mi",
         "clusterDNS": [control_plane.DNS_ADDRESS],
         "clusterDomain": control_plane.DOMAIN,
         "containerRuntimeEndpoint": f"unix://{_CONTAINERD}",

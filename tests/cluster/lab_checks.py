@@ -5,10 +5,11 @@ the other checks, each makes what it needs and leaves nothing; each gives the no
 them, also where it fails.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cluster import checks, objects, removal
+from cluster import checks, installation, objects, removal
 from cluster.checks import Check, lines_of
 from cluster.kubectl import Object, path
 from cluster.site import Failed, Lab, Site
@@ -147,6 +148,49 @@ def dead_node(site: Site) -> str:
     return f"{node} was deleted; {seconds:.0f} s later the pod ran on {found}"
 
 
+def modes(site: Site) -> str:
+    """Carver goes from one controller to sidecars on each node, and back, under a writer."""
+    checks.needs_controller(site)
+    lab = _lab(site)
+    data = site.claim("data")
+    writer = site.start("writer", data, script=checks.WRITER)
+    kept, pod, words = site.used("pod")
+    monday = "" if site.place.no_snapshots else site.snapshot("monday", kept)
+    try:
+        lab.install_values(["sidecars"])
+        distributed = _found_anew(site)
+        if distributed.place.controllers:
+            raise Failed("the controller is still installed")
+        _serves(distributed, "there", kept, pod, words, monday)
+    finally:
+        lab.install_values([])
+    _serves(_found_anew(site), "back", kept, pod, words, monday)
+    numbers = [int(line.split()[0]) for line in lines_of(site, writer)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise Failed(f"the writer's {len(numbers)} lines are not all there, or not in order")
+    return f"a writer wrote {len(numbers)} lines meanwhile"
+
+
+def _found_anew(site: Site) -> Site:
+    """Return the check's site in the cluster as it is now."""
+    like = str(path(site.place.like, "metadata", "name", default=""))
+    place = installation.find(site.kubectl, site.place.driver, site.place.image, like)
+    return dataclasses.replace(site, place=place)
+
+
+def _serves(site: Site, name: str, kept: str, pod: str, words: str, monday: str) -> None:
+    """See that old volumes and snapshots serve, and that new ones are made and go."""
+    site.expect(pod, words)
+    where = site.topology(kept)
+    fresh = site.start(f"{name}-fresh", site.claim(f"{name}-data"), terms=where)
+    site.expect(fresh, site.write(fresh))
+    if monday:
+        claim = site.claim(f"{name}-restored", source=checks.of_snapshot(monday))
+        site.expect(site.start(f"{name}-reader", claim, terms=where), words)
+    site.stop(fresh)
+    site.stop(site.called(f"{name}-data"), "persistentvolumeclaims")
+
+
 def added_node(site: Site) -> str:
     """A node that is added later gets Carver and serves claims; it is removed in the end."""
     lab = _lab(site)
@@ -233,7 +277,7 @@ def _all_cordoned(site: Site, nodes: Sequence[str]) -> Iterator[None]:
 ALL: Mapping[str, Check] = {
     check.__name__.replace("_", "-"): check
     for check in (
-        *(controller_killed, pause, clock, reboot, power_cut),
+        *(controller_killed, pause, clock, modes, reboot, power_cut),
         *(dead_node, added_node),
     )
 }

@@ -6,7 +6,7 @@ e2e.py those of Kubernetes' own suite. A later outcome takes the place of an ear
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def with_table(document: str, trials: Iterable[Mapping[str, Any]]) -> str:
     return marked.sub(lambda _: lines, document)
 
 
-def table(trials: list[Mapping[str, Any]]) -> list[str]:
+def table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write the table's lines: a row for each check, a column for each configuration."""
     names = list(dict.fromkeys(name for one in trials for name in one["outcomes"]))
     heads = ["check", *(_of(one).title for one in trials)]

@@ -139,6 +139,7 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("gap", "reboot", "are not all there, or not in order"),
         ("data lost", "clock", "reads ''"),
         ("stays silent", "pause", "pod pause-waiting is ready"),
+        ("mode stays", "modes", "the controller is still installed"),
         ("never scheduled", "dead-node", "not within"),
         ("never ready", "controller-killed", "is ready"),
     ],
@@ -153,6 +154,7 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
     assert cluster.off == set()
     words = [word for word, _ in lab.done]
     assert words.count("off") == words.count("on")
+    assert [node for word, node in lab.done if word == "install"][-1:] in ([], [""])
     assert words.count("pause") == words.count("resume")
     assert [one for one in words if one.startswith("clock")][-1:] in ([], ["clock 0"])
 

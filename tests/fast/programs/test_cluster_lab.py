@@ -9,11 +9,11 @@ from typing import IO
 
 import pytest
 import yaml
-from cluster import e2e, record
+from cluster import calls, e2e, record
 from conformance.run import Spec
 
-from vagrant import authority, cluster, control_plane, images, node
-from vagrant.guest import Guest
+from vagrant import authority, cluster, control_plane, host, images, node
+from vagrant.guest import Guest, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
 ROOT = Path(__file__).parents[3]
@@ -163,9 +163,9 @@ def test_a_file_with_quotes_is_written_as_it_is() -> None:
 @pytest.fixture
 def processes(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Processes that run on this machine itself, and logs in a temporary folder."""
-    monkeypatch.setattr(control_plane.host, "LAB", tmp_path)
-    monkeypatch.setattr(control_plane.host, "in_network", lambda *words: [*map(str, words)])
-    monkeypatch.setattr(control_plane.host, "as_root", lambda *words: [*map(str, words)])
+    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(host, "in_network", lambda *words: [*map(str, words)])
+    monkeypatch.setattr(host, "as_root", lambda *words: [*map(str, words)])
 
 
 @pytest.mark.starts_programs
@@ -196,7 +196,7 @@ def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
     made = cluster.Cluster.__new__(cluster.Cluster)
     made.guests = [Guest("carver-node-1", Path("config"))]
-    with pytest.raises(cluster.GuestError, match=r"'other': there are carver-node-1"):
+    with pytest.raises(GuestError, match=r"'other': there are carver-node-1"):
         made.guest("other")
 
 
@@ -205,7 +205,8 @@ def test_the_values_of_the_lab_are_values_of_the_chart(values: Path) -> None:
     known = yaml.safe_load((ROOT / "deploy/helm/carver/values.yaml").read_text())
 
     def unknown(given: object, there: object, at: str) -> list[str]:
-        if not isinstance(given, dict) or not isinstance(there, dict):
+        # An empty table of the chart takes any key.
+        if not isinstance(given, dict) or not isinstance(there, dict) or not there:
             return []
         return [
             line
@@ -276,3 +277,45 @@ def test_a_spec_that_fails_needs_a_reason_in_the_document(
 def test_a_suite_of_which_nothing_passed_has_failed() -> None:
     assert e2e.judge([]) == 1
     assert e2e.judge([Spec("a", "skipped", "")]) == 1
+
+
+# Calls of real callers
+
+
+def line(message: str, second: int, **fields: object) -> str:
+    return json.dumps({"time": f"2026-11-28T10:00:{second:02}.000Z", "message": message, **fields})
+
+
+def test_calls_are_read_with_their_requests_though_two_calls_lines_are_mixed() -> None:
+    log = [
+        "not JSON",
+        line("started", 1),
+        line("call", 1, method="CreateVolume", code="OK", volume="x", milliseconds=1.5),
+        line("call", 2, method="CreateVolume", code="ABORTED", error="is in progress"),
+        line("request", 2, method="CreateVolume", name="first"),
+        line("request", 2, method="CreateVolume", name="second"),
+        line("call", 3, method="Probe", code="OK"),
+    ]
+    assert list(calls.calls(log)) == [
+        {"t": 0.0, "method": "CreateVolume", "code": "OK", "request": {"name": "first"}},
+        {
+            "t": 1.0,
+            "method": "CreateVolume",
+            "code": "ABORTED",
+            "error": "is in progress",
+            "request": {"name": "second"},
+        },
+    ]
+
+
+def test_of_calls_that_repeat_by_the_hundred_two_of_each_kind_are_kept() -> None:
+    made = [{"method": "GetCapacity", "code": code} for code in ("OK", "OK", "OK", "UNAVAILABLE")]
+    made.append({"method": "CreateVolume", "code": "OK"})
+    assert list(calls.kept([*made, *made])) == [
+        made[0],
+        made[1],
+        made[3],
+        made[4],
+        made[3],
+        made[4],
+    ]

@@ -151,13 +151,15 @@ class FakeCluster:
         """Name the nodes that have Carver, in their order."""
         return [name for kind, _, name in self.objects if kind == "nodes" and name != "control"]
 
-    def distribute(self) -> None:
-        """Have no controller: each node has its own sidecars."""
-        for kind, name in (("deployments", "carver-controller"), ("pods", "carver-controller-1")):
-            del self.objects[kind, "carver-system", name]
+    def distribute(self) -> dict[Key, Object]:
+        """Have no controller: each node has its own sidecars. Return the controller's objects."""
+        kinds = {"deployments": "carver-controller", "pods": "carver-controller-1"}
+        keys = [(kind, "carver-system", name) for kind, name in kinds.items()]
+        central = {key: self.objects.pop(key) for key in keys}
         daemonset = self.objects["daemonsets", "carver-system", "carver-node"]
         spec = daemonset["spec"]["template"]["spec"]
         spec["containers"].append({"name": "snapshotter", "image": "csi-snapshotter:v8"})
+        return central
 
     @property
     def is_central(self) -> bool:
@@ -738,6 +740,8 @@ class FakeLab:
         self.cluster = cluster
         # What was done, each as a word and a node.
         self.done: list[tuple[str, str]] = []
+        # The controller's objects, while there is none.
+        self.central: dict[Key, Object] = {}
 
     @property
     def nodes(self) -> list[str]:
@@ -783,6 +787,13 @@ class FakeLab:
         self.done.append(("add", "three"))
         self.cluster.add_node("three")
         return "three"
+
+    def install_values(self, names: Sequence[str]) -> None:
+        self.done.append(("install", " ".join(names)))
+        if "sidecars" in names and "mode stays" not in self.cluster.wrong:
+            self.central = self.cluster.distribute()
+        elif "sidecars" not in names:
+            self.cluster.objects.update(self.central)
 
     def remove_node(self, name: str) -> None:
         self.done.append(("remove", name))
