@@ -480,7 +480,12 @@ def _digest_of_image() -> str:
 
 def main() -> int:
     """Run one command; return the exit code."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments, words = parser.parse_known_args()
+    if arguments.command == "check":
+        arguments.words = words
+    elif words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
         # What changes the machines happens once at a time; what only uses them may last for hours.
         with machines.locked("cluster") if arguments.command in _CHANGES else nullcontext():
@@ -598,7 +603,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("seconds", type=int)
         if name == "install":
             command.add_argument("values", nargs="*", help="such as everything, sidecars")
-        if name in ("run", "kubectl", "check"):
+        if name in ("run", "kubectl"):
             # The command's options are not ours.
             command.add_argument("words", nargs=argparse.REMAINDER)
     return parser
