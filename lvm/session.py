@@ -343,13 +343,19 @@ class Session:
                 raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")
-            raise mount_errors.CommandTimedOut(words, time.monotonic() - started) from None
+            seconds = time.monotonic() - started
+            self._observe(Finished(words, None, seconds, mount_errors.CommandTimedOut.__name__))
+            raise mount_errors.CommandTimedOut(words, seconds) from None
         except (ConversationOver, ValueError) as doubt:
             self._give_up(line, str(doubt))
             if line.changes:
+                seconds = time.monotonic() - started
+                self._observe(Finished(words, None, seconds, errors.SessionLost.__name__))
                 raise errors.SessionLost(words, str(doubt)) from None
             return None
-        self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        code, seconds = result.exit_code, time.monotonic() - started
+        error = type(errors.classify(words, code, result.stderr)).__name__ if code else ""
+        self._observe(Finished(words, code, seconds, error))
         if result.exit_code and not errors.is_explained(result.stderr):
             # It may have been the shell's own trouble: the next command is said to another.
             self._hang_up(line.subcommand)

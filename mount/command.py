@@ -43,8 +43,11 @@ class Finished:
     """What observers get of each program that ended."""
 
     words: tuple[str, ...]
-    exit_code: int
+    # None for a command of lvm2's shell that did not end.
+    exit_code: int | None
     seconds: float
+    # The class of the error of a command of lvm2's shell; empty where it has none.
+    error: str = ""
 
 
 class Run(Protocol):

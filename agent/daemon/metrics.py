@@ -118,9 +118,8 @@ class Metrics:
         return counting
 
     def count_command(self, finished: Finished) -> None:
-        """Count a command that a shell of lvm2's carried out."""
-        result = Result(finished.exit_code, "", "")
-        self._count_command(finished.words, _outcome(finished.words, result), finished.seconds)
+        """Count a command that was said to a shell of lvm2's."""
+        self._count_command(finished.words, finished.error or "OK", finished.seconds)
 
     @contextmanager
     def _counted(self, words: tuple[str, ...]) -> Iterator[list[Result]]:

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import expect
@@ -271,6 +271,28 @@ def test_one_shell_runs_one_command_after_the_other(place: Place) -> None:
     assert place.done("process") == []
     assert len(place.done("did")) == 20
     assert [one.exit_code for one in place.observed] == [0] * 20
+
+
+@pytest.mark.usefixtures("short_grace")
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        ("", ""),
+        ("refuse", "NoSpace"),
+        ("hang", "CommandTimedOut"),
+        ("hold_lock", "CommandTimedOut"),
+        ("die_before", "SessionLost"),
+    ],
+)
+def test_observers_see_each_command_of_the_shell_and_its_error(
+    place: Place, action: str, error: str
+) -> None:
+    place.session(*REPORT)
+    place.plan(action)
+    with suppress(mount_errors.OutcomeUnknown), time_limit(HANG_SECONDS):
+        place.session(*CHANGE)
+    place.let_go()
+    assert [(one.words, one.error) for one in place.observed] == [(REPORT, ""), (CHANGE, error)]
 
 
 def test_an_idle_shell_is_replaced_after_many_commands(
