@@ -159,8 +159,13 @@ chart: venv ## the chart by every value
 	$(BIN)/python deploy/render.py --check
 	$(BIN)/python $(SIDE_BY_SIDE) tests/chart
 
+.PHONY: monitoring
+monitoring: venv ## alerts and dashboard, by the real Prometheus
+	$(BIN)/python tests/prometheus/programs.py
+	$(BIN)/python $(SIDE_BY_SIDE) tests/prometheus
+
 .PHONY: conformance
-conformance: chart image ## the chart by every value; csi-sanity and the image, in the lab VM
+conformance: chart monitoring image ## chart, alerts and dashboard; csi-sanity and the image, in the lab VM
 	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-conformance EVERY=--every
 
 # What `conformance` does while the machine is up; without EVERY, CI's cases.
