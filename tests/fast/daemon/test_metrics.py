@@ -5,39 +5,29 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import configured
 import expect
 import grpc
+import pages
 import pytest
 import yaml
 from fakes.disks import FakeDisks
-from fakes.host import FakeHost
 from fakes.lvm import FakePool
+from pages import Measured
 from prometheus_client.parser import text_string_to_metric_families
-from serving import machine
 
-from agent.core.classes import DeviceClass
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.daemon import registration
 from agent.daemon.metrics import Metrics
-from agent.daemon.registration import Registration
 from agent.daemon.server import Service
-from agent.extras.controller import metrics as controller_metrics
-from agent.extras.controller.nodes import Nodes
-from agent.extras.controller.router import Call
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanWatch
 from agent.extras.orphans.service import Orphans
 from agent.operations import autoextend
 from agent.operations.health import Reason
 from lvm import errors
-from lvm.layout import Layout, Reserve
-from lvm.lvm2 import Lvm
-from lvm.thin import Policy
 from mount import errors as mount_errors
 from mount.command import Finished, Result
 from proto import carver_pb2, csi_pb2
@@ -47,50 +37,10 @@ MONITORING = ROOT / "deploy" / "monitoring"
 MIB = 1 << 20
 
 
-@dataclass
-class Measured:
-    """A service that is counted, its machine, and what a scraper would read."""
-
-    metrics: Metrics
-    host: FakeHost
-    client: Client
-    service: Service
-    registration: Registration
-
-    def samples(self) -> dict[tuple[str, ...], float]:
-        """Each sample's value, by its name and its labels' values, in the order of their names."""
-        families = text_string_to_metric_families(self.metrics.text().decode())
-        return {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in families
-            for sample in family.samples
-        }
-
-
 @pytest.fixture
 def measured(tmp_path: Path) -> Iterator[Measured]:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [100, 60])
-    config = configured.carver(
-        tmp_path,
-        classes=(
-            DeviceClass(name="plain", group="data", default=True),
-            DeviceClass(name="kept", group="data", reserve=Reserve(percent=10)),
-            DeviceClass(name="lost", group="gone"),
-            DeviceClass(name="thin", group="data", layout=Layout("thin"), pool=Policy()),
-        ),
-    )
-    metrics = Metrics()
-    run = metrics.counted(host.run)
-    lvm = Lvm(run, settings=())
-    service = Service(config, replace(machine(host), run=run), lvm, metrics.count_call)
-    kubelet = Registration(tmp_path / "registry", config.endpoint)
-    service.extras["orphans"] = Orphans(OrphanWatch(list, interval_seconds=600))
-    metrics.watch(service, kubelet)
-    service.start(config.endpoint)
-    with Client(config.endpoint) as client:
-        yield Measured(metrics, host, client, service, kubelet)
-    service.stop()
+    with pages.measured(tmp_path) as made:
+        yield made
 
 
 # Counted
@@ -337,40 +287,14 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
-    limit = {"writeIOPS": "100"}
-    measured.client.delete(measured.client.create("pvc-0", 4 * MIB, block()).volume_id)
-    volume = measured.client.create("pvc-1", 4 * MIB, block(), mutable=limit)
-    directory = measured.host.directory
-    measured.client.stage(volume, directory / "staging", block())
-    measured.client.publish(volume, directory / "staging", directory / "target", block())
-    measured.client.snapshot("1", volume.volume_id)
-    how = {"class": "thin", "carver/encryption": "luks2"}
-    measured.client.create("pvc-2", 4 * MIB, block(), parameters=how)
-    measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    measured.host.lvm2.groups["data"].disks[1].missing = True
-    measured.client.capacity()
+    pages.fill(measured)
+    pages.spoil(measured)
     found: dict[str, set[str]] = {}
-    for text in (measured.metrics.text(), of_the_controller()):
+    for text in (measured.metrics.text(), pages.of_the_controller().text()):
         for family in text_string_to_metric_families(text.decode()):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
     return found
-
-
-def of_the_controller() -> bytes:
-    """A scrape of a cluster's controller that has one node and had one call."""
-
-    def connect(name: str, address: str) -> Any:
-        raise AssertionError((name, address))
-
-    nodes = Nodes("lvm.csi.carver", connect)
-    nodes.set({"node-1": ""})
-    [node] = nodes
-    node.answered_seconds = 1.0
-    metrics = controller_metrics.Metrics(nodes)
-    context: Any = None
-    metrics.count_call(Call("CreateVolume", context, node=node.name))
-    return metrics.text()
 
 
 # How a scrape names the parts of a histogram.
