@@ -25,6 +25,7 @@ from chart.rendering import (
     in_mode,
     read,
 )
+from cluster import monitoring
 
 from agent.core import parameters, settings, values
 from agent.operations import plan
@@ -705,6 +706,16 @@ def test_prometheus_asks_every_container_and_may(
         for one in pod["spec"]["containers"]:
             assert SHOWN[one["name"]] in {port["name"] for port in one["ports"]}
             assert SHOWN[one["name"]] in open_to_prometheus
+
+
+@both_modes
+def test_the_lab_s_prometheus_scrapes_what_the_pod_monitor_names(
+    central: bool, template: Template
+) -> None:
+    made = template(in_mode(DEMO | OBSERVED | {"podMonitor": {"enabled": True}}, central))
+    found, lab = manifest.the(made, "PodMonitor"), monitoring.monitor(30)
+    assert found["metadata"]["name"] == monitoring.MONITOR_NAME
+    assert found["spec"] == lab
 
 
 @both_modes

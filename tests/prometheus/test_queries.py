@@ -96,12 +96,14 @@ def test_prometheus_reads_every_page(prometheus: Prometheus) -> None:
     assert {one["health"] for one in prometheus.targets()} == {"up"}
 
 
-@pytest.mark.parametrize(("panel", "query"), QUERIES, ids=[panel for panel, _ in QUERIES])
-def test_a_query_of_the_dashboard_has_data(panel: str, query: str, prometheus: Prometheus) -> None:
-    found = prometheus.query(query)
-    values = [value for series in found for _, value in series.values]
-    # A quantile of nothing is no number.
-    assert [value for value in values if value == value], (panel, query)
+def test_every_query_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
+    assert len(QUERIES) > 20
+    assert [(panel, query) for panel, query in QUERIES if not _has_number(prometheus, query)] == []
+
+
+def _has_number(prometheus: Prometheus, query: str) -> bool:
+    """Whether any value is a number, which a quantile of nothing is not."""
+    return any(value == value for one in prometheus.query(query) for _, value in one.values)
 
 
 def test_every_alert_is_evaluated(prometheus: Prometheus) -> None:
@@ -111,9 +113,8 @@ def test_every_alert_is_evaluated(prometheus: Prometheus) -> None:
     assert len(found) == len(re.findall(r"- alert:", ALERTS.read_text()))
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_what_an_alert_reads_is_scraped(metric: str, prometheus: Prometheus) -> None:
-    assert prometheus.query(f"count({metric})")
+def test_what_the_alerts_read_is_scraped(prometheus: Prometheus) -> None:
+    assert [one for one in METRICS if not prometheus.query(f"count({one})")] == []
 
 
 def test_what_is_wrong_with_the_node_is_pending_as_an_alert(prometheus: Prometheus) -> None:
