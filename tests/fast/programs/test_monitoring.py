@@ -5,17 +5,21 @@ Prometheus itself has it in tests/prometheus.
 
 import argparse
 import json
+import os
 import re
+import shutil
+import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import CalledProcessError, CompletedProcess
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from cluster import monitoring
-from prometheus import dashboard, picture
+from prometheus import dashboard, picture, programs
 from prometheus.picture import Drawn
 from prometheus.server import Prometheus, Refused, Series
 
@@ -310,3 +314,66 @@ def test_a_panel_without_data_says_so_and_names_are_escaped() -> None:
     assert "&lt;panel&gt;" in drawn
     assert "a &amp; b" in drawn
     assert "nan" not in drawn
+
+
+# Where Prometheus comes from
+
+
+class Apt:
+    """apt-get and dpkg-deb; apt knows the package once it has been updated."""
+
+    def __init__(self) -> None:
+        self.is_updated, self.is_broken = False, False
+        self.said: list[str] = []
+
+    def __call__(self, words: Sequence[str], **how: Any) -> CompletedProcess[str]:
+        self.said.append(words[-1] if words[0] == "apt-get" else words[0])
+        if words[-1] == "update":
+            self.is_updated = True
+        elif words[-1] == "prometheus":
+            code = 0 if self.is_updated else 100
+            if how["check"] and code:
+                raise CalledProcessError(code, words)
+            if not code:
+                (how["cwd"] / "prometheus_2.42.0_amd64.deb").touch()
+            return CompletedProcess(words, code)
+        else:
+            programs_folder = Path(words[-1]) / "usr" / "bin"
+            programs_folder.mkdir(parents=True)
+            (programs_folder / "prometheus").touch()
+            if self.is_broken:
+                raise CalledProcessError(2, words)
+            (programs_folder / "promtool").touch()
+        return CompletedProcess(words, 0)
+
+
+@pytest.fixture
+def apt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apt:
+    made = Apt()
+    monkeypatch.setattr(programs, "UNPACKED", tmp_path / "cache" / "prometheus")
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(subprocess, "run", made)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    return made
+
+
+def test_prometheus_is_unpacked_once_and_its_package_not_installed(apt: Apt) -> None:
+    for _ in range(2):
+        folder = programs.ensure()
+        assert sorted(one.name for one in folder.iterdir()) == sorted(programs.NAMES)
+    assert apt.said == ["prometheus", "update", "prometheus", "dpkg-deb"]
+
+
+def test_a_package_that_was_not_unpacked_whole_is_unpacked_anew(apt: Apt) -> None:
+    apt.is_broken = True
+    with pytest.raises(CalledProcessError):
+        programs.ensure()
+    assert not programs.UNPACKED.exists()
+    apt.is_broken = False
+    assert (programs.ensure() / "promtool").exists()
+
+
+def test_what_is_installed_is_taken(apt: Apt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert programs.ensure() == Path("/usr/bin")
+    assert apt.said == []
