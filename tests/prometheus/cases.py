@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from agent.daemon.registration import State
 from agent.operations import health, inline, repair
 from agent.operations.health import Reason
 
@@ -16,8 +17,16 @@ class Rate:
     a_minute: float
 
 
-# A gauge's value, a counter's growth, or None: there is no such series.
-Value = float | Rate | None
+@dataclass(frozen=True)
+class Turns:
+    """A gauge that has one value for two minutes, and then the other, in turns."""
+
+    first: float
+    other: float
+
+
+# A gauge's value or values, a counter's growth, or None: there is no such series.
+Value = float | Rate | Turns | None
 # By a metric's name and the labels that Carver gives it, as a page has them.
 Series = Mapping[str, Value]
 
@@ -53,9 +62,12 @@ def _of(**labels: str) -> str:
     return series(f"carver_{what}_health", **labels)
 
 
+def _in(state: str) -> str:
+    return series("carver_registration", state=state)
+
+
 def _registration(state: str) -> Series:
-    every = ("off", "taken", "waiting", "registered", "refused")
-    return {f'carver_registration{{state="{one}"}}': one == state for one in every}
+    return {_in(one): one == state for one in State}
 
 
 def _buckets(method: str, slow: float, fast: float) -> Series:
@@ -224,14 +236,19 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "CarverNotRegistered": [
         Case(
-            _registration(state),
+            bad,
             _registration("registered"),
             11,
             f"Kubelet on {NODE} has not registered Carver",
             {"instance": NODE},
             harmless=[_registration("taken"), _registration("off")],
         )
-        for state in ("waiting", "refused")
+        for bad in (
+            _registration("waiting"),
+            _registration("refused"),
+            # Kubelet is asked again after each refusal.
+            {**_registration("none"), _in("waiting"): Turns(1, 0), _in("refused"): Turns(0, 1)},
+        )
     ],
     "CarverCallsFail": [
         Case(
@@ -290,14 +307,16 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "CarverWipesFail": [
         Case(
-            {FAILED: 2, RUNNING: 0},
+            bad,
             {FAILED: 0, RUNNING: 0},
-            16,
+            20,
             f"2 deleted volume(s) on {NODE} cannot be wiped",
             {"instance": NODE},
             severity="warning",
             harmless=[{FAILED: 0, RUNNING: 2}],
         )
+        # They are tried again, and fail again.
+        for bad in ({FAILED: 2, RUNNING: 0}, {FAILED: Turns(2, 0), RUNNING: Turns(0, 2)})
     ],
     "CarverWipesWait": [
         Case(

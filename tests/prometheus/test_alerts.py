@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus import cases, programs
-from prometheus.cases import CASES, NODE, Case, Rate, Series, Value
+from prometheus.cases import CASES, NODE, Case, Rate, Series, Turns, Value
 
 ALERTS = programs.ROOT / "deploy" / "monitoring" / "alerts.yaml"
 RULES = {
@@ -73,6 +73,8 @@ def _samples(values: Sequence[Value], restarts: Sequence[int]) -> list[float | N
         if isinstance(value, Rate):
             counted += value.a_minute / A_MINUTE
             made.append(math.floor(counted + 1e-9) + since)
+        elif isinstance(value, Turns):
+            made.append(value.other if number // (2 * A_MINUTE) % 2 else value.first)
         else:
             since = 1.0 if value is None else 0.0
             made.append(value)
