@@ -42,6 +42,7 @@ _DEVICE_STATUS = _REQUEST | 7
 _TABLE_DEPS = _REQUEST | 11
 _TABLE_STATUS = _REQUEST | 12
 _TARGET_MESSAGE = _REQUEST | 14
+_GET_TARGET_VERSION = _REQUEST | 17
 _SUSPENDED = 1 << 1
 # What a device was made of, in place of how it is: DM_STATUS_TABLE_FLAG.
 _TABLE = 1 << 4
@@ -49,6 +50,11 @@ _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
 FAILED = "fail"
+
+# Targets, and the policy of caches, that lvm2 looks for before it makes or activates a volume.
+TARGETS = (
+    *("snapshot", "mirror", "raid", "thin-pool", "cache", "cache-smq", "writecache", "crypt"),
+)
 
 
 @dataclass(frozen=True)
@@ -331,6 +337,20 @@ class DeviceMapper:
     def is_closed(self, name: str) -> bool:
         """Whether nothing has a device open for certain: not where there is no answer."""
         return self._look(name, _OPEN_COUNT_AT) == 0
+
+    def load_target(self, target: str) -> bool:
+        """Have the kernel load the module of a target; tell whether the kernel has that target.
+
+        lvm2 would start modprobe(8) for it, which takes a capability, and in a container the node's
+        modules and a modprobe. Asked for a target's version, the kernel loads the module by itself
+        (dm_get_target_type in drivers/md/dm-target.c), on the node and by the node's modprobe. Of a
+        policy of caches the module is loaded too, though it is no target.
+        """
+        try:
+            self._call(_GET_TARGET_VERSION, target)
+        except OSError:
+            return False
+        return True
 
     def thin_id(self, name: str) -> int | None:
         """The number that a thin volume has in its pool; None for what is none, or not there."""

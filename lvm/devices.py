@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lvm import errors, names
-from lvm.devicemapper import DeviceMapper
+from lvm.devicemapper import TARGETS, DeviceMapper
 from lvm.devicemapper import Events as Events
 from lvm.devicemapper import Status as Status
 from mount import block_devices, blocks
@@ -130,6 +130,11 @@ class Devices:
         self._mapper = mapper or DeviceMapper()
         # Of each group the last list of all devices, and what of it is the group's.
         self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
+
+    def load_targets(self) -> None:
+        """Have the kernel load what lvm2 looks for, as far as this kernel has it."""
+        for target in TARGETS:
+            self._mapper.load_target(target)
 
     def find(self, group: str, name: str) -> Device | None:
         """Find a volume's device; None where it is not active on this node, or not there.

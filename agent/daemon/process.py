@@ -174,6 +174,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
         release = quiesce.Resumer(host.devices)
 
         def begin() -> None:
+            host.devices.load_targets()
             with (
                 quiesce.resume_left(host.devices, config.groups, release) as held,
                 service.inventory.keep_suspended(held),

@@ -109,6 +109,20 @@ def test_no_command_keeps_copies_in_a_read_only_etc_lvm(
     assert all("backup/archive=0 backup/backup=0" in " ".join(words) for words in changes)
 
 
+def test_the_kernel_is_asked_for_the_targets_that_lvm2_looks_for_before_groups_are_recovered(
+    fake: FakeHost, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    were_loaded: list[bool] = []
+
+    def recover(*_: object) -> bool:
+        were_loaded.append(fake.lvm2.targets_are_loaded)
+        return True
+
+    monkeypatch.setattr(process, "resume", recover)
+    start()
+    assert were_loaded == [True]
+
+
 def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lvm import devicemapper, devices, names
+from lvm import devicemapper, devices, layout, names
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
 from lvm.devices import Devices
 from mount import block_devices
@@ -79,6 +79,9 @@ class Driver:
     devices: dict[str, Mapped] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
     lists: int = 0
+    # Targets whose modules the node has, and those that were loaded.
+    loadable: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
 
     def __call__(self, descriptor: int, request: int, buffer: bytearray) -> int:
         assert os.fstat(descriptor)
@@ -88,9 +91,14 @@ class Driver:
         command = request & 0xFF
         if command == 6:
             assert flags in (0, 1 << 1), "writes are flushed, and a file system frozen"
-        elif command not in (4, 7, 14):
+        elif command not in (4, 7, 14, 17):
             assert flags & 1 << 11, "the target must not flush for a status"
         name = buffer[48:176].partition(b"\0")[0].decode()
+        if command == 17:
+            if name not in self.loadable:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self.loaded.add(name)
+            return 0
         if command == 2:
             self.lists += 1
             return self._fill(self._list(), 0, buffer)
@@ -411,3 +419,30 @@ def test_a_device_of_no_sectors_is_not_found(
     assert devices_of.find("data", "vol-inactive") is None
     (devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
     assert devices_of.find("data", "vol-7") is None
+
+
+def test_a_target_is_loaded_by_the_kernel_where_the_node_has_it(
+    driver: Driver, mapper: DeviceMapper
+) -> None:
+    driver.loadable = {"snapshot"}
+    assert mapper.load_target("snapshot")
+    assert not mapper.load_target("thin-pool")
+    assert driver.loaded == {"snapshot"}
+
+
+def test_a_target_that_the_kernel_lacks_keeps_no_other_from_being_loaded(
+    driver: Driver, mapper: DeviceMapper
+) -> None:
+    driver.loadable = {*devicemapper.TARGETS} - {"snapshot", "cache-smq"}
+    Devices(mapper).load_targets()
+    assert driver.loaded == driver.loadable
+
+
+def test_without_device_mapper_no_target_is_loaded(tmp_path: Path) -> None:
+    assert not DeviceMapper(tmp_path / "none").load_target("snapshot")
+
+
+def test_every_target_that_a_layout_or_a_cache_needs_is_loaded() -> None:
+    modules = {one.module for one in layout._KINDS.values() if one.module}
+    needed = {one.removeprefix("dm-") for one in modules} | {"cache", "writecache", "snapshot"}
+    assert needed <= {*devicemapper.TARGETS}

@@ -9,8 +9,6 @@ from container import pod
 from container import privileges as privileges_of_pod
 from vm import privileges
 
-from lvm import layout
-
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "systemd" / "carver.service"
 # Lists of what is allowed; what they do not name is refused.
@@ -74,20 +72,3 @@ def test_all_that_is_granted_is_seen_by_these_tests() -> None:
         assert "securityContext" not in this.spec
         assert {"privileged", "/dev"} <= set(this.granted())
     assert {"CAP_SYS_ADMIN", "AF_UNIX", "@mount", "User="} <= set(granted_to_the_unit())
-
-
-def test_the_targets_that_lvm2_would_load_are_loaded_before_the_service_starts() -> None:
-    text = UNIT.read_text()
-    wanted, after = (
-        {
-            module
-            for line in re.findall(rf"^{key}=(.*)$", text, re.M)
-            for module in re.findall(r"modprobe@(\w+)\.service", line)
-        }
-        for key in ("Wants", "After")
-    )
-    assert wanted == after
-    modules = {one.module for one in layout._KINDS.values()}
-    named = {one.replace("-", "_") for one in modules if one}
-    # pvmove's, and those of caches.
-    assert wanted == named | {"dm_snapshot", "dm_mirror", "dm_cache", "dm_writecache"}

@@ -39,12 +39,18 @@ class FakeExceptions(Exceptions):
 class KernelSide(Machine, Devices):
     """The seam `lvm.devices.Devices`: what the kernel has of the volumes that are active."""
 
+    targets_are_loaded = False
+
     def _volumes(self, group: str) -> Mapping[str, FakeVolume]:
         # A copy: it is looked at while lvm2 is at work.
         return dict(self.groups[group].volumes) if group in self.groups else {}
 
     def _seen(self, group: str, name: str) -> FakeVolume | None:
         return self.groups[group].volumes.get(name) if group in self.groups else None
+
+    def load_targets(self) -> None:
+        """The targets are there from now on."""
+        self.targets_are_loaded = True
 
     def find(self, group: str, name: str) -> Device | None:
         volume = self._seen(group, name)
