@@ -20,6 +20,11 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotWhole, Code.FAILED_PRECONDITION),
     (agent.core.errors.NoSuchPath, Code.NOT_FOUND),
     (agent.core.errors.Incompatible, Code.ALREADY_EXISTS),
+    (agent.core.errors.NoSuchNode, Code.NOT_FOUND),
+    (agent.core.errors.AttachedElsewhere, Code.FAILED_PRECONDITION),
+    # After this code kubelet 1.35 and newer asks for the limit again and fails the pod, so no other
+    # error of ControllerPublishVolume has it.
+    (agent.core.errors.TooManyAttached, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.OtherGroup, Code.FAILED_PRECONDITION),
     (agent.core.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.NotHere, Code.RESOURCE_EXHAUSTED),

@@ -96,6 +96,44 @@ class Incompatible(AgentError):
     """A volume of that name, or a mount at that path, differs from the request."""
 
 
+class AttachedOtherwise(Incompatible):
+    """The volume is attached with another access mode, or read-only where it is to be written."""
+
+    def __init__(self, volume_id: str, attachment: object, asked: object) -> None:
+        super().__init__(
+            f"cannot attach volume {volume_id!r} as {asked}: it is attached as {attachment}; detach"
+            " it first: scale what uses it to 0 and wait until its VolumeAttachment is gone"
+        )
+
+
+class NoSuchNode(AgentError):
+    """A volume is to be attached to a node that is not known here."""
+
+    def __init__(self, node_id: str, known: str) -> None:
+        super().__init__(f"node_id: there is no node {node_id!r}: {known}")
+
+
+class AttachedElsewhere(AgentError):
+    """A volume is to be attached to another node than the one that has it."""
+
+    def __init__(self, volume_id: str, node_id: str, owner: str) -> None:
+        super().__init__(
+            f"cannot attach volume {volume_id!r} to node {node_id!r}: it is on the disks of node"
+            f" {owner!r}, and can be used there only; schedule its pods to that node"
+        )
+
+
+class TooManyAttached(AgentError):
+    """As many volumes are attached to the node as `max_volumes_per_node` allows."""
+
+    def __init__(self, volume_id: str, node_id: str, limit: int) -> None:
+        super().__init__(
+            f"cannot attach volume {volume_id!r}: node {node_id} has {limit} volumes attached, as"
+            " many as max_volumes_per_node allows; wait until one is detached, or have an operator"
+            " raise it"
+        )
+
+
 class OtherGroup(AgentError):
     """The volume id names a group that is not here, or one whose UUID differs."""
 

@@ -624,6 +624,20 @@ class Inventory:
             if old or added:
                 volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
 
+    @contextmanager
+    def logging_refusals(self, volume_id: str, key: str) -> Iterator[None]:
+        """Log lvm2's refusal to change a tag without which the call can succeed, and go on.
+
+        In a full group, or one that lacks a disk, lvm2 writes no tag. A command of unknown outcome
+        is raised: the caller repeats the call.
+        """
+        try:
+            yield
+        except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            raise
+        except (errors.AgentError, mount_errors.CommandError) as error:
+            _log.warning("volume %s: its tag `%s` is not changed: %s", volume_id, key, error)
+
     def usable(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of that id, as CreateVolume made it; one that was deleted is not there.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from agent.core import ids, tag
 from agent.core.ids import VolumeId
@@ -12,6 +13,34 @@ from lvm.layout import LINEAR, Layout
 UNKNOWN = "unknown"
 # States of what is no volume any more, or not yet.
 _UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
+
+
+_READ_ONLY, _READ_WRITE = "ro", "rw"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """How a volume is attached (ControllerPublishVolume): access, access mode, node.
+
+    Nothing is connected: it is a record, which ControllerUnpublishVolume removes.
+    """
+
+    access: str
+    mode: str
+    read_only: bool
+    node_id: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Parse a tag's value; None for what is none."""
+        access, mode, writes, node_id = (text.split(":", 3) + [""] * 3)[:4]
+        if not node_id or writes not in (_READ_ONLY, _READ_WRITE):
+            return None
+        return cls(access, mode, writes == _READ_ONLY, node_id)
+
+    def __str__(self) -> str:
+        writes = _READ_ONLY if self.read_only else _READ_WRITE
+        return f"{self.access}:{self.mode}:{writes}:{self.node_id}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +108,11 @@ class Volume:
         If the volume has that size, its file system or its open LUKS mapping does not.
         """
         return _number(self.own_tags, tag.REFUSED)
+
+    def attachment_to(self, node_id: str) -> Attachment | None:
+        """How it is attached to a node; None where it is not, as after its disks moved on."""
+        found = Attachment.parse(self.own_tags.get(tag.ATTACHED, ""))
+        return found if found is not None and found.node_id == node_id else None
 
     @property
     def is_encrypted(self) -> bool:

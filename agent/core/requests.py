@@ -509,6 +509,57 @@ class ListSnapshots:
 _GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
+# The key of a publish context: the volume was attached for reading only.
+ATTACHED_READ_ONLY = "carver/readOnly"
+
+
+def publish_context(*, read_only: bool) -> Mapping[str, str]:
+    """What ControllerPublishVolume has the CO pass on to stage and publish: always the same."""
+    return {ATTACHED_READ_ONLY: "true"} if read_only else {}
+
+
+def _is_attached_read_only(
+    wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
+) -> bool:
+    """Whether a publish context says that the volume was attached for reading only."""
+    text = wire.publish_context.get(ATTACHED_READ_ONLY, "false")
+    if text not in {"true", "false"}:
+        raise errors.NotAllowed(f"publish_context[{ATTACHED_READ_ONLY}]", text, ("true", "false"))
+    return text == "true"
+
+
+@dataclass(frozen=True)
+class AttachVolume:
+    """ControllerPublishVolume."""
+
+    volume_id: str
+    node_id: str
+    capability: Capability
+    read_only: bool
+
+    @classmethod
+    def from_proto(cls, wire: csi.ControllerPublishVolumeRequest) -> Self:
+        """Read and check the request."""
+        volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
+        capability = _capability(wire)
+        # NodeStageVolume gets the same context, and would refuse it only then.
+        Parameters.from_context(wire.volume_context)
+        return cls(volume_id, node_id, capability, wire.readonly)
+
+
+@dataclass(frozen=True)
+class DetachVolume:
+    """ControllerUnpublishVolume; an empty `node_id` is any node."""
+
+    volume_id: str
+    node_id: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.ControllerUnpublishVolumeRequest) -> Self:
+        """Read and check the request."""
+        return cls(required(wire, "volume_id"), wire.node_id)
+
+
 @dataclass(frozen=True)
 class StageVolume:
     """NodeStageVolume."""
@@ -521,11 +572,15 @@ class StageVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check the request; an attachment for reading becomes the mode READER_ONLY."""
+        volume_id, staging_path = required(wire, "volume_id"), _path(wire, "staging_target_path")
+        capability = _capability(wire)
+        if _is_attached_read_only(wire):
+            capability = replace(capability, mode=READER_ONLY)
         return cls(
-            volume_id=required(wire, "volume_id"),
-            staging_path=_path(wire, "staging_target_path"),
-            capability=_capability(wire),
+            volume_id=volume_id,
+            staging_path=staging_path,
+            capability=capability,
             parameters=Parameters.from_context(wire.volume_context),
             keys=keys_of(wire.secrets),
         )
@@ -555,7 +610,7 @@ class PublishVolume:
             target_path=target_path,
             capability=capability,
             parameters=Parameters.from_context(wire.volume_context),
-            read_only=wire.readonly or capability.read_only,
+            read_only=wire.readonly or capability.read_only or _is_attached_read_only(wire),
             keys=keys_of(wire.secrets),
         )
 
@@ -657,7 +712,11 @@ def _check_generation(sent: Keys) -> None:
         raise errors.BadField(field, "is the key itself, and is kept in the clear; give it a name")
 
 
-def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:
+def _capability(
+    wire: csi.ControllerPublishVolumeRequest
+    | csi.NodeStageVolumeRequest
+    | csi.NodePublishVolumeRequest,
+) -> Capability:
     if not wire.HasField("volume_capability"):
         raise errors.Missing("volume_capability")
     return Capability.from_proto(wire.volume_capability)

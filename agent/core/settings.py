@@ -173,6 +173,12 @@ SETTINGS: Mapping[str, Setting] = {
         "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
         " grows the volume on its node",
     ),
+    "attach": Setting(
+        values.parse_flag,
+        False,
+        "offer ControllerPublishVolume and ControllerUnpublishVolume, for a CO that attaches"
+        " volumes before it stages them",
+    ),
     "max_volumes_per_node": Setting(values.parse_count, 0, "volumes on this node; 0: no limit"),
     "inline_volume_limit": Setting(
         values.parse_size, "10GiB", "how large an inline volume may be; 0: no limit"
@@ -341,6 +347,7 @@ class Config:
     tls_directory: Path | None = None
     nodes_file: Path | None = None
     controllers: Address | None = None
+    attach: bool = False
     advertised_host: str = ""
     enrolment_directory: Path = ENROLMENT_DIRECTORY
     enrolment_address: Address | None = None

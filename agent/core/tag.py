@@ -49,6 +49,8 @@ RENEWED = "renewed"
 # Of a volume whose file system failed: it is to be unmounted, checked and mounted again where it is
 # staged, before use.
 REMOUNT = "remount"
+# Of a volume that a CO has attached to its node: how (records.Attachment).
+ATTACHED = "attached"
 # Of a copy: its source's id.
 FROM = "from"
 # Of a copy by a temporary snapshot: when that was taken (as TIME).

@@ -1,6 +1,8 @@
 """CSI Controller: parse the request, lock the volume, call the operation, answer."""
 # ruff: noqa: N802
 
+from collections.abc import Sequence
+
 import grpc
 from google.protobuf import wrappers_pb2
 
@@ -11,6 +13,7 @@ from agent.core.records import Snapshot, Volume
 from agent.core.requests import BLOCK
 from agent.csi import answers
 from agent.operations import modify, validate
+from agent.operations.attach import Attacher
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.expand import Expander
@@ -24,8 +27,8 @@ from proto import csi_pb2_grpc
 _Rpc = csi.ControllerServiceCapability.RPC
 
 
-def capabilities(*, expand: bool) -> csi.ControllerGetCapabilitiesResponse:
-    """The answer to ControllerGetCapabilities; `expand`: whether the controller expands volumes."""
+def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapabilitiesResponse:
+    """The answer to ControllerGetCapabilities: whether it expands and attaches volumes, too."""
     offered = [
         _Rpc.CREATE_DELETE_VOLUME,
         _Rpc.LIST_VOLUMES,
@@ -42,6 +45,12 @@ def capabilities(*, expand: bool) -> csi.ControllerGetCapabilitiesResponse:
     ]
     if expand:
         offered.append(_Rpc.EXPAND_VOLUME)
+    if attach:
+        offered += (
+            _Rpc.PUBLISH_UNPUBLISH_VOLUME,
+            _Rpc.PUBLISH_READONLY,
+            _Rpc.LIST_VOLUMES_PUBLISHED_NODES,
+        )
     found = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
     return csi.ControllerGetCapabilitiesResponse(capabilities=found)
 
@@ -58,12 +67,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         expander: Expander,
         snapshotter: Snapshotter,
         health: VolumesHealth,
+        attacher: Attacher,
     ) -> None:
         self._context, self._config = context, context.config
         self._creator, self._deleter, self._listing = creator, deleter, listing
         self._expander = expander
         self._snapshotter = snapshotter
         self._health = health
+        self._attacher = attacher
         self._locks = context.locks
 
     def CreateVolume(
@@ -90,6 +101,33 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             self._deleter.delete(volume_id)
         return csi.DeleteVolumeResponse()
 
+    def ControllerPublishVolume(
+        self, request: csi.ControllerPublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerPublishVolumeResponse:
+        """Attach a volume to the node that has it."""
+        self._require_attach("ControllerPublishVolume")
+        call = requests.AttachVolume.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            self._attacher.attach(call)
+        return csi.ControllerPublishVolumeResponse(
+            publish_context=requests.publish_context(read_only=call.read_only)
+        )
+
+    def ControllerUnpublishVolume(
+        self, request: csi.ControllerUnpublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerUnpublishVolumeResponse:
+        """Detach a volume from the node that has it."""
+        self._require_attach("ControllerUnpublishVolume")
+        call = requests.DetachVolume.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            self._attacher.detach(call)
+        return csi.ControllerUnpublishVolumeResponse()
+
+    def _require_attach(self, call: str) -> None:
+        """Raise NotImplementedError unless volumes are attached here."""
+        if not self._config.attach:
+            raise NotImplementedError(f"{call} is switched off on this node (setting `attach`)")
+
     def ValidateVolumeCapabilities(
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
@@ -114,7 +152,12 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
         for volume in part.entries:
-            answers.put_volume(answer.entries.add().volume, volume, here)
+            entry = answer.entries.add()
+            answers.put_volume(entry.volume, volume, here)
+            if self._config.attach:
+                # The status must be set then (CSI spec), though it may be empty.
+                entry.status.SetInParent()
+                entry.status.published_node_ids.extend(self._attached_to(volume))
         return answer
 
     def ControllerListVolumeHealth(
@@ -149,8 +192,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
         volume = self._context.inventory.require(requests.required(request, "volume_id"))
-        # The status must be set (CSI spec), though it is empty.
-        status = csi.ControllerGetVolumeResponse.VolumeStatus()
+        # The status must be set (CSI spec), though it may be empty.
+        attached = self._attached_to(volume) if self._config.attach else ()
+        status = csi.ControllerGetVolumeResponse.VolumeStatus(published_node_ids=attached)
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
     def ControllerExpandVolume(
@@ -216,7 +260,12 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
         """The implemented parts of the Controller service."""
-        return capabilities(expand=self._config.controller_expand)
+        return capabilities(expand=self._config.controller_expand, attach=self._config.attach)
+
+    def _attached_to(self, one: Volume) -> Sequence[str]:
+        """The ids of the nodes that a volume is attached to: this one or none."""
+        node_id = self._config.node_id
+        return () if one.attachment_to(node_id) is None else (node_id,)
 
     def _snapshot(self, one: Snapshot) -> csi.Snapshot:
         return answers.snapshot(one, self._config.here)

@@ -31,6 +31,7 @@ from agent.csi.operator import Operator
 from agent.daemon.extra import Extra
 from agent.operations import modify, preflight
 from agent.operations.adopt import Adopter
+from agent.operations.attach import Attacher
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
 from agent.operations.create import VolumeCreator
@@ -168,7 +169,7 @@ class Service:
         identity = Identity(self.readiness, config.driver_name, self.offered)
         csi_pb2_grpc.add_IdentityServicer_to_server(identity, server)
         self.controller = Controller(
-            context, creator, deleter, listing, expander, snapshotter, health
+            context, creator, deleter, listing, expander, snapshotter, health, Attacher(context)
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(self.controller, server)
         self.group_controller = GroupController(context, self.group_snapshotter)

@@ -23,7 +23,7 @@ removed when all three have the size, or when less is asked for.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, secret, tag, users
@@ -63,6 +63,7 @@ class Expander:
         self._mappings = Mappings(context)
         self._allocators = context.allocators
         self._limiter = context.limiter
+        self._node_id = context.config.node_id
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
         """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.
@@ -82,7 +83,8 @@ class Expander:
             # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
             # each stage tries it.
             with self._recording(volume_id):
-                self.fill_device(at, keys, read_only=call.read_only)
+                read_only = call.read_only or self._is_attached_read_only(seen)
+                self.fill_device(at, keys, read_only=read_only)
             self.settle(volume_id)
         except errors.TooLarge as error:
             raise errors.CannotGrow(volume_id, error.problem) from None
@@ -91,6 +93,10 @@ class Expander:
                 raise
             raise errors.CannotGrow(volume_id, str(error)) from None
         return size_bytes
+
+    def _is_attached_read_only(self, volume: Volume | None) -> bool:
+        attachment = None if volume is None else volume.attachment_to(self._node_id)
+        return attachment is not None and attachment.read_only
 
     def expand(self, call: ExpandVolume) -> Volume:
         """Make the volume at least as large as asked; a larger one keeps its size.
@@ -192,21 +198,9 @@ class Expander:
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             yield self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
 
-    @contextmanager
-    def _logging_refusals(self, volume_id: str) -> Iterator[None]:
-        """Log an error of a tag that is for the volume's health only, and go on.
-
-        In a full group, or one that lacks a disk, lvm2 writes no tag. A command of unknown outcome
-        is raised: the caller repeats the call.
-        """
-        try:
-            yield
-        except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
-            raise
-        except (errors.AgentError, mount_errors.CommandError) as error:
-            _log.warning(
-                "volume %s: its tag `%s` is not changed: %s", volume_id, tag.REFUSED, error
-            )
+    def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
+        """Go on where lvm2 refuses a tag that is for the volume's health only."""
+        return self._inventory.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
         """Extend a volume, before it is activated, to the size on record; the volume then.

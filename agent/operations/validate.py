@@ -3,7 +3,7 @@
 from agent.core import errors, parameters, tag
 from agent.core.parameters import CACHE_SIZE
 from agent.core.records import Volume
-from agent.core.requests import BLOCK, ValidateVolume
+from agent.core.requests import BLOCK, Capability, ValidateVolume
 from agent.core.settings import Config
 from agent.operations import modify, plan
 from mount import filesystem
@@ -18,16 +18,26 @@ def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
         return str(error)
     formatted = volume.own_tags.get(tag.FORMATTED)
     for capability in call.capabilities:
+        if why := unfit(volume, capability):
+            return why
         if capability.is_block:
             continue
-        if volume.own_tags[tag.ACCESS] == BLOCK:
-            return "the volume was made for raw block access"
-        if formatted and capability.fs_type not in {"", formatted}:
-            return f"the volume is formatted with {formatted}, not {capability.fs_type}"
         fs_type = capability.fs_type or formatted or volume.own_tags.get(tag.FS_TYPE, "")
         minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
         if volume.capacity_bytes < minimum:
             return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
+    return ""
+
+
+def unfit(volume: Volume, capability: Capability) -> str:
+    """Why a volume can never be used as a capability says, by what it holds; empty if it can."""
+    if capability.is_block:
+        return ""
+    if volume.own_tags[tag.ACCESS] == BLOCK:
+        return "the volume was made for raw block access"
+    formatted = volume.own_tags.get(tag.FORMATTED)
+    if formatted and capability.fs_type not in {"", formatted}:
+        return f"the volume is formatted with {formatted}, not {capability.fs_type}"
     return ""
 
 

@@ -11,6 +11,32 @@ from proto import csi_pb2 as csi
 class Client(client.Client):
     """Calls of kubelet and the sidecars, beside those of the command line."""
 
+    def attach(
+        self,
+        volume_id: str,
+        node_id: str = "here",
+        capability: csi.VolumeCapability | None = None,
+        *,
+        read_only: bool = False,
+    ) -> dict[str, str]:
+        """Attach a volume to a node (ControllerPublishVolume); the publish context."""
+        request = csi.ControllerPublishVolumeRequest(
+            volume_id=volume_id,
+            node_id=node_id,
+            volume_capability=capability or mounted(),
+            readonly=read_only,
+        )
+        return dict(self.controller.ControllerPublishVolume(request).publish_context)
+
+    def detach(self, volume_id: str, node_id: str = "here") -> None:
+        """Undo `attach` (ControllerUnpublishVolume)."""
+        request = csi.ControllerUnpublishVolumeRequest(volume_id=volume_id, node_id=node_id)
+        self.controller.ControllerUnpublishVolume(request)
+
+    def attached_to(self, volume_id: str) -> list[str]:
+        """The ids of the nodes that a volume is attached to, by ControllerGetVolume."""
+        return list(self.volume(volume_id).status.published_node_ids)
+
     def node_health(
         self, volume_id: str, publish_path: Path | str = "", staging_path: Path | str = ""
     ) -> csi.VolumeHealth:

@@ -22,6 +22,7 @@ _SETTINGS = (
     "enrolment_address",
     "controller_authority",
     "node_account",
+    "attach",
     "forget_deleted_nodes",
     "orphan_interval_seconds",
     "orphan_grace_seconds",

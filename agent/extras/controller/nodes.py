@@ -128,6 +128,13 @@ class Node:
         interval = _SILENT_INTERVAL_SECONDS if self.problem else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
 
+    @property
+    def silent_seconds(self) -> float:
+        """For how long it has not answered, since it is known; 0 where it answers."""
+        if not self.problem:
+            return 0.0
+        return time.monotonic() - max(self.answered_seconds, self.joined_seconds)
+
     def require_answering(self) -> None:
         """Raise Refused for a node that did not answer: a call would only wait for it."""
         if self.problem and self.connected:

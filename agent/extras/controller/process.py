@@ -103,7 +103,12 @@ class ClusterController:
         self._problem = ""
         self.nodes = Nodes(config.driver_name, self._connect)
         self._router = Router(
-            self.nodes, config.driver_name, version("carver"), observe, source.deleted_nodes
+            self.nodes,
+            config.driver_name,
+            version("carver"),
+            observe,
+            source.deleted_nodes,
+            attach=config.attach,
         )
         self._server: grpc.aio.Server | None = None
 

@@ -20,7 +20,7 @@ from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
-from agent.extras.controller import lists, routes
+from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary, unavailable
 from agent.extras.controller.placement import Attempts, Placement
@@ -75,7 +75,10 @@ class Router:
         version: str,
         observe: Callable[[Call], None] = lambda _call: None,
         deleted_nodes: DeletedNodes | None = None,
+        *,
+        attach: bool = False,
     ) -> None:
+        """`attach`: whether volumes are attached to nodes, which must be set so, too."""
         self._nodes, self._observe = nodes, observe
         self._deleted_nodes, self._attempts = deleted_nodes, Attempts()
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
@@ -88,7 +91,9 @@ class Router:
                 "GetPluginCapabilities": identity.capabilities(offered),
                 "Probe": csi.ProbeResponse(ready=BoolValue(value=True)),
             },
-            _CONTROLLER: {"ControllerGetCapabilities": controller.capabilities(expand=True)},
+            _CONTROLLER: {
+                "ControllerGetCapabilities": controller.capabilities(expand=True, attach=attach)
+            },
             "csi.v1.GroupController": {
                 "GroupControllerGetCapabilities": group_controller.capabilities()
             },
@@ -104,6 +109,9 @@ class Router:
             self._add(_CONTROLLER, method, self._list(method))
         self._add(_CONTROLLER, "CreateVolume", self._create_volume)
         self._add(_CONTROLLER, "GetCapacity", self._get_capacity)
+        if attach:
+            self._add(_CONTROLLER, "ControllerPublishVolume", self._attach)
+            self._add(_CONTROLLER, "ControllerUnpublishVolume", self._detach)
         for service, fields in routes.STREAMS.items():
             for method, field in fields.items():
                 stream = self._streamed(method, self._stream(service, method, field))
@@ -185,6 +193,20 @@ class Router:
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
         request = csi.GetCapacityRequest.FromString(data)
         return (await self._placement(call).capacity(request)).SerializeToString()
+
+    async def _attach(self, call: Call, data: bytes) -> bytes:
+        request = csi.ControllerPublishVolumeRequest.FromString(data)
+        _name(call, request)
+        node = await attachments.to_attach(self._nodes, request)
+        path = f"/{_CONTROLLER}/ControllerPublishVolume"
+        return await self._send(call, node, path, data, request.volume_id, "volume_id")
+
+    async def _detach(self, call: Call, data: bytes) -> bytes:
+        request = csi.ControllerUnpublishVolumeRequest.FromString(data)
+        _name(call, request)
+        node = await attachments.to_detach(self._nodes, request)
+        path = f"/{_CONTROLLER}/ControllerUnpublishVolume"
+        return b"" if node is None else await self._once(call, node, path, data)
 
     def _placement(self, call: Call) -> Placement:
         return Placement(self._nodes, self._attempts, self._asking(call))

@@ -1,0 +1,60 @@
+"""Which node attaches a volume or detaches it, and what the controller itself answers.
+
+A volume is attached to the node that has its disks, or to none. Detaching never waits for a node
+that is down: no other node can use what is on its disks, so nothing depends on its record.
+"""
+
+import logging
+
+from agent.core import codes, errors
+from agent.core.ids import VolumeId
+from agent.extras.controller.nodes import Node, Nodes, Refused
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
+
+# How long a node that is to detach a volume is waited for: longer than Carver takes to be replaced.
+# The attach/detach controller asks for it after six minutes, or as an administrator says that the
+# node is out of service.
+_PATIENCE_SECONDS = 60.0
+
+
+async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -> Node:
+    """The node to send ControllerPublishVolume to. Raises Refused."""
+    volume_id, node_id = request.volume_id, request.node_id
+    if node_id and nodes.get(node_id) is None:
+        raise _refused(errors.NoSuchNode(node_id, f"the cluster has {len(nodes)} with Carver"))
+    owner = await nodes.owner(volume_id, "volume_id")
+    if node_id and owner.name != node_id and VolumeId.parse(volume_id) is not None:
+        raise _refused(errors.AttachedElsewhere(volume_id, node_id, owner.name))
+    return owner
+
+
+async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest) -> Node | None:
+    """The node to send ControllerUnpublishVolume to; None where the answer is OK without it.
+
+    Raises Refused.
+    """
+    volume_id, node_id = request.volume_id, request.node_id
+    named, parsed = nodes.get(node_id), VolumeId.parse(volume_id)
+    if parsed is None or not node_id:
+        return await nodes.owner(volume_id, "volume_id")
+    if named is None:
+        return None
+    try:
+        owner = await nodes.owner(volume_id, "volume_id")
+    except Refused:
+        if not named.problem and parsed.group_uuid not in named.groups:
+            return None
+        if named.silent_seconds < _PATIENCE_SECONDS:
+            raise
+        _log.warning(
+            "volume %s counts as detached from node %s, which has not answered for %.0f s",
+            *(volume_id, node_id, named.silent_seconds),
+        )
+        return None
+    return owner if owner is named else None
+
+
+def _refused(error: errors.AgentError) -> Refused:
+    return Refused(codes.code_of(error), str(error))

@@ -1,0 +1,89 @@
+"""ControllerPublishVolume and ControllerUnpublishVolume: a volume's attachment, kept on record.
+
+A volume is on its node's own disks, so nothing is connected or cut off. What a CO may rely on is
+kept in a tag: that it is attached, how, and to which node.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agent.core import errors, ids, tag
+from agent.core.context import Context
+from agent.core.records import Attachment, Volume
+from agent.core.requests import AttachVolume, DetachVolume
+from agent.operations import validate
+
+
+class Attacher:
+    """Attaches volumes to this node, and detaches them."""
+
+    def __init__(self, context: Context) -> None:
+        self._inventory = context.inventory
+        self._node_id = context.config.node_id
+        self._limit = context.config.max_volumes_per_node
+        self._guard = threading.Lock()
+        # The ids of volumes that are being attached, which their tags do not say yet.
+        self._beginning: set[str] = set()
+
+    def attach(self, call: AttachVolume) -> None:
+        """Record that a volume is attached to this node: two commands at most, later one or none.
+
+        Where lvm2 refuses the tag, as where the group's metadata are full, the volume can be used
+        all the same, and the record is missing. Raises NoSuchNode, AttachedOtherwise,
+        TooManyAttached, BadField for a capability that the volume can never have.
+        """
+        volume = self._inventory.require(call.volume_id)
+        if call.node_id != self._node_id:
+            raise errors.NoSuchNode(call.node_id, f"this is node {self._node_id!r}")
+        if why := validate.unfit(volume, call.capability):
+            raise errors.BadField("volume_capability", why)
+        capability = call.capability
+        wanted = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
+        found = volume.attachment_to(self._node_id)
+        if found == wanted:
+            return
+        if found is not None:
+            raise errors.AttachedOtherwise(call.volume_id, found, wanted)
+        with self._counted(call.volume_id):
+            self._record(volume, {tag.ATTACHED: str(wanted)})
+
+    def detach(self, call: DetachVolume) -> None:
+        """Remove the record: two commands at most, later one or none.
+
+        What is not there, or not of this node, is not attached to it.
+        """
+        if call.node_id not in ("", self._node_id):
+            return
+        try:
+            group = ids.group_of(call.volume_id)
+            volume = self._inventory.get(self._inventory.state(group), call.volume_id)
+        except (errors.NoSuchVolume, errors.OtherGroup, errors.NeedsOther):
+            return
+        if tag.ATTACHED in volume.own_tags:
+            self._record(volume, {})
+
+    def _record(self, volume: Volume, new: dict[str, str]) -> None:
+        # Crash point: on record before the answer; the repeated call finds it.
+        with self._inventory.logging_refusals(str(volume.id), tag.ATTACHED):
+            self._inventory.replace_tags(volume.group.name, volume.name, (tag.ATTACHED,), new)
+
+    @contextmanager
+    def _counted(self, volume_id: str) -> Iterator[None]:
+        """Count a volume as attached meanwhile. Raises TooManyAttached."""
+        if not self._limit:
+            yield
+            return
+        with self._guard:
+            # Before the report, which may lack what ends meanwhile. A later call counts this one.
+            earlier = frozenset(self._beginning)
+            self._beginning.add(volume_id)
+        try:
+            every = self._inventory.present(self._inventory.state(quick=True))
+            attached = {str(one.id) for one in every if one.attachment_to(self._node_id)}
+            if len((attached | earlier) - {volume_id}) >= self._limit:
+                raise errors.TooManyAttached(volume_id, self._node_id, self._limit)
+            yield
+        finally:
+            with self._guard:
+                self._beginning.discard(volume_id)
