@@ -28,5 +28,6 @@ def read(file: Path) -> Values:
 
 
 def in_mode(values: Values, central: bool) -> Values:
-    """The same values, with a controller for the cluster or without."""
-    return values | {"controller": {**values.get("controller", {}), "enabled": central}}
+    """The same values, with a controller for the cluster or without, which attaches nothing."""
+    attach = {} if central else {"attach": False}
+    return values | attach | {"controller": {**values.get("controller", {}), "enabled": central}}

@@ -354,6 +354,8 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
         ),
         ({"podMonitor": {"enabled": True}, "metrics": {"enabled": False}}, "need metrics"),
         ({"sidecars": {"snapshotMetadata": {"enabled": True}}}, "tlsSecret and caCert"),
+        ({"attach": True, "controller": {"enabled": False}}, "attach needs controller.enabled"),
+        ({"settings": {"attach": True}}, "settings.attach"),
         ({"inlinePolicy": {"enabled": True}}, "limits nothing"),
         # Carver's 10G is 10Gi, Kubernetes' is not.
         ({"inlinePolicy": {"enabled": True, "maximumSize": "10G"}}, "maximumSize"),
@@ -413,6 +415,28 @@ def test_pods_are_listed_only_where_events_tell_of_volumes_health(
         }
 
     assert rights(60) - rights(0) == ({("list", "pods")} if central else set())
+
+
+def test_volumes_are_attached_only_where_that_is_wanted(template: Template, tmp_path: Path) -> None:
+    def found(attach: bool) -> set[tuple[str, str]]:
+        made = template(DEMO | {"attach": attach})
+        own = manifest.controller(made).attach, the_configuration(made, tmp_path).attach
+        driver = manifest.the(made, "CSIDriver")["spec"]["attachRequired"]
+        assert (*own, driver, "attacher" in sidecars(made)) == (attach,) * 4
+        rules = [rule for one in manifest.of_kind(made, "ClusterRole") for rule in one["rules"]]
+        return {
+            (verb, what) for rule in rules for verb in rule["verbs"] for what in rule["resources"]
+        }
+
+    # kubernetes-csi/external-attacher, v4.13.0, deploy/kubernetes/rbac.yaml.
+    assert found(True) - found(False) == {
+        *((verb, "volumeattachments") for verb in ("get", "list", "watch", "patch")),
+        ("patch", "volumeattachments/status"),
+    }
+    for right in ("get", "list", "watch", "patch"):
+        assert (right, "persistentvolumes") in found(True)
+    for right in ("get", "list", "watch"):
+        assert (right, "csinodes") in found(True)
 
 
 # Inline volumes
@@ -657,10 +681,12 @@ SHOWN = {
     "controller": "metrics",
     "provisioner": "provisioner",
     "resizer": "resizer",
+    "attacher": "attacher",
     "snapshotter": "snapshotter",
     "snapshot-metadata": "cbt-metrics",
 }
 OBSERVED: Values = {
+    "attach": True,
     "sidecars": {"snapshotter": {"enabled": True}, "snapshotMetadata": METADATA},
     "networkPolicy": {"enabled": True, "from": [{"namespaceSelector": {}}]},
 }
@@ -675,6 +701,7 @@ def test_prometheus_asks_every_container_and_may(
     kind, endpoints = monitor[0].upper() + monitor[1:], "podMetricsEndpoints"
     pods = [one["spec"]["template"] for one in manifest.objects(made) if one["kind"] in PODS]
     found = manifest.the(made, kind)["spec"]
+    shown = set(SHOWN.values()) - (set() if central else {"attacher"})
     chosen, ports = found["selector"]["matchLabels"].items(), {name: name for name in SHOWN}
     if kind == "ServiceMonitor":
         endpoints = "endpoints"
@@ -686,8 +713,8 @@ def test_prometheus_asks_every_container_and_may(
         chosen = service["spec"]["selector"].items()
         ports = {one["name"]: one["targetPort"] for one in service["spec"]["ports"]}
         assert service["spec"]["publishNotReadyAddresses"]
-        assert ports == {name: name for name in set(SHOWN.values())}
-    assert sorted(one["port"] for one in found[endpoints]) == sorted(set(SHOWN.values()))
+        assert ports == {name: name for name in shown}
+    assert sorted(one["port"] for one in found[endpoints]) == sorted(shown)
     assert {one["path"] for one in found[endpoints]} == {"/metrics"}
     policies = manifest.of_kind(made, "NetworkPolicy")
     for pod in pods:

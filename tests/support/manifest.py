@@ -157,6 +157,13 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         number="groupsnapshot-name-uuid-length snapshot-name-uuid-length worker-threads",
         duration="resync-period",
     ),
+    # kubernetes-csi/external-attacher, v4.13.0
+    "attacher": _COMMON
+    | _flags(
+        text="default-fstype",
+        number="max-entries max-grpc-log-length worker-threads",
+        duration="reconcile-sync resync",
+    ),
     # kubernetes-csi/external-snapshot-metadata, v1.1.0, which has few of the others' in common
     "snapshot-metadata": _flags(
         text="audience csi-address http-endpoint kubeconfig metrics-path tls-cert tls-key",
@@ -167,6 +174,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
 }
 # pkg/features/features.go of each.
 GATES: Mapping[str, set[str]] = {
+    "attacher": {"MutableCSINodeAllocatableCount"},
     "provisioner": {"CrossNamespaceVolumeDataSource", "Topology", "VolumeAttributesClass"},
     "resizer": {"AnnotateFsResize", "VolumeAttributesClass"},
     "snapshotter": {"CSIVolumeGroupSnapshot"},

@@ -124,6 +124,9 @@ registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | qu
 {{- if and .Values.orphans.enabled (not .Values.controller.enabled) }}
 {{- $_ := set $own "orphan_interval_seconds" (int .Values.orphans.intervalSeconds) }}
 {{- end }}
+{{- if .Values.attach }}
+{{- $_ := set $own "attach" true }}
+{{- end }}
 {{- if ne (include "carver.stateDir" .) "/var/lib/carver" }}
 {{- $_ := set $own "file" (printf "%s/carver.img" (include "carver.stateDir" .)) }}
 {{- end }}
@@ -240,7 +243,7 @@ volumeMounts:
 {{- end }}
 
 {{- define "carver.check" -}}
-{{- $set := list "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
+{{- $set := list "attach" "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
 {{- if .Values.controller.enabled }}
 {{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "health_interval_seconds" "node_account" "orphan_interval_seconds") }}
 {{- end }}
@@ -267,6 +270,9 @@ volumeMounts:
 {{- if not (or ((.node).nodeSelector) ((.node).affinity)) }}
 {{- fail (printf "pools: %s says of no nodeSelector and no affinity which nodes are its own" .name) }}
 {{- end }}
+{{- end }}
+{{- if and .Values.attach (not .Values.controller.enabled) }}
+{{- fail "attach needs controller.enabled: one external-attacher serves the whole cluster, and would call the wrong node's Carver" }}
 {{- end }}
 {{- if and (or .Values.podMonitor.enabled .Values.serviceMonitor.enabled) (not .Values.metrics.enabled) }}
 {{- fail "podMonitor and serviceMonitor need metrics" }}

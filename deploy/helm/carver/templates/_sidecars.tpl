@@ -104,6 +104,33 @@ replicas; without a controller those of each node.
 {{- if $central }}
 {{ include "carver.resizer" . }}
 {{- end }}
+{{- if .Values.attach }}
+{{- with .Values.sidecars.attacher }}
+- name: attacher
+  image: {{ include "carver.image" .image }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  args:
+    - --csi-address={{ include "carver.socketDir" $root }}/csi.sock
+    {{- include "carver.leader" $root | nindent 4 }}
+    - --reconcile-sync={{ .reconcileInterval }}
+    # A volume that is attached takes four requests to the API server; 5 a second are the default.
+    - --kube-api-qps=50
+    - --kube-api-burst=100
+    - --timeout={{ .timeout }}
+    - --http-endpoint=:{{ .port }}
+    - --v={{ .logLevel }}
+    {{- with .extraArgs }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "carver.observed" (dict "root" $root "name" "attacher" "port" .port "leads" true) | nindent 2 }}
+  env:
+    {{- include "carver.namespaceVariable" $root | nindent 4 }}
+    {{- with .extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "carver.sidecar" (dict "root" $root "one" .) | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- with .Values.sidecars.snapshotMetadata }}
 {{- if .enabled }}
 - name: snapshot-metadata
@@ -187,6 +214,9 @@ ports:
 - {name: resizer, port: {{ .resizer.port }}}
 {{- if include "carver.snapshots" $ }}
 - {name: snapshotter, port: {{ .snapshotter.port }}}
+{{- end }}
+{{- if $.Values.attach }}
+- {name: attacher, port: {{ .attacher.port }}}
 {{- end }}
 {{- if .snapshotMetadata.enabled }}
 - {name: cbt-metrics, port: {{ .snapshotMetadata.port }}}
