@@ -2,8 +2,9 @@
 
     sanity.py CLASS
 
-The class `default` is that of the installed service. For the class `thin` the installed program is
-started once more, on a socket and a group of its own. So the classes can be tried side by side.
+The class `default` is that of the installed service. For each of the others the installed program
+is started once more, on a socket and a group of its own: `thin`, and `attach`, whose volumes are
+attached before they are staged. So the classes can be tried side by side.
 
 The report is written to a folder of the class's beside the program, as report.json. The exit code
 is csi-sanity's own; 3 if all specs passed and yet a volume or a mount was left, which is cleaned up
@@ -15,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +41,31 @@ SKIPPED = (
 )
 PROGRAM = Path("/var/tmp/carver-conformance/csi-sanity")
 _MIB = 1 << 20
-_DISK = PROGRAM.with_name("disk.img")
-_GROUP = "carver_conformance"
 _CONFIGURATION = """
 endpoint = "{directory}/csi.sock"
 registration = "none"
 pods_cgroup = "{pods}"
+{settings}
 [[groups]]
 name = "{group}"
 file = "{disk}"
 file_size = "4GiB"
 [[classes]]
-name = "thin"
+name = "{device_class}"
 group = "{group}"
 default = true
-layout = "thin"
+layout = "{layout}"
 """
+_INSTALLED = "default"
+# Of each class that is started here: its layout, the settings beside it, more flags of csi-sanity.
+_STARTED: Mapping[str, tuple[str, str, Sequence[str]]] = {
+    "thin": ("thin", "", ()),
+    "attach": (
+        "linear",
+        "attach = true\nmax_volumes_per_node = 4",
+        ("--csi.testnodevolumeattachlimit",),
+    ),
+}
 _LEFT_SOMETHING = 3
 
 
@@ -77,8 +87,17 @@ class Places:
     @property
     def pods(self) -> Path:
         """The cgroup of all pods: one of kubelet's name for the installed service."""
-        name = "kubepods" if self.device_class != "thin" else f"carver-{self.device_class}"
+        name = "kubepods" if self.device_class == _INSTALLED else f"carver-{self.device_class}"
         return Path("/sys/fs/cgroup", name)
+
+    @property
+    def disk(self) -> Path:
+        """The disk of the group that is made for it."""
+        return PROGRAM.with_name(f"{self.device_class}.img")
+
+    @property
+    def group(self) -> str:
+        return f"carver_conformance_{self.device_class}"
 
 
 def main(device_class: str) -> int:
@@ -97,13 +116,20 @@ def main(device_class: str) -> int:
 @contextmanager
 def serving(places: Places) -> Iterator[Path]:
     """The socket of a service that has the class; one that is started here leaves no trace."""
-    if places.device_class != "thin":
+    if places.device_class == _INSTALLED:
         yield DEFAULT_SOCKET
         return
+    layout, settings, _ = _STARTED[places.device_class]
     configuration = places.files / "config.toml"
     configuration.write_text(
         _CONFIGURATION.format(
-            directory=places.files, group=_GROUP, disk=_DISK, pods=f"/{places.pods.name}"
+            directory=places.files,
+            group=places.group,
+            disk=places.disk,
+            pods=f"/{places.pods.name}",
+            device_class=places.device_class,
+            layout=layout,
+            settings=settings,
         )
     )
     program = Path(sys.executable).with_name("carver")
@@ -116,22 +142,22 @@ def serving(places: Places) -> Iterator[Path]:
     finally:
         process.terminate()
         process.wait()
-        remove_group()
+        remove_group(places)
 
 
-def remove_group() -> None:
+def remove_group(places: Places) -> None:
     """Leave neither the group, nor its disk, nor the file of that."""
     listed = subprocess.run(
-        ["losetup", "--noheadings", "--output=NAME", f"--associated={_DISK}"],
+        ["losetup", "--noheadings", "--output=NAME", f"--associated={places.disk}"],
         check=True,
         capture_output=True,
         text=True,
     )
     for disk in listed.stdout.split():
-        words = ["lvm", "vgremove", "--devices", disk, "--yes", "--force", "--", _GROUP]
+        words = ["lvm", "vgremove", "--devices", disk, "--yes", "--force", "--", places.group]
         subprocess.run(words, check=True)
         subprocess.run(["losetup", "--detach", disk], check=True)
-    _DISK.unlink(missing_ok=True)
+    places.disk.unlink(missing_ok=True)
 
 
 def hold(endpoint: Path, places: Places) -> int:
@@ -155,6 +181,7 @@ def hold(endpoint: Path, places: Places) -> int:
                 f"--ginkgo.json-report={places.files / 'report.json'}",
                 "--ginkgo.no-color",
                 *(f"--ginkgo.skip={re.escape(one)}" for one in SKIPPED),
+                *_STARTED.get(places.device_class, ("", "", ()))[2],
             ],
             check=False,
         )

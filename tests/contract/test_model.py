@@ -92,6 +92,18 @@ _mutable = st.one_of(
 )
 _creates = st.builds(do.Create, _names, _sizes, _limits, _any_use, _parameters, mutable=_mutable)
 _modifies = st.builds(do.Modify, _volumes, _mutable)
+
+
+@st.composite
+def _attachings(draw: st.DrawFn, volume: str = "") -> do.Call:
+    """A volume, any or this one, is attached to a node or detached from it."""
+    volume = volume or draw(_volumes)
+    node = draw(st.sampled_from((do.HERE, do.HERE, do.HERE, do.THERE)))
+    if draw(st.booleans()):
+        return do.Detach(volume, draw(st.sampled_from((node, ""))))
+    return do.Attach(volume, node, draw(_any_use), draw(st.booleans()))
+
+
 _plain_creates = st.builds(do.Create, _names, st.just(16 * MIB), st.just(0), _usual)
 _deletes = st.builds(do.Delete, _volumes)
 _snapshot_names = st.sampled_from(("snap-1", "snap-2"))
@@ -145,7 +157,7 @@ _looks = st.one_of(
 )
 _changes = st.one_of(
     *(_plain_creates, _creates, _deletes, _stages, _unstages),
-    *(_publishes, _inlines, _unpublishes, _expands, _modifies),
+    *(_publishes, _inlines, _unpublishes, _expands, _modifies, _attachings()),
 )
 
 
@@ -159,6 +171,7 @@ def _of(volume: str) -> st.SearchStrategy[do.Call]:
         st.builds(do.Create, st.just(volume), st.just(16 * MIB), st.just(0), _usual),
         st.builds(do.Delete, st.just(volume)),
         st.builds(do.Modify, st.just(volume), _mutable),
+        _attachings(volume),
         st.builds(do.Snapshot, st.just(volume), st.just(f"snap-{volume}")),
         st.builds(do.Stage, st.just(volume), st.just(staging), _used_as),
         st.builds(do.Unstage, st.just(volume), st.just(staging)),
@@ -220,6 +233,7 @@ class Node(RuleBasedStateMachine):
     unstage = rule(call=_unstages)(_do)
     expand = rule(call=_expands)(_do)
     modify = rule(call=_modifies)(_do)
+    attach = rule(call=_attachings())(_do)
     node_expand = rule(call=_node_expands)(_do)
     look = rule(call=_looks)(_do)
 

@@ -57,6 +57,7 @@ WORDS: Mapping[str, list[str]] = {
     "source_volume_ids": [MOUNTED, RAW],
     "group_snapshot_id": ["data@20000000/gsnap-pvc-new"],
     "snapshot_ids": ["data@20000000/snap-snapshot1"],
+    "node_id": ["here", "elsewhere"],
     "name": ["pvc-mounted", "pvc-new", "snapshot1", "x_tmeta"],
     "staging_target_path": [f"{HERE}/staging", f"{HERE}/new"],
     "target_path": [f"{HERE}/target", f"{HERE}/new", f"{HERE}/file", f"{HERE}/full"],
@@ -80,6 +81,7 @@ KEYS = {
     "csi.storage.k8s.io/pvc/name": ["web"],
     "csi.storage.k8s.io/ephemeral": ["true", "true", "maybe"],
     "csi.storage.k8s.io/pod.name": ["web-0", "x" * 2000],
+    "carver/readOnly": ["true", "false", "perhaps"],
     "size": ["16Mi", "0", "-1", "1e9", "9" * 30],
     "carver/size": ["16Mi"],
     TOPOLOGY_KEY: ["here", "elsewhere"],
@@ -199,7 +201,7 @@ def machine() -> Iterator[Machine]:
     (HERE / "file").write_text("data")
     host = FakeHost(HERE)
     host.lvm2.add_group("data", [300])
-    config = configured.carver(HERE, endpoint=TOP / "csi.sock")
+    config = configured.carver(HERE, endpoint=TOP / "csi.sock", attach=True)
     try:
         with served(host, config) as (_, client):
             volume = client.create("pvc-mounted", 320 * MIB)

@@ -18,6 +18,8 @@ AHEAD = (("carver/readAhead", "1MiB"),)
 LIMIT, OTHER_LIMIT = (("carver/writeIOPS", "50"),), (("carver/writeIOPS", "60"),)
 NO_LIMIT = (("carver/writeIOPS", "0"),)
 CREATE = do.Create("a", 320 * MIB, 0, EXT4)
+ATTACH = do.Attach("a", do.HERE, EXT4)
+DETACH = do.Detach("a", do.HERE)
 STAGE = do.Stage("a", "staging", EXT4)
 UNSTAGE = do.Unstage("a", "staging")
 PUBLISH = do.Publish("a", "staging", "target", EXT4)
@@ -125,6 +127,18 @@ CASES = {
     "unstage, limited": Case(UNSTAGE, (LIMITED, STAGE)),
     "snapshot, limited": Case(SNAPSHOT, (LIMITED, STAGE)),
     "expand on the node, limited": Case(LATER, (LIMITED, STAGE)),
+    "attach": Case(ATTACH, (CREATE,)),
+    "attach, in use": Case(ATTACH, (*STAGED, PUBLISH)),
+    "attach, for reading": Case(replace(ATTACH, read_only=True), (CREATE,)),
+    "attach, as it is": Case(ATTACH, (CREATE, ATTACH)),
+    "attach, otherwise": Case(
+        replace(ATTACH, read_only=True), (CREATE, ATTACH), code="ALREADY_EXISTS"
+    ),
+    "attach, encrypted": Case(ATTACH, SEALED_STAGED),
+    "detach": Case(DETACH, (CREATE, ATTACH)),
+    "detach, in use": Case(DETACH, (CREATE, ATTACH, STAGE, PUBLISH)),
+    "delete, attached": Case(do.Delete("a"), (CREATE, ATTACH)),
+    "create of a volume, attached": Case(CLONE, (CREATE, ATTACH)),
     "delete": Case(do.Delete("a"), (CREATE,)),
     "delete, formatted": Case(do.Delete("a"), USED),
     "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),

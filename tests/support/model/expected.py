@@ -57,6 +57,8 @@ class Volume:
     # when it is opened first, nothing is made of it.
     reencrypts: bool = False
     awaits_own: bool = False
+    # How it is attached; empty where it is not.
+    attached: str = ""
 
     @property
     def capacity_bytes(self) -> int:
@@ -156,6 +158,9 @@ class Model:
                 for name, one in self.volumes.items()
                 if one.write_iops and self.of(name)
             ),
+            attached=do.ordered(
+                (name, one.attached) for name, one in self.volumes.items() if one.attached
+            ),
         )
 
     def apply(self, call: do.Call) -> Outcome:
@@ -174,6 +179,12 @@ class Model:
                 return self._create(call)
             case do.Modify():
                 self._modify(call)
+            case do.Attach():
+                return self._attach(call)
+            case do.Detach():
+                volume = self.volumes.get(call.volume)
+                if volume is not None and call.node in ("", do.HERE):
+                    volume.attached = ""
             case do.Delete():
                 self._delete(call)
             case do.Get():
@@ -356,13 +367,30 @@ class Model:
         _refuse_if(self.of(call.volume) or self.has_snapshots(call.volume), "FAILED_PRECONDITION")
         self.volumes.pop(call.volume, None)
 
+    def _attach(self, call: do.Attach) -> object:
+        volume = self._require(call.volume)
+        _refuse_if(call.node != do.HERE, "NOT_FOUND")
+        _refuse_if(not self._fits(volume, call.use), "INVALID_ARGUMENT")
+        writes = "ro" if call.read_only else "rw"
+        wanted = f"{call.use.access}:{call.use.mode}:{writes}:{call.node}"
+        _refuse_if(volume.attached not in ("", wanted), "ALREADY_EXISTS")
+        volume.attached = wanted
+        return {"carver/readOnly": "true"} if call.read_only else {}
+
+    @staticmethod
+    def _fits(volume: Volume, use: Use) -> bool:
+        """Whether what a volume holds can be used so."""
+        if use.is_block:
+            return True
+        return not volume.use.is_block and (
+            not volume.formatted or use.fs_type in {"", volume.formatted}
+        )
+
     def _validate(self, call: do.Validate) -> bool:
         volume = self._require(call.volume)
         if call.use.is_block:
             return True
-        if volume.use.is_block or (
-            volume.formatted and call.use.fs_type not in {"", volume.formatted}
-        ):
+        if not self._fits(volume, call.use):
             return False
         fs_type = call.use.fs_type or volume.formatted or volume.fs_type
         return volume.capacity_bytes >= LEAST_BYTES[fs_type]
@@ -587,7 +615,8 @@ class Model:
             full = volume.contents == "xfs" and volume.fs_bytes == volume.capacity_bytes
             # The kernel grows no file system through a read-only mount.
             is_read_only = all(one.read_only for one in mine)
-            if is_read_only and not full and not call.reads:
+            reads = call.reads or ":ro:" in volume.attached
+            if is_read_only and not full and not reads:
                 self._stays(volume)
             if not is_read_only:
                 volume.fs_bytes = volume.capacity_bytes

@@ -35,8 +35,8 @@ METADATA_EXTENTS = 2
 
 
 def config(group: str, endpoint: Path, **settings: Any) -> Config:
-    """One class, `plain`, on the group."""
-    return configured.carver(endpoint.parent, group, endpoint=endpoint, **settings)
+    """One class, `plain`, on the group, whose volumes may be attached."""
+    return configured.carver(endpoint.parent, group, endpoint=endpoint, attach=True, **settings)
 
 
 @dataclass
@@ -205,6 +205,11 @@ class Machine:
                 return made.capacity_bytes, dict(made.volume_context)
             case do.Modify():
                 self.client.modify(volume_id, dict(call.mutable))
+            case do.Attach():
+                use = _capability(call.use)
+                return self.client.attach(volume_id, call.node, use, read_only=call.read_only)
+            case do.Detach():
+                self.client.detach(volume_id, call.node)
             case do.Delete():
                 self.client.delete(volume_id)
             case do.Get():
@@ -363,6 +368,11 @@ class Machine:
             limits=do.ordered(
                 (names.get(number, "?"), one.writes)
                 for number, one in self.host.cgroups.limits().items()
+            ),
+            attached=do.ordered(
+                (one.own_tags["name"], one.own_tags["attached"])
+                for one in volumes
+                if "attached" in one.own_tags
             ),
         )
 

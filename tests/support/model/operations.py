@@ -95,6 +95,26 @@ class Modify(OfVolume):
     mutable: tuple[tuple[str, str], ...]
 
 
+# The node, and another that it does not know.
+HERE, THERE = "here", "there"
+
+
+@dataclass(frozen=True)
+class Attach(OfVolume):
+    """ControllerPublishVolume."""
+
+    node: str
+    use: Use
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Detach(OfVolume):
+    """ControllerUnpublishVolume; an empty node is any."""
+
+    node: str = ""
+
+
 class Delete(OfVolume):
     """DeleteVolume."""
 
@@ -232,7 +252,8 @@ class State:
     writes a second or 0);
     `places` (path, volume, fs or block, read-only), as often as mounted; `loops` (volume, loop
     devices over it); `entries` (path, dir or file); `mappings` (volume, bytes) what is open of
-    encrypted ones; `limits` (volume, writes a second) what the kernel allows pods.
+    encrypted ones; `limits` (volume, writes a second) what the kernel allows pods; `attached`
+    (volume, how).
     """
 
     volumes: tuple[tuple[str, int, str, str, bool, str, int], ...]
@@ -242,3 +263,4 @@ class State:
     free_bytes: int
     mappings: tuple[tuple[str, int], ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
+    attached: tuple[tuple[str, str], ...] = ()
