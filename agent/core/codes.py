@@ -22,8 +22,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.Incompatible, Code.ALREADY_EXISTS),
     (agent.core.errors.NoSuchNode, Code.NOT_FOUND),
     (agent.core.errors.AttachedElsewhere, Code.FAILED_PRECONDITION),
-    # After this code kubelet 1.35 and newer asks for the limit again and fails the pod, so no other
-    # error of ControllerPublishVolume has it.
+    # No other error of ControllerPublishVolume has this code: after it kubelet fails the pod, if
+    # the CSIDriver has nodeAllocatableUpdatePeriodSeconds (csi_plugin.go, VerifyExhaustedResource).
     (agent.core.errors.TooManyAttached, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.OtherGroup, Code.FAILED_PRECONDITION),
     (agent.core.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),

@@ -5,9 +5,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from callers.attaching import AttachDetachController, PodCollector
 from callers.directories import Directories
 from callers.kubelet import Kubelet
-from callers.objects import Claim, PersistentVolume, Pod, Snapshot, StorageClass
+from callers.objects import (
+    Claim,
+    PersistentVolume,
+    Pod,
+    Snapshot,
+    StorageClass,
+    VolumeAttachment,
+)
 from callers.plugin import Answer, Plugin
 from callers.sidecars import Provisioner, Sidecar, Snapshotter
 
@@ -86,7 +94,9 @@ class Scheduler:
             self._check_bindings(pod)
             return
         if claim.volume is not None:
-            nodes: Sequence[str] = [claim.volume.node]
+            # A node that is off has the taint node.kubernetes.io/not-ready.
+            is_off = self._cluster.nodes[claim.volume.node].is_off
+            nodes: Sequence[str] = [] if is_off else [claim.volume.node]
         elif self._cluster.classes[claim.storage_class].is_immediate:
             return  # "pod has unbound immediate PersistentVolumeClaims"
         elif claim.selected_node:
@@ -152,9 +162,19 @@ class Cluster:
     """The API's objects, and one step after another."""
 
     def __init__(
-        self, classes: Mapping[str, StorageClass], seed: int = 0, *, is_central: bool = False
+        self,
+        classes: Mapping[str, StorageClass],
+        seed: int = 0,
+        *,
+        is_central: bool = False,
+        attaches: bool = False,
     ) -> None:
         self.classes = classes
+        # Whether the CSIDriver has attachRequired.
+        self.attaches = attaches
+        self.attachments: list[VolumeAttachment] = []
+        # The nodes with the taint node.kubernetes.io/out-of-service.
+        self.out_of_service: set[str] = set()
         # VolumeAttributesClasses, by name; and none.
         self.attributes_classes: dict[str, Mapping[str, str]] = {"": {}}
         # Whether the sidecars are those of the whole cluster: then they are in `sidecars`.
@@ -175,6 +195,8 @@ class Cluster:
         self._serial = itertools.count(1)
         self._resizer = Resizer(self)
         self._scheduler = Scheduler(self, random.Random(seed))
+        self._collector = PodCollector(self)
+        self._attach_detach = AttachDetachController(self)
 
     def add_node(self, name: str, plugin: Plugin, directories: Directories) -> Node:
         """A node whose driver is asked through `plugin`."""
@@ -215,6 +237,9 @@ class Cluster:
         self._scheduler.step()
         if not self.is_central:
             self._resizer.step()
+        self._collector.step()
+        if self.attaches:
+            self._attach_detach.step()
         for node in self.nodes.values():
             node.step()
         for sidecar in self.sidecars:
@@ -304,6 +329,13 @@ class Cluster:
         refused = [str(one) for one in self.answers if one.code != "OK"]
         return [*self.waiting(), *refused[-3:]]
 
+    def attachment(self, volume: PersistentVolume, node: str) -> VolumeAttachment | None:
+        """The VolumeAttachment by which a volume may be used on a node."""
+        for one in self.attachments:
+            if (one.volume, one.node) == (volume, node) and one.is_attached and not one.is_deleted:
+                return one
+        return None
+
     def volumes(self) -> list[PersistentVolume]:
         """All PersistentVolumes, those that are being deleted as well."""
         return [*self.released, *(one.volume for one in self.claims if one.volume)]
@@ -316,4 +348,5 @@ class Cluster:
     def is_empty(self) -> bool:
         """Whether nothing is left to be done after that."""
         nothing_known = all(node.kubelet.knows_nothing() for node in self.nodes.values())
-        return nothing_known and not (self.pods or self.claims or self.snapshots or self.released)
+        objects = (self.pods, self.claims, self.snapshots, self.released, self.attachments)
+        return nothing_known and not any(objects)

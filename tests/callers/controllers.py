@@ -17,7 +17,8 @@ import grpc
 import pytest
 from authority import Authority
 from callers import machines
-from callers.cluster import Cluster
+from callers.attaching import Attacher
+from callers.cluster import Backoff, Cluster
 from callers.machines import Machine
 from callers.objects import StorageClass
 from callers.plugin import Plugin
@@ -81,8 +82,15 @@ class Controller:
     """One process: it knows nothing when it starts."""
 
     def __init__(
-        self, endpoint: Path, found: Certificates, every: Mapping[str, Machine], loop: Loop
+        self,
+        endpoint: Path,
+        found: Certificates,
+        every: Mapping[str, Machine],
+        loop: Loop,
+        *,
+        attach: bool,
     ) -> None:
+        self._attach = attach
         self.certificates, self.machines, self.loop = found, every, loop
         # The number of steps after which it dies; a step is a call to a node, or its answer.
         self.dies_after = -1
@@ -94,7 +102,7 @@ class Controller:
     async def _start(self, endpoint: Path) -> None:
         self.nodes = Nodes(DRIVER_NAME, lambda name, _: cast(grpc.aio.Channel, Line(self, name)))
         self._server = grpc.aio.server()
-        Router(self.nodes, DRIVER_NAME, "0").add_to(self._server)
+        Router(self.nodes, DRIVER_NAME, "0", attach=self._attach).add_to(self._server)
         self._server.add_insecure_port(f"unix://{endpoint}")
         await self._server.start()
         self.nodes.set(dict.fromkeys(self.machines, "its address"))
@@ -128,8 +136,10 @@ class Controller:
 class Central:
     """Three nodes, two controllers, and the sidecars in the pod of the one that leads."""
 
-    def __init__(self, directory: Path, classes: Mapping[str, StorageClass] = CLASSES) -> None:
-        self.cluster = Cluster(classes, is_central=True)
+    def __init__(
+        self, directory: Path, classes: Mapping[str, StorageClass], *, attach: bool
+    ) -> None:
+        self.cluster = Cluster(classes, is_central=True, attaches=attach)
         self.directory, self.loop = directory, Loop()
         self._authority, self._serial = Authority(), itertools.count(1)
         shown = self._authority.write(
@@ -144,7 +154,7 @@ class Central:
         self.plugin = Plugin(self.leader.client, self.cluster.answers.append)
         self.cluster.sidecars = [
             kind(self.cluster, "", self.plugin)
-            for kind in (Provisioner, Snapshotter, ClusterResizer)
+            for kind in (Provisioner, Snapshotter, ClusterResizer, *[Attacher] * attach)
         ]
         self.cluster.supervisors.append(self._supervise)
 
@@ -162,6 +172,7 @@ class Central:
             *(self.cluster, self.directory, name, next(self._serial)),
             controller_address=Address("127.0.0.1", 0),
             tls_directory=self._authority.write(self.directory / "tls" / name, shown),
+            attach=self.cluster.attaches,
         )
 
     def run_until_all_answer(self) -> None:
@@ -204,7 +215,8 @@ class Central:
 
     def _controller(self) -> Controller:
         endpoint = self.directory / f"controller-{next(self._serial)}.sock"
-        return Controller(endpoint, self._certificates, self.machines, self.loop)
+        known = (endpoint, self._certificates, self.machines, self.loop)
+        return Controller(*known, attach=self.cluster.attaches)
 
     def stop(self) -> None:
         for one in self.controllers:
@@ -215,12 +227,16 @@ class Central:
 
 
 @contextmanager
-def central(directory: Path, classes: Mapping[str, StorageClass] = CLASSES) -> Iterator[Central]:
+def central(
+    directory: Path, classes: Mapping[str, StorageClass] = CLASSES, *, attach: bool = False
+) -> Iterator[Central]:
     """The whole, whose controllers' clock is the cluster's."""
     with pytest.MonkeyPatch.context() as patch:
-        made = Central(directory, classes)
-        now = made.cluster.backoff
+        # Zero until the cluster is there.
+        now = Backoff()
         patch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now.now + 1.0))
+        made = Central(directory, classes, attach=attach)
+        now = made.cluster.backoff
         try:
             yield made
         finally:

@@ -48,6 +48,9 @@ class Kubelet:
     def step(self) -> None:
         """Do what is due for the pods of this node, and let go of volumes that none of them has."""
         mine = [pod for pod in self._cluster.pods if pod.node == self._node]
+        # What it finds in its directory of pods that are gone from the API.
+        for pod in set(self._published) - set(mine):
+            self._end(pod)
         for pod in mine:
             if pod.is_deleted:
                 self._end(pod)
@@ -59,6 +62,10 @@ class Kubelet:
         published = {one.name for one in self._published.values()}
         for name in set(self._staged) - wanted - published:
             self._unstage(self._staged[name])
+
+    def has(self, volume: PersistentVolume) -> bool:
+        """Whether a volume is in use, as the node's status says (volumesInUse)."""
+        return volume.name in self._staged
 
     def restart(self) -> None:
         """Find in the directory what was published, and mount what pods have once more."""
@@ -111,7 +118,15 @@ class Kubelet:
         assert volume is not None
         if not self._backoff.is_due(self, pod):
             return
-        if self._stage(volume) and self._publish(pod, volume) and self._expand(pod):
+        attachment = self._cluster.attachment(volume, self._node)
+        if self._cluster.attaches and attachment is None:
+            return  # "timed out waiting for the condition"
+        context = {} if attachment is None else attachment.context
+        if (
+            self._stage(volume, context)
+            and self._publish(pod, volume, context)
+            and self._expand(pod)
+        ):
             pod.is_running = True
             self._backoff.succeeded(self, pod)
             path = self.target(pod, volume)
@@ -137,7 +152,7 @@ class Kubelet:
             assert len(set(statuses)) == len(statuses)
         self._plugin.ask("NodeGetStorageHealth")
 
-    def _stage(self, volume: PersistentVolume) -> bool:
+    def _stage(self, volume: PersistentVolume, context: Mapping[str, str]) -> bool:
         path = self._staging(volume)
         self._directories.prepare(path)
         request = csi.NodeStageVolumeRequest(
@@ -145,6 +160,7 @@ class Kubelet:
             staging_target_path=path,
             volume_capability=volume.capability,
             volume_context=volume.context,
+            publish_context=context,
         )
         answer = self._plugin.ask("NodeStageVolume", request)
         if answer.reaction is Reaction.FORGETS:
@@ -154,7 +170,7 @@ class Kubelet:
         self._staged[volume.name] = volume
         return answer.reaction is Reaction.GOES_ON
 
-    def _publish(self, pod: Pod, volume: PersistentVolume) -> bool:
+    def _publish(self, pod: Pod, volume: PersistentVolume, context: Mapping[str, str]) -> bool:
         path = self.target(pod, volume)
         self._directories.prepare(path.rpartition("/")[0])
         request = csi.NodePublishVolumeRequest(
@@ -164,6 +180,7 @@ class Kubelet:
             volume_capability=volume.capability,
             volume_context={**volume.context, **_about(pod.name), f"{_POD}ephemeral": "false"},
             readonly=pod.read_only,
+            publish_context=context,
         )
         answer = self._plugin.ask("NodePublishVolume", request)
         if answer.reaction is Reaction.FORGETS:
@@ -236,7 +253,8 @@ class Kubelet:
                 return
             self._directories.remove(path.rpartition("/")[0])
             del self._published[pod]
-        self._cluster.pods.remove(pod)
+        if pod in self._cluster.pods:
+            self._cluster.pods.remove(pod)
 
     def _unstage(self, volume: PersistentVolume) -> None:
         if not self._backoff.is_due(self, volume.name):

@@ -38,6 +38,8 @@ class PersistentVolume:
     storage_class: str
     capability: csi.VolumeCapability
     context: Mapping[str, str]
+    # `csi.readOnly`, which only ControllerPublishVolume has.
+    read_only: bool = False
 
 
 class Resize(enum.Enum):
@@ -81,6 +83,24 @@ class Claim:
         """Whether it has the size that is asked for, or says that it cannot be had."""
         is_refused = self.resize is Resize.INFEASIBLE and self.allocated_bytes == self.size_bytes
         return is_refused or self.size_bytes <= self.capacity_bytes
+
+
+@dataclass(eq=False)
+class VolumeAttachment:
+    """That a volume is to be attached to a node; gone once it is detached.
+
+    `context` is what the driver has stage and publish know.
+    """
+
+    volume: PersistentVolume
+    node: str
+    is_attached: bool = False
+    is_deleted: bool = False
+    context: Mapping[str, str] = field(default_factory=dict)
+    # Whether it is to be attached, or detached, though it is said to be so.
+    is_doubted: bool = False
+    # When the volume was to be detached at first.
+    asked_at: int = -1
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ class Reaction(enum.Enum):
     WAITS = "waits until the volume is out of use"
     STAYS = "goes on with the size that there is; asks again when the volume is mounted next"
     KEEPS = "keeps the capacity object as it is, or has none"
+    LEAVES = "leaves what is attached as it is, and asks again later"
     ENDS = "ends, and is started again"
 
     @property

@@ -153,6 +153,8 @@ class Provisioner(Sidecar):
     def _delete(self, volume: PersistentVolume) -> None:
         if not self._backoff.is_due(self, volume.name):
             return
+        if any(one.volume is volume for one in self._cluster.attachments):
+            return  # "is still attached to node" (shouldDelete)
         answer = self._plugin.ask("DeleteVolume", csi.DeleteVolumeRequest(volume_id=volume.id))
         if answer.reaction is not Reaction.GOES_ON:
             self._backoff.failed(self, volume.name)

@@ -228,7 +228,10 @@ class Unused(Node):
     """A node on which no kubelet is needed."""
 
     def __init__(self) -> None:
-        self.is_off = True
+        self.is_off = False
+
+    def step(self) -> None:
+        """Nothing is called there."""
 
 
 def test_restores_in_a_cluster_of_100_nodes_are_bound_in_one_further_cycle(tmp_path: Path) -> None:

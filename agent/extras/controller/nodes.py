@@ -98,7 +98,7 @@ class Node:
     # Why it did not answer when it was asked last; empty if it did.
     problem: str = _NOT_ASKED
     # Since when it is known (monotonic, seconds).
-    joined_seconds: float = field(default_factory=time.monotonic)
+    joined_seconds: float = field(default_factory=lambda: time.monotonic())
     asking: "asyncio.Task[None] | None" = None
 
     @property
