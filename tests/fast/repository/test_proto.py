@@ -8,7 +8,12 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.json_format import MessageToDict, ParseDict
 
+from agent.csi.controller import Controller
+from agent.csi.group_controller import GroupController
+from agent.csi.identity import Identity
+from agent.csi.node import Node
 from agent.csi.operator import Operator
+from agent.extras.changed_blocks.service import ChangedBlocks
 from agent.extras.transfer.service import Transfer
 from proto import carver_pb2, csi_pb2, generate, pluginregistration_pb2
 
@@ -67,6 +72,18 @@ def test_each_of_carvers_own_calls_is_answered(service: str, servicer: type) -> 
     assert found.methods
     missing = {one.name for one in found.methods} - vars(servicer).keys()
     assert not missing, servicer.__module__
+
+
+def test_each_call_of_csi_is_answered() -> None:
+    servicers = (Identity, Controller, GroupController, ChangedBlocks, Node)
+    answered = {name for one in servicers for name in vars(one) if name[0].isupper()}
+    every = [
+        method.name
+        for service in csi_pb2.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+    assert len(every) == len(set(every)) == 36
+    assert set(every) - answered == set()
 
 
 def test_sizes_and_offsets_of_carvers_own_calls_are_numbers_that_hold_them() -> None:
