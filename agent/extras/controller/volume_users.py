@@ -59,10 +59,22 @@ class VolumeUsers:
         return str(source.get("volumeHandle")) if source.get("driver") == self._driver_name else ""
 
     def _users(self, claim: Subject, node: str) -> Iterator[Subject]:
+        """The pods that use a claim; none on a node whose kubelet writes to pods itself."""
         if node not in self._pods:
             on_node = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
             self._pods[node] = on_node.items
+        if any(map(_has_health, self._pods[node])):
+            return
         for one in self._pods[node]:
             about = one["metadata"]
             if about.get("namespace") == claim.namespace and claim.name in claims_of(one):
                 yield Subject("Pod", claim.namespace, about["name"], about["uid"])
+
+
+def _has_health(pod: Object) -> bool:
+    """Whether a kubelet with the feature CSIVolumeHealth wrote to a pod's status.
+
+    It asks NodeGetVolumeHealth of the volumes of all of its pods, and an entry stays when its
+    conditions are over (SetPodVolumeHealth of Kubernetes 1.37, pkg/kubelet/status).
+    """
+    return bool((pod.get("status") or {}).get("volumeHealth"))

@@ -243,6 +243,45 @@ def test_a_condition_is_said_once_on_the_claim_and_on_its_pods(site: Site) -> No
     assert site.api.requests == written
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"name": "v", "healthConditions": [{"status": "Degraded", "reason": "RaidDegraded"}]}],
+        # Of another driver's volume, or of a condition that is over.
+        [{"name": "tmp"}],
+    ],
+    ids=["the same condition", "another"],
+)
+def test_what_a_kubelet_writes_to_pods_itself_is_said_on_the_claim_alone(
+    site: Site, entries: list[Object]
+) -> None:
+    volume_id = site.sick(1, DEGRADED)
+    site.api.claimed(volume_id)
+    site.api.pod("db-0", site.nodes[1].name)
+    told = site.api.pod("db-1", site.nodes[1].name, claim="logs")
+    told["status"]["volumeHealth"] = entries
+    # A kubelet of an older version, or without the feature.
+    site.api.claimed(site.sick(2, FULL, volume="pvc-2"), claim="other")
+    site.api.pod("web-0", site.nodes[2].name, claim="other")
+    own = ["Warning PoolFull other x1", "Warning PoolFull web-0 x1"]
+    assert site.look() == [*own, "Warning RaidDegraded data x1"]
+    site.sick(1)
+    assert site.look(CALM) == [
+        "Normal ConditionEnded data x1",
+        *own,
+        "Warning RaidDegraded data x1",
+    ]
+
+
+@pytest.mark.parametrize("status", [None, {"volumeHealth": None}, {"volumeHealth": []}])
+def test_a_pod_without_a_health_of_its_volumes_is_told(site: Site, status: object) -> None:
+    site.api.claimed(site.sick(1, DEGRADED))
+    pod = site.api.pod("db-0", site.nodes[1].name)
+    site.api.pod("db-1", site.nodes[1].name, claim="logs")["status"] = status
+    pod["status"] = {"phase": "Running", "volumeHealth": None}
+    assert site.look() == ["Warning RaidDegraded data x1", "Warning RaidDegraded db-0 x1"]
+
+
 def test_while_all_is_well_the_api_server_is_not_asked(site: Site) -> None:
     site.api.claimed(f"data@{uuid_of(1)}/vol-pvc-1")
     assert site.look() == site.look() == []
