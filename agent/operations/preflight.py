@@ -396,7 +396,9 @@ def _modules(node: Node) -> Iterator[Seen]:
         if there:
             yield _pass(f"the kernel has {module}, for {purpose}")
         elif there is None and module not in needed:
-            yield _pass(f"{module}, for {purpose}, is loaded when Carver starts, if the node has it")
+            yield _pass(
+                f"{module}, for {purpose}, is loaded when Carver starts, if the node has it"
+            )
         elif there is None:
             yield (
                 WARN,
