@@ -161,6 +161,15 @@ def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -
     return max(1, -(-size_bytes // unit)) * unit
 
 
+def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
+    """What a volume of a size in whole extents takes on its disks: all images, with their metadata.
+
+    A thin volume may take its whole size of its pool.
+    """
+    on_each = size_bytes // layout.stripes + layout.metadata_extents * extent_size_bytes
+    return on_each * layout.disks
+
+
 def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 0) -> int:
     """The largest volume that can be made now, in bytes; one extent more cannot.
 

@@ -255,9 +255,10 @@ class InlineTotal(AgentError):
 
     def __init__(self, asked_bytes: int, there_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"this node's inline volumes have {there_bytes} bytes, {asked_bytes} more were asked,"
-            f" and inline_total_limit is {limit_bytes} bytes; use a claim instead, or have an"
-            " operator raise it"
+            f"this node's inline volumes take {there_bytes} bytes of its volume groups, this one"
+            f" would take {asked_bytes} more (with the copies or parity of its class), and"
+            f" inline_total_limit is {limit_bytes} bytes; use a claim instead, or have an operator"
+            " raise it"
         )
 
 

@@ -186,8 +186,8 @@ SETTINGS: Mapping[str, Setting] = {
     "inline_total_limit": Setting(
         values.parse_reserve,
         "50%",
-        "how large a node's inline volumes may be together: a size, or a part of all groups;"
-        " 0: no limit",
+        "what a node's inline volumes may take of its groups together, with copies and parity: a"
+        " size, or a part of all groups; 0: no limit",
     ),
     "lvm": Setting(
         values.choice("direct", "host"), "direct", "where lvm2 is; host: through nsenter"

@@ -28,7 +28,7 @@ from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import Stager
-from lvm import report, tags
+from lvm import layout, report, tags
 from lvm.devices import Device
 from mount import command, table, target
 from mount import errors as mount_errors
@@ -42,7 +42,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class _Admitted:
-    """The sizes of volumes that calls may make, and that other calls' reports may lack.
+    """What volumes take that calls may make, and that other calls' reports may lack.
 
     They are kept until no call is under way that may have such a report.
     """
@@ -145,7 +145,9 @@ class InlineVolumes:
         attempt = _Attempt()
 
         def admit(known: report.Report, size_bytes: int) -> None:
-            self._check_limits(call, known, size_bytes)
+            extent = known.group(one.group).extent_size_bytes
+            allocated = layout.allocated_bytes(size_bytes, extent, one.layout)
+            self._check_limits(call, known, allocated)
             attempt.began = True
 
         def find() -> Volume:
@@ -212,8 +214,13 @@ class InlineVolumes:
             raise problems[0]
         return False
 
-    def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
-        """Raise BadField, InlineTotal for a size above the limits of the configuration."""
+    def _check_limits(
+        self, call: PublishInline, known: report.Report, allocated_bytes: int
+    ) -> None:
+        """Raise BadField, InlineTotal for a size above the limits of the configuration.
+
+        `allocated_bytes` is what the volume will take of its group: the total is limited by that.
+        """
         asked = call.size_bytes or plan.DEFAULT_SIZE_BYTES
         limit = self._config.inline_volume_limit
         if limit and asked > limit:
@@ -225,8 +232,8 @@ class InlineVolumes:
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
-            there = {one.own_tags[tag.NAME]: one.size_bytes for one in self._all(known)}
-            self._admitted.admit(call.volume_id, size_bytes, there, limit)
+            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in self._all(known)}
+            self._admitted.admit(call.volume_id, allocated_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
         """Delete the volume of a call that failed for good, if it holds no data.
@@ -319,3 +326,8 @@ class InlineVolumes:
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
             )
+
+
+def _allocated_bytes(one: Volume) -> int:
+    """What an inline volume takes of its group: a mirrored one several times its size."""
+    return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)

@@ -567,3 +567,41 @@ def test_lowered_limits_keep_existing_volumes(
         with expect.code("RESOURCE_EXHAUSTED", "inline_total_limit"):
             caller.publish_inline("csi-other", target.with_name("other"), {"size": "1Mi"})
     running.stop()
+
+
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "raid6": Layout("raid6", stripes=3),
+    "raid10": Layout("raid10", stripes=2, mirrors=1),
+}
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(LAYOUTS, usual=["raid1"]))
+def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
+    kind: str, host: AnyHost, tmp_path: Path, target: Path
+) -> None:
+    group = host.new_group(*[100] * 5)
+    safe = DeviceClass(name="safe", group=group, default=True, layout=LAYOUTS[kind])
+    directory = str(host.directory)
+    made = configured.carver(tmp_path, group, kubelet_dir=(directory,), classes=(safe,))
+    config = replace(made, inline_volume_limit=0, inline_total_limit=Reserve(percent=50))
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.start(config.endpoint)
+    empty = report.read(host.lvm).group(group).free_extents
+    with (
+        Client(config.endpoint) as client,
+        expect.code("RESOURCE_EXHAUSTED", "inline_total_limit"),
+    ):
+        for count in itertools.count():
+            place = target.with_name(f"mount-{count}")
+            client.publish_inline(f"csi-{count}", place, {"size": "32Mi"})
+    running.stop()
+    known = report.read(host.lvm).group(group)
+    used = empty - known.free_extents
+    # What one more would have taken is more than what the limit leaves.
+    assert used <= known.extents // 2 < used + used // count
+    for number in range(count):
+        host.kernel.unmount(str(target.with_name(f"mount-{number}")))
