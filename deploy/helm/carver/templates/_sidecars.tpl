@@ -31,6 +31,9 @@ replicas; without a controller those of each node.
     - --capacity-ownerref-level=2
     # A node that hangs holds up one of them.
     - --capacity-threads=10
+    # One object for each node and class: 3,000 are written in a minute, and not one a second.
+    - --kube-api-capacity-qps=50
+    - --kube-api-capacity-burst=100
     {{- else }}
     # The pod owns the objects of its node's capacity: they go with it, and with the node.
     - --capacity-ownerref-level=0
