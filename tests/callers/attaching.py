@@ -41,9 +41,10 @@ class AttachDetachController:
 
     def step(self) -> None:
         wanted = {
-            (pod.claim.volume.name, pod.node): pod.claim.volume
+            (volume.name, pod.node): volume
             for pod in self._cluster.pods
-            if pod.node and pod.claim.volume is not None
+            if pod.node
+            for volume in pod.volumes
         }
         there = {(one.volume.name, one.node): one for one in self._cluster.attachments}
         for key, one in there.items():

@@ -35,9 +35,10 @@ class Backoff:
     def is_due(self, *what: object) -> bool:
         return self._due.get(what, (0, 0))[0] <= self.now
 
-    def failed(self, *what: object) -> None:
+    def failed(self, *what: object, seconds: int = 0) -> None:
+        """Wait twice as long as before, or as long as is given."""
         waited = self._due.get(what, (0, 0))[1]
-        longer = min(300, 2 * waited or 1)
+        longer = seconds or min(300, 2 * waited or 1)
         self._due[what] = (self.now + longer, longer)
 
     def succeeded(self, *what: object) -> None:
@@ -85,49 +86,59 @@ class Scheduler:
 
     def step(self) -> None:
         for pod in self._cluster.pods:
-            if not pod.node and not pod.is_deleted and not pod.claim.is_deleted:
+            if not pod.node and pod.is_wanted:
                 self._schedule(pod)
 
     def _schedule(self, pod: Pod) -> None:
-        claim = pod.claim
+        """One cycle: filter the nodes, choose one, and have the claims provisioned there."""
         if pod.assumed_node:
             self._check_bindings(pod)
             return
-        if claim.volume is not None:
-            # A node that is off has the taint node.kubernetes.io/not-ready.
-            is_off = self._cluster.nodes[claim.volume.node].is_off
-            nodes: Sequence[str] = [] if is_off else [claim.volume.node]
-        elif self._cluster.classes[claim.storage_class].is_immediate:
+        unbound = [one for one in pod.claims if one.volume is None]
+        if any(self._cluster.classes[one.storage_class].is_immediate for one in unbound):
             return  # "pod has unbound immediate PersistentVolumeClaims"
-        elif claim.selected_node:
-            nodes = [claim.selected_node]
-        else:
-            nodes = self._nodes_for(pod)
-        if nodes := [one for one in nodes if not pod.nodes or one in pod.nodes]:
+        nodes = [
+            one
+            for one in self._cluster.nodes
+            if (not pod.nodes or one in pod.nodes)
+            and all(self._fits(claim, one) for claim in pod.claims)
+        ]
+        if nodes:
             pod.cycles += 1
             pod.assumed_node = self._chance.choice(nodes)
-            if claim.volume is None:
+            # All at once, those that are to be made of something too (bindAPIUpdate).
+            for claim in unbound:
                 claim.selected_node = pod.assumed_node
             self._check_bindings(pod)
 
-    @staticmethod
-    def _check_bindings(pod: Pod) -> None:
-        """Wait in PreBind for the claim's volume; have another cycle if that is elsewhere."""
-        claim = pod.claim
-        if claim.volume is not None and claim.volume.node == pod.assumed_node:
-            pod.node = pod.assumed_node
-        elif claim.volume is not None or claim.selected_node != pod.assumed_node:
-            # "pv node affinity doesn't match node", "provisioning failed for PVC"
-            pod.assumed_node = ""
+    def _fits(self, claim: Claim, node: str) -> bool:
+        """Whether a node passes for one claim (FindPodVolumes).
 
-    def _nodes_for(self, pod: Pod) -> Sequence[str]:
-        """Those whose CSIStorageCapacity is large enough for the claim of a pod."""
-        claim, capacities = pod.claim, self._cluster.capacities
-        return [
-            node
-            for node in self._cluster.nodes
-            if claim.size_bytes <= capacities.get((node, claim.storage_class), -1)
-        ]
+        A bound one by its PersistentVolume's affinity. Others are only on the node that was chosen
+        for them, if one was; and each by itself must be no larger than the CSIStorageCapacity.
+        """
+        if claim.volume is not None:
+            # A node that is off has the taint node.kubernetes.io/not-ready.
+            return claim.volume.node == node and not self._cluster.nodes[node].is_off
+        if claim.selected_node not in ("", node):
+            return False
+        if (allowed := self._cluster.classes[claim.storage_class].allowed) and node not in allowed:
+            return False
+        return claim.size_bytes <= self._cluster.capacities.get((node, claim.storage_class), -1)
+
+    def _check_bindings(self, pod: Pod) -> None:
+        """Wait in PreBind for the claims' volumes; have another cycle if one is elsewhere."""
+        node = pod.assumed_node
+        is_lost = node not in self._cluster.nodes  # "failed to get node"
+        for claim in pod.claims:
+            # "pv node affinity doesn't match node", "provisioning failed for PVC"
+            is_elsewhere = claim.volume is not None and claim.volume.node != node
+            is_given_up = claim.volume is None and claim.selected_node != node
+            is_lost = is_lost or is_elsewhere or is_given_up
+        if is_lost:
+            pod.assumed_node = ""
+        elif len(pod.volumes) == len(pod.claims):
+            pod.node = node
 
 
 class Node:
@@ -214,9 +225,10 @@ class Cluster:
         self.claims.append(made)
         return made
 
-    def pod(self, claim: Claim, *nodes: str, **more: Any) -> Pod:
-        """A person makes a pod, which may be on some nodes only."""
-        made = Pod(f"pod-{next(self._serial)}", claim, frozenset(nodes), **more)
+    def pod(self, claims: Claim | Sequence[Claim], *nodes: str, **more: Any) -> Pod:
+        """A person makes a pod of one claim or several, which may be on some nodes only."""
+        of = (claims,) if isinstance(claims, Claim) else tuple(claims)
+        made = Pod(f"pod-{next(self._serial)}", of, frozenset(nodes), **more)
         self.pods.append(made)
         return made
 
@@ -259,16 +271,16 @@ class Cluster:
         """Let time go by until everything is as people want it."""
         assert self.run_until(lambda: not self.waiting(), seconds), self.report()
 
-    def start(self, claim: Claim, *nodes: str, **more: Any) -> Pod:
+    def start(self, claims: Claim | Sequence[Claim], *nodes: str, **more: Any) -> Pod:
         """A person makes a pod, and waits until all is as it should be."""
-        made = self.pod(claim, *nodes, **more)
+        made = self.pod(claims, *nodes, **more)
         self.settle()
         return made
 
     def _collect(self) -> None:
         """What finalizers let go: in use by no pod, and source of nothing that is being made."""
         snapshotted = {one.claim for one in self.snapshots if not one.is_ready}
-        used = {pod.claim for pod in self.pods}
+        used = {claim for pod in self.pods for claim in pod.claims}
         for pod in [one for one in self.pods if one.is_deleted and not one.node]:
             self.pods.remove(pod)
         for claim in [one for one in self.claims if one.is_deleted]:
@@ -289,11 +301,11 @@ class Cluster:
 
     def waiting(self) -> list[str]:
         """What is not as people want it, though nothing is missing that they would have to do."""
-        pods = [one for one in self.pods if not one.is_deleted and not one.claim.is_deleted]
+        pods = [one for one in self.pods if one.is_wanted]
         bound = [one for one in self.claims if one.volume and not one.is_deleted]
         # With a copy-on-write snapshot it grows when it is next staged, and is not modified.
         snapshotted = {one.claim for one in self.snapshots}
-        growing = {pod.claim for pod in pods} - snapshotted
+        growing = {claim for pod in pods for claim in pod.claims} - snapshotted
         # A copy-on-write snapshot is nothing without its origin.
         kept = [one.claim.volume for one in self.snapshots]
         return [

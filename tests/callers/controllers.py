@@ -17,6 +17,7 @@ import grpc
 import pytest
 from authority import Authority
 from callers import machines
+from callers.api import Api
 from callers.attaching import Attacher
 from callers.cluster import Backoff, Cluster
 from callers.machines import Machine
@@ -25,16 +26,22 @@ from callers.plugin import Plugin
 from callers.sidecars import ClusterResizer, Provisioner, Snapshotter
 from clustered import Loop
 
-from agent.core.settings import DRIVER_NAME
+from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.core.values import Address
 from agent.csi.client import Client
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.claims import Claims, Questions
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
 
-CLASSES = {**machines.CLASSES, "now": StorageClass("now", {"carver/class": "fast"}, True)}
+CLASSES = {
+    **machines.CLASSES,
+    "now": StorageClass("now", {"carver/class": "fast"}, is_immediate=True),
+    "allowed": StorageClass("allowed", {"carver/class": "fast"}, True, ("a", "b")),
+}
 NAMES = "abc"
+_FOR_EVER = 1 << 40
 
 
 class Line:
@@ -87,11 +94,14 @@ class Controller:
         found: Certificates,
         every: Mapping[str, Machine],
         loop: Loop,
+        api: Api,
         *,
         attach: bool,
     ) -> None:
         self._attach = attach
         self.certificates, self.machines, self.loop = found, every, loop
+        claims = Claims(api.objects, api.lists, DRIVER_NAME, TOPOLOGY_KEY)
+        self._questions = Questions(claims)
         # The number of steps after which it dies; a step is a call to a node, or its answer.
         self.dies_after = -1
         self.steps = 0
@@ -102,11 +112,24 @@ class Controller:
     async def _start(self, endpoint: Path) -> None:
         self.nodes = Nodes(DRIVER_NAME, lambda name, _: cast(grpc.aio.Channel, Line(self, name)))
         self._server = grpc.aio.server()
-        Router(self.nodes, DRIVER_NAME, "0", attach=self._attach).add_to(self._server)
+        questions, attach = self._questions, self._attach
+        router = Router(self.nodes, DRIVER_NAME, "0", questions=questions, attach=attach)
+        router.add_to(self._server)
         self._server.add_insecure_port(f"unix://{endpoint}")
         await self._server.start()
-        self.nodes.set(dict.fromkeys(self.machines, "its address"))
+        self._know_nodes()
         await self._look()
+
+    def _know_nodes(self) -> None:
+        self.nodes.set(dict.fromkeys(self.machines, "its address"))
+
+    def forget_nodes(self) -> None:
+        """Know no node any more that is not among the machines."""
+
+        async def forget() -> None:
+            self._know_nodes()
+
+        self.loop.run(forget())
 
     async def take_step(self) -> None:
         """Count a step of a call; die at the one that is chosen."""
@@ -131,6 +154,7 @@ class Controller:
     async def _end(self) -> None:
         await self._server.stop(0 if self.is_dead else 10)
         await self.nodes.close()
+        self._questions.stop()
 
 
 class Central:
@@ -140,6 +164,9 @@ class Central:
         self, directory: Path, classes: Mapping[str, StorageClass], *, attach: bool
     ) -> None:
         self.cluster = Cluster(classes, is_central=True, attaches=attach)
+        self.api = Api(self.cluster)
+        # Those whose Node object was deleted.
+        self._deleted: set[str] = set()
         self.directory, self.loop = directory, Loop()
         self._authority, self._serial = Authority(), itertools.count(1)
         shown = self._authority.write(
@@ -175,6 +202,27 @@ class Central:
             attach=self.cluster.attaches,
         )
 
+    def delete_node(self, name: str) -> None:
+        """A node is lost for good, and people delete its Node object: its pods go with it.
+
+        The controllers know it as one that is silent, until `forget_deleted`.
+        """
+        self.machines[name].switch_off(_FOR_EVER)
+        self._deleted.add(name)
+        del self.cluster.nodes[name]
+        for key in [one for one in self.cluster.capacities if one[0] == name]:
+            del self.cluster.capacities[key]
+        for pod in [one for one in self.cluster.pods if one.node == name]:
+            self.cluster.pods.remove(pod)
+
+    def forget_deleted(self) -> None:
+        """Have the controllers know the nodes no more that were deleted."""
+        for name in self._deleted:
+            self.cluster.supervisors.remove(self.machines.pop(name).ensure_alive)
+        self._deleted.clear()
+        for one in self.controllers:
+            one.forget_nodes()
+
     def run_until_all_answer(self) -> None:
         """Let time go by until all nodes are on, and the controller that leads knows it."""
         assert self.cluster.run_until(
@@ -187,7 +235,11 @@ class Central:
         )
 
     def let_live(self) -> None:
-        """Have all nodes on, with all their groups, and nothing that is yet to die."""
+        """Have all nodes on, with all their groups, and nothing that is yet to die.
+
+        But for those that were deleted.
+        """
+        self.forget_deleted()
         for machine in self.machines.values():
             machine.switch_on()
             machine.find_again()
@@ -215,7 +267,7 @@ class Central:
 
     def _controller(self) -> Controller:
         endpoint = self.directory / f"controller-{next(self._serial)}.sock"
-        known = (endpoint, self._certificates, self.machines, self.loop)
+        known = (endpoint, self._certificates, self.machines, self.loop, self.api)
         return Controller(*known, attach=self.cluster.attaches)
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callers.directories import Directories
-from callers.objects import PersistentVolume, Pod
+from callers.objects import Claim, PersistentVolume, Pod
 from callers.plugin import Answer, Plugin
 from callers.rules import NOT_FINAL, Reaction
 
@@ -37,7 +37,9 @@ class Kubelet:
         self._directories = directories
         # What was done, or may have been: volumes and the pods that they are published to.
         self._staged: dict[str, PersistentVolume] = {}
-        self._published: dict[Pod, PersistentVolume] = {}
+        self._published: dict[tuple[Pod, str], PersistentVolume] = {}
+        # Volumes that pods have, by the pod and the volume's name: not mounted again.
+        self._mounted: set[tuple[Pod, str]] = set()
         # Where the pod that came last has each raw block volume.
         self._mapped: dict[str, str] = {}
         # The names of volumes whose growth is not tried before they are unmounted, and of those of
@@ -49,7 +51,7 @@ class Kubelet:
         """Do what is due for the pods of this node, and let go of volumes that none of them has."""
         mine = [pod for pod in self._cluster.pods if pod.node == self._node]
         # What it finds in its directory of pods that are gone from the API.
-        for pod in set(self._published) - set(mine):
+        for pod in {pod for pod, _ in self._published} - set(mine):
             self._end(pod)
         for pod in mine:
             if pod.is_deleted:
@@ -58,7 +60,7 @@ class Kubelet:
                 self._start(pod)
             else:
                 self._grow(pod)
-        wanted = {one.claim.volume.name for one in mine if one.claim.volume and not one.is_deleted}
+        wanted = {volume.name for one in mine if not one.is_deleted for volume in one.volumes}
         published = {one.name for one in self._published.values()}
         for name in set(self._staged) - wanted - published:
             self._unstage(self._staged[name])
@@ -71,7 +73,8 @@ class Kubelet:
         """Find in the directory what was published, and mount what pods have once more."""
         self._in_use.clear()
         self._failed.clear()
-        for pod in self._published:
+        self._mounted.clear()
+        for pod, _ in self._published:
             pod.is_running = False
 
     def reboot(self) -> None:
@@ -114,27 +117,34 @@ class Kubelet:
         return str(root / "pods" / pod.name / "volumes/kubernetes.io~csi" / volume.name / "mount")
 
     def _start(self, pod: Pod) -> None:
-        volume = pod.claim.volume
-        assert volume is not None
+        """Mount each volume by itself; the pod runs once it has all (WaitForAttachAndMount)."""
         if not self._backoff.is_due(self, pod):
             return
+        for claim in pod.claims:
+            volume = claim.volume
+            assert volume is not None
+            if (pod, volume.name) not in self._mounted and not self._mount(pod, claim, volume):
+                continue
+            self._mounted.add((pod, volume.name))
+        pod.is_running = all((pod, one.name) in self._mounted for one in pod.volumes)
+        (self._backoff.succeeded if pod.is_running else self._backoff.failed)(self, pod)
+
+    def _mount(self, pod: Pod, claim: Claim, volume: PersistentVolume) -> bool:
         attachment = self._cluster.attachment(volume, self._node)
         if self._cluster.attaches and attachment is None:
-            return  # "timed out waiting for the condition"
+            return False  # "timed out waiting for the condition"
         context = {} if attachment is None else attachment.context
-        if (
+        is_mounted = (
             self._stage(volume, context)
             and self._publish(pod, volume, context)
-            and self._expand(pod)
-        ):
-            pod.is_running = True
-            self._backoff.succeeded(self, pod)
-            path = self.target(pod, volume)
+            and self._expand(pod, claim)
+        )
+        path = self.target(pod, volume)
+        if is_mounted:
             request = csi.NodeGetVolumeStatsRequest(volume_id=volume.id, volume_path=path)
             self._plugin.ask("NodeGetVolumeStats", request)
-        else:
-            self._backoff.failed(self, pod)
-        self._ask_for_health(volume, self.target(pod, volume))
+        self._ask_for_health(volume, path)
+        return is_mounted
 
     def _ask_for_health(self, volume: PersistentVolume, path: str) -> None:
         """As often as for statistics, and of what could not be staged, too (Kubernetes 1.37)."""
@@ -185,7 +195,7 @@ class Kubelet:
         answer = self._plugin.ask("NodePublishVolume", request)
         if answer.reaction is Reaction.FORGETS:
             return False
-        self._published[pod] = volume
+        self._published[pod, volume.name] = volume
         if answer.reaction is not Reaction.GOES_ON:
             return False
         if _is_block(volume):
@@ -195,19 +205,18 @@ class Kubelet:
 
     def _grow(self, pod: Pod) -> None:
         """Expand what a pod uses (`actual_state_of_world.go`, volumeNeedsExpansion)."""
-        volume = pod.claim.volume
-        assert volume is not None
-        if volume.name not in self._in_use and self._backoff.is_due(self, pod.claim):
-            self._expand(pod)
+        for claim in pod.claims:
+            assert claim.volume is not None
+            if claim.volume.name not in self._in_use and self._backoff.is_due(self, claim):
+                self._expand(pod, claim)
 
-    def _expand(self, pod: Pod) -> bool:
+    def _expand(self, pod: Pod, claim: Claim) -> bool:
         """Expand what is smaller than its PersistentVolume; whether it can be mounted.
 
         Each mount asks, whatever was answered before (`operation_generator.go`,
         expandVolumeDuringMount). After an infeasible error, too, the mount fails: only a later try
         lets the pod pass, if the claim is marked still (`node_expander.go`, expandOnPlugin).
         """
-        claim = pod.claim
         volume = claim.volume
         assert volume is not None
         if claim.is_infeasible or claim.capacity_bytes >= volume.size_bytes or pod.read_only:
@@ -237,24 +246,29 @@ class Kubelet:
         return answer.reaction is Reaction.STAYS
 
     def _end(self, pod: Pod) -> None:
+        """Unmount each volume by itself; the pod is gone once it has none."""
         pod.is_running = False
-        volume = self._published.get(pod)
-        if volume is not None:
-            if not self._backoff.is_due(self, pod, "end"):
-                return
-            path = self.target(pod, volume)
-            if _is_block(volume) and not self._directories.release(path):
-                self._backoff.failed(self, pod, "end")
-                return
-            request = csi.NodeUnpublishVolumeRequest(volume_id=volume.id, target_path=path)
-            answer = self._plugin.ask("NodeUnpublishVolume", request)
-            if answer.reaction is not Reaction.GOES_ON:
-                self._backoff.failed(self, pod, "end")
-                return
-            self._directories.remove(path.rpartition("/")[0])
-            del self._published[pod]
-        if pod in self._cluster.pods:
+        for key, volume in [one for one in self._published.items() if one[0][0] is pod]:
+            self._unpublish(pod, volume)
+            if key not in self._published:
+                self._mounted.discard(key)
+        is_gone = not any(of is pod for of, _ in self._published)
+        if is_gone and pod in self._cluster.pods:
             self._cluster.pods.remove(pod)
+
+    def _unpublish(self, pod: Pod, volume: PersistentVolume) -> None:
+        if not self._backoff.is_due(self, pod, volume.name):
+            return
+        path = self.target(pod, volume)
+        if _is_block(volume) and not self._directories.release(path):
+            self._backoff.failed(self, pod, volume.name)
+            return
+        request = csi.NodeUnpublishVolumeRequest(volume_id=volume.id, target_path=path)
+        if self._plugin.ask("NodeUnpublishVolume", request).reaction is not Reaction.GOES_ON:
+            self._backoff.failed(self, pod, volume.name)
+            return
+        self._directories.remove(path.rpartition("/")[0])
+        del self._published[pod, volume.name]
 
     def _unstage(self, volume: PersistentVolume) -> None:
         if not self._backoff.is_due(self, volume.name):

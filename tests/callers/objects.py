@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from proto import csi_pb2 as csi
 
 SIDECAR_PREFIX = "csi.storage.k8s.io/"
+# Of all pods and claims.
+NAMESPACE = "shop"
 FS_TYPE = f"{SIDECAR_PREFIX}fstype"
 
 
@@ -20,6 +22,8 @@ class StorageClass:
     name: str
     parameters: Mapping[str, str] = field(default_factory=dict)
     is_immediate: bool = False
+    # The nodes of its allowedTopologies; all where it is empty.
+    allowed: tuple[str, ...] = ()
 
     @property
     def fs_type(self) -> str:
@@ -105,18 +109,28 @@ class VolumeAttachment:
 
 @dataclass(eq=False)
 class Pod:
-    """A pod with one claim. `nodes` are those that its affinity allows, all where it is empty."""
+    """A pod with its claims. `nodes` are those that its affinity allows, all where it is empty."""
 
     name: str
-    claim: Claim
+    claims: tuple[Claim, ...]
     nodes: frozenset[str] = frozenset()
     read_only: bool = False
-    # The node of the cycle that waits for the claim, and how many cycles found a node.
+    # The node of the cycle that waits for the claims, and how many cycles found a node.
     assumed_node: str = ""
     cycles: int = 0
     node: str = ""
     is_running: bool = False
     is_deleted: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether neither it nor one of its claims was deleted."""
+        return not self.is_deleted and not any(one.is_deleted for one in self.claims)
+
+    @property
+    def volumes(self) -> list[PersistentVolume]:
+        """The volumes of its claims that are bound."""
+        return [one.volume for one in self.claims if one.volume is not None]
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ class Reaction(enum.Enum):
     REPEATS = "repeats it, and gives up nothing"
     RESCHEDULES = "gives the node up: the scheduler chooses again"
     STICKS = "repeats it on the same node for ever"
+    RETRIES_SLOWLY = "repeats it on the same node each five minutes, for ever"
     FORGETS = "takes it for not done; repeats it while it is wanted, and undoes nothing"
     BLOCKS = "repeats it; a pod that starts waits for it in ContainerCreating"
     INFEASIBLE = "marks the claim, and goes on without"

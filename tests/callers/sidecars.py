@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from callers import rules
-from callers.objects import SIDECAR_PREFIX, Claim, PersistentVolume, Pod, Resize, Snapshot
+from callers.objects import (
+    NAMESPACE,
+    SIDECAR_PREFIX,
+    Claim,
+    PersistentVolume,
+    Pod,
+    Resize,
+    Snapshot,
+)
 from callers.plugin import Plugin
 from callers.rules import Reaction
 
@@ -21,6 +29,8 @@ if TYPE_CHECKING:
 
 # --capacity-poll-interval of the manifests.
 _POLL_SECONDS = 300
+# After an infeasible error: --retry-interval-max.
+_SLOWLY_SECONDS = 300
 _AT_START = ("Probe", "GetPluginInfo", "GetPluginCapabilities", "ControllerGetCapabilities")
 
 
@@ -71,6 +81,8 @@ class Provisioner(Sidecar):
     """Makes the volumes of claims whose node is this one, and removes those that are on it."""
 
     def _begin(self) -> None:
+        # In memory only, by the claim's UID: what CreateVolume was asked for first (`cache.go`).
+        self._topologies: dict[Claim, csi.TopologyRequirement] = {}
         self._polled = self._backoff.now
         self._sync_capacities()
 
@@ -94,6 +106,9 @@ class Provisioner(Sidecar):
             return
         if (source := _content_source(claim)) is None and claim.source is not None:
             return  # it is not there yet
+        if self._has_lost_its_node(claim):
+            claim.selected_node, claim.is_under_way = "", False
+            return
         storage_class = self._cluster.classes[claim.storage_class]
         own = {k: v for k, v in storage_class.parameters.items() if SIDECAR_PREFIX not in k}
         request = csi.CreateVolumeRequest(
@@ -103,18 +118,24 @@ class Provisioner(Sidecar):
             parameters={
                 **own,
                 f"{SIDECAR_PREFIX}pvc/name": claim.name,
-                f"{SIDECAR_PREFIX}pvc/namespace": "shop",
+                f"{SIDECAR_PREFIX}pvc/namespace": NAMESPACE,
                 f"{SIDECAR_PREFIX}pv/name": f"pvc-{claim.name}",
             },
             volume_content_source=source,
-            accessibility_requirements=self._requirement(claim.selected_node),
+            accessibility_requirements=self._requirement(claim),
             mutable_parameters=self._cluster.attributes_classes[claim.attributes_class],
         )
         answer = self._plugin.ask("CreateVolume", request)
         claim.is_under_way = answer.reaction is Reaction.REPEATS
+        if not claim.is_under_way:
+            # Only then: after UNAVAILABLE the same node is asked, whatever becomes of it.
+            self._topologies.pop(claim, None)
         if answer.reaction is Reaction.RESCHEDULES:
             # Where no node was selected it has ended, and is repeated (checkError, mayReschedule).
             claim.selected_node = ""
+        if answer.reaction is Reaction.RETRIES_SLOWLY:
+            self._backoff.failed(self, claim, seconds=_SLOWLY_SECONDS)
+            return
         if answer.reaction is not Reaction.GOES_ON:
             self._backoff.failed(self, claim)
             return
@@ -136,19 +157,37 @@ class Provisioner(Sidecar):
         claim.current_attributes_class = claim.attributes_class
         self._sync_capacities()
 
-    def _requirement(self, selected: str) -> csi.TopologyRequirement | None:
+    def _has_lost_its_node(self, claim: Claim) -> bool:
+        """Whether the selected node's CSINode is not found, of which nothing is cached yet.
+
+        Then the claim is scheduled anew (prepareProvision, ProvisioningReschedule).
+        """
+        is_known = claim in self._topologies or claim.selected_node in self._cluster.nodes
+        return bool(claim.selected_node) and not is_known
+
+    def _requirement(self, claim: Claim) -> csi.TopologyRequirement | None:
         """GenerateAccessibilityRequirements of `topology.go`.
 
         With `--node-deployment` the node alone. Else, without `--strict-topology`, each node's
-        segments in order, and once more from the selected one on; none for what binds immediately
-        (`--immediate-topology=false`).
+        segments in order, or those of the class's allowedTopologies, and once more from the
+        selected one on. For what binds immediately (`--immediate-topology=false`) nothing, or what
+        is allowed, and once more from one on that a hash of the claim's name chooses. Of a selected
+        node all is cached by the claim's UID, also if another one is selected later.
         """
-        if not selected:
+        selected = claim.selected_node
+        allowed = self._cluster.classes[claim.storage_class].allowed
+        if not selected and not allowed:
             return None
-        every = [self._node] if self._node else sorted(self._cluster.nodes)
-        at = every.index(selected)
+        if claim in self._topologies:
+            return self._topologies[claim]
+        every = [self._node] if self._node else sorted(allowed or self._cluster.nodes)
+        shift = sum(claim.name.encode()) % len(every)
+        at = every.index(selected) if selected else shift
         terms = [csi.Topology(segments={TOPOLOGY_KEY: one}) for one in every]
-        return csi.TopologyRequirement(requisite=terms, preferred=terms[at:] + terms[:at])
+        made = csi.TopologyRequirement(requisite=terms, preferred=terms[at:] + terms[:at])
+        if selected:
+            self._topologies[claim] = made
+        return made
 
     def _delete(self, volume: PersistentVolume) -> None:
         if not self._backoff.is_due(self, volume.name):
@@ -241,7 +280,7 @@ class ClusterResizer(Sidecar):
         has_changed = size_bytes != claim.allocated_bytes
         if not has_changed and not self._backoff.is_due(self, claim, "resize"):
             return
-        if claim in self._in_use and any(one.claim is claim and one.node for one in self._pods()):
+        if claim in self._in_use and any(claim in one.claims and one.node for one in self._pods()):
             return
         claim.allocated_bytes, claim.resize = size_bytes, Resize.IN_PROGRESS
         claim.is_infeasible = False

@@ -79,7 +79,7 @@ class History:
     def drop_claim(self, which: int) -> None:
         if (one := self._claim(which)) is not None:
             one.is_deleted = True
-            for of in [of for of in self._cluster.pods if of.claim is one]:
+            for of in [of for of in self._cluster.pods if one in of.claims]:
                 of.is_deleted = True
 
     def drop_snapshot(self, which: int) -> None:

@@ -211,6 +211,30 @@ def test_a_node_that_does_not_answer_costs_its_own_calls_only(two: Cluster) -> N
 
 
 @pytest.mark.variation
+def test_a_node_that_left_the_cluster_is_given_up_and_a_silent_one_is_waited_for(
+    two: Cluster,
+) -> None:
+    clustered.listener(two.nodes["b"]).stop()
+    two.ask()
+    code, why = refused(lambda: create(two, "pvc-1", "b"))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "start it; if it will not come back, delete its Node object" in why
+    two.write_nodes("a")
+    two.loop.run(two.controller.look())
+    code, why = refused(lambda: create(two, "pvc-1", "b"))
+    assert (code, why) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "node b has left the cluster: the scheduler is to choose another",
+    )
+    assert where(create(two, "pvc-1", "a")) == ["a"]
+    # A controller that has not heard of all its nodes does not know which have left.
+    two.write_nodes()
+    two.restart()
+    code, _ = refused(lambda: create(two, "pvc-2", "b"))
+    assert code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.variation
 def test_capacity_is_that_of_the_node_or_of_all(two: Cluster) -> None:
     def room(node: str = "") -> int:
         request = csi.GetCapacityRequest(volume_capabilities=[block()])

@@ -25,6 +25,7 @@ from agent.core.settings import Config
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.claims import Claims, Questions
 from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.kubernetes.objects import Lists, Objects
 from proto import carver_pb2 as carver
@@ -75,6 +76,7 @@ class Enrolment:
         self.deleted_nodes = None
         if config.forget_deleted_nodes:
             self.deleted_nodes = DeletedNodes(objects, lists, config.driver_name, _DELETED_SECONDS)
+        self.questions = Questions(Claims(objects, lists, config.driver_name, config.topology_key))
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         self._reviewed: dict[str, _Reviewed] = {}
         self._reviewing: set[str] = set()
@@ -119,6 +121,7 @@ class Enrolment:
         if self._server is not None:
             await self._server.stop(1)
         self._reviewers.shutdown(wait=False, cancel_futures=True)
+        self.questions.stop()
 
     async def look(self) -> None:
         """Refresh what is old. Raises ClusterRefused, ClusterSilent; what was known stays."""

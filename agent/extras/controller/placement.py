@@ -3,15 +3,22 @@
 With a content source it is the source's node, whatever the scheduler chose: the answer's topology
 becomes the PersistentVolume's, and the scheduler puts the pod there in its next cycle (binder.go of
 its plugin volumebinding, checkBindings). Without one it is the first preferred node, and no other:
-the pod might not be able to follow. Without a requirement (Immediate) it is the node with the most
-room of those that answer, and that one again until it says how the call ended: if it no longer
-answers the volume may be there. Another controller does not know that: asked at the same time, or
-later while that node does not answer, it may choose another node, and one volume is an orphan.
+the pod might not be able to follow. If the cluster has no such Node any more the scheduler is to
+choose again (RESOURCE_EXHAUSTED), as the provisioner asks for the same node until a final answer.
+It is to choose again also where another volume of the same pod is, or will be, on another node:
+once that one is bound, the scheduler puts the pod there.
+
+A class that binds immediately has no such choice, and the preferred nodes of its allowedTopologies
+are in the order of a hash: it is the node with the most room of those that answer and are allowed,
+and that one again until it says how the call ended: if it no longer answers the volume may be
+there. Another controller does not know that: asked at the same time, or later while that node does
+not answer, it may choose another node, and one volume is an orphan.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -19,6 +26,7 @@ import grpc
 from agent.core import ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
+from agent.extras.controller.claims import ClaimName, OtherVolume, Questions
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 from lvm import names
 from proto import csi_pb2 as csi
@@ -70,23 +78,138 @@ class Attempts:
             del self._nodes[next(iter(self._nodes))]
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """Another volume of a pod, which is, or will be, on another node than the new one."""
+
+    other: OtherVolume
+    # Its node's topology segments or name; empty if no node that answers has its source.
+    place: frozenset[str]
+
+    @property
+    def pod(self) -> str:
+        return self.other.pod
+
+    def __str__(self) -> str:
+        where = f"node {', '.join(sorted(self.place))}" if self.place else "no node that answers"
+        source = self.other.source
+        what = "has its volume" if source is None else f"is made of {source}, which is"
+        return f"pod {self.pod} also uses claim {self.other.claim}, which {what} on {where}"
+
+
 class Placement:
-    """Chooses nodes for CreateVolume, and answers GetCapacity."""
+    """Chooses nodes for CreateVolume, and answers GetCapacity.
 
-    def __init__(self, nodes: Nodes, attempts: Attempts, ask: Ask) -> None:
+    Without `questions` the API server is not asked: preferred nodes are the scheduler's choice, and
+    a pod's other volumes are not known.
+    """
+
+    def __init__(
+        self, nodes: Nodes, attempts: Attempts, ask: Ask, questions: Questions | None = None
+    ) -> None:
         self._nodes, self._attempts, self._ask = nodes, attempts, ask
+        self._questions = questions
 
-    async def of(self, request: csi.CreateVolumeRequest) -> Node:
-        """The node for a new volume. Raises Refused."""
+    async def given(self, request: csi.CreateVolumeRequest) -> Node | None:
+        """The node that the source is on, or that the scheduler chose; None without either.
+
+        Raises Refused also where a pod could not use the volume there.
+        """
         source, field = routes.source_of(request)
+        claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
         if field:
-            return await self._nodes.owner(source, field)
-        wanted = request.accessibility_requirements
-        if wanted.preferred:
-            return self._nodes.of_segments(wanted.preferred[0].segments)
+            node = await self._nodes.owner(source, field)
+            if apart := await self._apart(request, claim, node):
+                raise Refused(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"cannot make claim {claim} on node {node.name}, where its source is: {apart},"
+                    f" and no node can have both: let pod {apart.pod} use volumes of one node",
+                )
+            return node
+        if not preferred or not await self._is_scheduled(request, claim):
+            return None
+        node = await self._preferred(preferred[0].segments)
+        if apart := await self._apart(request, claim, node):
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"cannot make claim {claim} on node {node.name}: {apart}. Once that claim is bound"
+                " the scheduler chooses its node for both",
+            )
+        return node
+
+    async def anywhere(self, request: csi.CreateVolumeRequest) -> Node:
+        """The node for a new volume that may be on any, or on any that is allowed. Raises Refused.
+
+        Only one call about a volume may be under way.
+        """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         self._attempts.begin(request.name, node.name)
         return node
+
+    async def _is_scheduled(
+        self, request: csi.CreateVolumeRequest, claim: ClaimName | None
+    ) -> bool:
+        """Whether the first preferred node is the scheduler's choice, not one of several by a hash.
+
+        Where the API server does not say, it is taken for the scheduler's.
+        """
+        several = len(request.accessibility_requirements.preferred) > 1
+        if self._questions is None or claim is None or not several:
+            return True
+        return await self._questions.ask(self._questions.claims.is_scheduled, claim) is not False
+
+    async def _preferred(self, segments: Mapping[str, str]) -> Node:
+        """The node that the scheduler chose. Raises Refused if it is silent, or has left."""
+        try:
+            return self._nodes.of_segments(segments)
+        except Refused as error:
+            named = ", ".join(segments.values())
+            if await self._has_left(segments):
+                raise Refused(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"node {named} has left the cluster: the scheduler is to choose another",
+                ) from None
+            raise unavailable(
+                f"{error}. The claim waits for node {named}: start it; if it will not come back,"
+                " delete its Node object, and the scheduler chooses another"
+            ) from None
+
+    async def _has_left(self, segments: Mapping[str, str]) -> bool:
+        """Whether the cluster has no such node: no Node object, or none in the file of nodes."""
+        if self._questions is not None:
+            claims = self._questions.claims
+            segment = segments.get(claims.topology_key, "")
+            return bool(segment) and await self._questions.ask(claims.has_node, segment) is False
+        known = list(self._nodes)
+        is_one_of_them = any(segments.items() <= one.segments.items() for one in known)
+        return bool(known) and all(one.segments for one in known) and not is_one_of_them
+
+    async def _apart(
+        self, request: csi.CreateVolumeRequest, claim: ClaimName | None, node: Node
+    ) -> "_Apart | None":
+        """Another volume of the same pod that is not on this node; None if there is none.
+
+        Also None where the new volume is on the node already, by an earlier call.
+        """
+        if self._questions is None or claim is None:
+            return None
+        others = await self._questions.ask(self._questions.claims.others, claim)
+        for one in others or ():
+            place = await self._place(one)
+            if node.name in place or not place.isdisjoint(node.segments.values()):
+                continue
+            name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
+            return None if await self._has(node, name) else _Apart(one, place)
+        return None
+
+    async def _place(self, other: OtherVolume) -> frozenset[str]:
+        """The topology segments, or the names, of the nodes of a volume; empty if none has it."""
+        if other.source is None:
+            return other.segments
+        with suppress(Refused):  # it asks all nodes, if none is known to have the group
+            await self._nodes.owner(str(other.source), "source")
+        uuid = other.source.group_uuid
+        return frozenset(one.name for one in self._nodes if uuid in one.groups)
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
         """The node that has the volume from an earlier call, or else the one with the most room."""

@@ -21,6 +21,7 @@ from agent.daemon.extra import Extra
 from agent.daemon.process import ProcessEnder, claimed, ending_in_time
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.claims import Questions
 from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
@@ -52,6 +53,10 @@ class Source(Protocol):
     def deleted_nodes(self) -> DeletedNodes | None:
         """Who says which nodes were deleted; None where none are to be forgotten."""
 
+    @property
+    def questions(self) -> Questions | None:
+        """Who asks the API server about claims; None where there is none."""
+
     async def start(self) -> None:
         """Read for the first time."""
 
@@ -65,7 +70,7 @@ class Source(Protocol):
 class Files:
     """Nodes and certificates from files, as where nodes run under systemd."""
 
-    deleted_nodes = None
+    deleted_nodes = questions = None
 
     def __init__(self, config: Config) -> None:
         """Raises BadConfig for settings that are missing or files that cannot be read."""
@@ -103,11 +108,9 @@ class ClusterController:
         self._problem = ""
         self.nodes = Nodes(config.driver_name, self._connect)
         self._router = Router(
-            self.nodes,
-            config.driver_name,
-            version("carver"),
-            observe,
-            source.deleted_nodes,
+            *(self.nodes, config.driver_name, version("carver"), observe),
+            deleted_nodes=source.deleted_nodes,
+            questions=source.questions,
             attach=config.attach,
         )
         self._server: grpc.aio.Server | None = None

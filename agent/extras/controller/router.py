@@ -21,6 +21,7 @@ from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
+from agent.extras.controller.claims import Questions
 from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary, unavailable
 from agent.extras.controller.placement import Attempts, Placement
@@ -75,12 +76,14 @@ class Router:
         version: str,
         observe: Callable[[Call], None] = lambda _call: None,
         deleted_nodes: DeletedNodes | None = None,
+        questions: Questions | None = None,
         *,
         attach: bool = False,
     ) -> None:
         """`attach`: whether volumes are attached to nodes, which must be set so, too."""
         self._nodes, self._observe = nodes, observe
         self._deleted_nodes, self._attempts = deleted_nodes, Attempts()
+        self._questions = questions
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
         # What the controller itself answers: the sidecars ask at their start, before any node is
@@ -183,12 +186,11 @@ class Router:
         request = csi.CreateVolumeRequest.FromString(data)
         _name(call, request)
         placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
-        identity, field = routes.source_of(request)
-        if field or request.accessibility_requirements.preferred:
-            return await self._send(call, await placement.of(request), path, data, identity, field)
+        if (node := await placement.given(request)) is not None:
+            return await self._send(call, node, path, data, *routes.source_of(request))
         # Neither a source nor the scheduler says where it is to be.
         async with self._attempts.only(request.name):
-            return await self._once(call, await placement.of(request), path, data)
+            return await self._once(call, await placement.anywhere(request), path, data)
 
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
         request = csi.GetCapacityRequest.FromString(data)
@@ -209,7 +211,7 @@ class Router:
         return b"" if node is None else await self._once(call, node, path, data)
 
     def _placement(self, call: Call) -> Placement:
-        return Placement(self._nodes, self._attempts, self._asking(call))
+        return Placement(self._nodes, self._attempts, self._asking(call), self._questions)
 
     def _list(self, method: str) -> _Answer:
         request_class, path = routes.request_class(_CONTROLLER, method), f"/{_CONTROLLER}/{method}"

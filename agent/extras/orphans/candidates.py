@@ -43,8 +43,9 @@ REMEDIES = {
     Kind.CAPACITY: "kubectl delete csistoragecapacities --namespace {namespace} {object}",
     Kind.PERSISTENT_VOLUME: "kubectl delete pv {object}, once its data are given up:"
     " docs/operations.md",
-    Kind.CLAIM: "if the node does not come back: kubectl annotate persistentvolumeclaim"
-    " --namespace {namespace} {object} volume.kubernetes.io/selected-node-",
+    Kind.CLAIM: "start the node, or delete its Node if it will not come back; with sidecars on each"
+    " node: kubectl annotate persistentvolumeclaim --namespace {namespace} {object}"
+    " volume.kubernetes.io/selected-node-",
 }
 
 

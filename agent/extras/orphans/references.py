@@ -168,13 +168,18 @@ def _is_unready(node: Mapping[str, Any]) -> bool:
     return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
 
 
+def selected_node(claim: Mapping[str, Any]) -> str:
+    """Return the node that the scheduler chose for a claim; empty for none."""
+    return str(_table(_table(claim, "metadata"), "annotations").get(_SELECTED_NODE) or "")
+
+
 def _waiting_claims(items: Any, driver_name: str) -> Iterator[OfNode]:
     for one in items:
         about = one["metadata"]
         said = _table(about, "annotations")
-        node, is_own = said.get(_SELECTED_NODE), driver_name in map(said.get, _PROVISIONERS)
+        node, is_own = selected_node(one), driver_name in map(said.get, _PROVISIONERS)
         if node and is_own and _table(one, "status").get("phase") == "Pending":
-            yield OfNode(_full_name(one), about["uid"], str(node))
+            yield OfNode(_full_name(one), about["uid"], node)
 
 
 def _uids_of_pods(items: Any) -> Iterator[str]:

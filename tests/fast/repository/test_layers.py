@@ -126,7 +126,7 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             {
                 f"agent/extras/controller/{one}.py"
                 for one in (
-                    *("enrolment", "health_events", "lists", "nodes"),
+                    *("claims", "enrolment", "health_events", "lists", "nodes"),
                     *("placement", "process", "router"),
                 )
             },

@@ -9,6 +9,7 @@ import pytest
 SECURITY = Path(__file__).parents[4] / "docs" / "security.md"
 
 FILES = {
+    "claims": "tests/fast/extras/controller/test_claims.py",
     "cluster": "tests/contract/test_cluster.py",
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
@@ -44,6 +45,10 @@ TESTS = {
         "nodes: a_node_keeps_its_groups_while_its_pod_is_replaced",
         "nodes: who_comes_back_does_not_contest_a_group",
         "nodes: whatever_one_node_says_costs_its_own_calls_only",
+    ),
+    "learn the places of others' volumes": (
+        "claims: what_is_not_known_or_no_volume_of_carver_s_has_no_place",
+        "claims: the_name_of_a_source_is_one_part_of_a_path",
     ),
     "be spoken": ("cluster: only_tls_1_3_is_spoken", "enrolment: enrolment_speaks_tls_1_3_only"),
     "A token must be for the controller's audience": (

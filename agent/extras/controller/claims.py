@@ -1,0 +1,236 @@
+"""What the API server says about the claim of a new volume: its node, and its pods' other claims.
+
+The scheduler chooses a node for a pod, and has all its claims provisioned at once, each on that
+node. A restored or cloned one is made on its source's node all the same, and then no node has both
+volumes: neither is ever moved. So the places of a pod's other volumes are looked up first.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from agent.core import errors
+from agent.core.ids import VolumeId
+from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
+from agent.extras.orphans import references
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_NODES = "/api/v1/nodes"
+_VOLUMES = "/api/v1/persistentvolumes"
+_SNAPSHOTS = "snapshot.storage.k8s.io"
+_CONTENT = "VolumeSnapshotContent"
+_CONTENTS = f"/apis/{_SNAPSHOTS}/v1/volumesnapshotcontents"
+# Where a VolumeSnapshotContent has the id of a snapshot that was there before, or of the volume.
+_HANDLES = ("snapshotHandle", "volumeHandle")
+# How long a call waits for the API server, and how many ask it at once.
+_PATIENCE_SECONDS = 5.0
+_AT_ONCE = 8
+# What external-provisioner adds to the parameters with --extra-create-metadata.
+_NAME, _NAMESPACE = "csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace"
+
+
+@dataclass(frozen=True)
+class ClaimName:
+    """A claim's namespace and name."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def of(cls, request: csi.CreateVolumeRequest) -> Self | None:
+        """The claim that a volume is for; None where the provisioner does not name it."""
+        names = request.parameters.get(_NAMESPACE, ""), request.parameters.get(_NAME, "")
+        return cls(*names) if all(names) else None
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True)
+class OtherVolume:
+    """Where another claim of the same pod has its volume, or will have it.
+
+    `segments` are the topology segments of the nodes in the affinity of its PersistentVolume. Of a
+    claim without one `source` is the id of the volume or snapshot that its volume is to be made of.
+    """
+
+    pod: str
+    claim: str
+    segments: frozenset[str] = frozenset()
+    source: VolumeId | None = None
+
+
+class Claims:
+    """Reads claims, waiting pods, and sources of claims; nothing is kept.
+
+    All methods wait for the API server and raise ClusterRefused, ClusterSilent.
+    """
+
+    def __init__(self, objects: Objects, lists: Lists, driver_name: str, topology_key: str) -> None:
+        self._objects, self._lists = objects, lists
+        self._driver_name, self.topology_key = driver_name, topology_key
+
+    def has_node(self, segment: str) -> bool:
+        """Whether the cluster has a Node with this topology segment, ready or not.
+
+        One request for a few bytes; where no Node has the label, the whole list as well, since a
+        Node that was just made has no label yet.
+        """
+        label = f"{self.topology_key}={segment}"
+        if self._lists.whole(_NODES, "NodeList", labelSelector=label).items:
+            return True
+        every = self._lists.whole(_NODES, "NodeList").items
+        return segment in references.names_of_nodes(every, self.topology_key)
+
+    def is_scheduled(self, claim: ClaimName) -> bool:
+        """Whether the scheduler chose a node for a claim, as it does for a class that waits.
+
+        Also True for a claim that is gone: then nothing says that the volume may be anywhere.
+        """
+        found = self._claim(claim.namespace, claim.name)
+        return found is None or references.selected_node(found) != ""
+
+    def others(self, claim: ClaimName) -> Sequence[OtherVolume]:
+        """The places of all other volumes of the waiting pods that use a claim, as far as known.
+
+        One list, of the namespace's pods without a node; a request for each other claim, and one or
+        two for what that is bound to or made of. A claim that has neither a PersistentVolume nor a
+        source of this driver, or whose source is not there yet, has no place.
+        """
+        found: list[OtherVolume] = []
+        for pod in self._waiting(claim.namespace):
+            names = list(dict.fromkeys(claims_of(pod)))
+            if claim.name not in names or pod["metadata"].get("deletionTimestamp"):
+                continue
+            for name in names:
+                if name != claim.name:
+                    found += self._places(pod["metadata"]["name"], claim.namespace, name)
+        return found
+
+    def _waiting(self, namespace: str) -> Sequence[Object]:
+        """The pods of a namespace that the scheduler has put on no node yet."""
+        path = _path("/api/v1", namespace, "pods")
+        return self._lists.whole(path, "PodList", fieldSelector="spec.nodeName=").items
+
+    def _places(self, pod: str, namespace: str, name: str) -> Iterator[OtherVolume]:
+        """The place of one claim's volume; none where that is not known."""
+        found = self._claim(namespace, name)
+        if found is None:
+            return
+        spec = found.get("spec") or {}
+        if spec.get("volumeName"):
+            bound = self._volume_of(found)
+            segments = frozenset(references.nodes_of(bound, self.topology_key))
+            if segments:
+                yield OtherVolume(pod, name, segments=segments)
+        elif source := self._source(namespace, spec):
+            yield OtherVolume(pod, name, source=source)
+
+    def _source(self, namespace: str, spec: Object) -> VolumeId | None:
+        """The id of the volume or snapshot of this driver that a claim is to be made of."""
+        named = spec.get("dataSourceRef") or spec.get("dataSource") or {}
+        group, kind, name = (str(named.get(one) or "") for one in ("apiGroup", "kind", "name"))
+        if named.get("namespace") not in (None, "", namespace):
+            return None  # who made the claim may have no right to know of it
+        if (group, kind) == (_SNAPSHOTS, "VolumeSnapshot"):
+            return self._snapshot_id(namespace, name)
+        if (group, kind) == ("", "PersistentVolumeClaim"):
+            return self._volume_id(namespace, name)
+        return None
+
+    def _snapshot_id(self, namespace: str, name: str) -> VolumeId | None:
+        """The id of a snapshot; that of its volume until it is taken."""
+        path = _path(f"/apis/{_SNAPSHOTS}/v1", namespace, "volumesnapshots", name)
+        snapshot = self._objects.find(path, "VolumeSnapshot") or {}
+        bound = (snapshot.get("status") or {}).get("boundVolumeSnapshotContentName")
+        asked = (snapshot.get("spec") or {}).get("source") or {}
+        if content := bound or asked.get("volumeSnapshotContentName"):
+            found = self._objects.find(f"{_CONTENTS}/{_quoted(content)}", _CONTENT) or {}
+            spec, status = found.get("spec") or {}, found.get("status") or {}
+            if not _is_for(spec.get("volumeSnapshotRef"), namespace, name):
+                return None
+            source = spec.get("source") or {}
+            handles = (status.get("snapshotHandle"), *map(source.get, _HANDLES))
+            return self._own_id(spec, next(filter(None, handles), ""))
+        if claim := asked.get("persistentVolumeClaimName"):
+            return self._volume_id(namespace, str(claim))
+        return None
+
+    def _volume_id(self, namespace: str, claim: str) -> VolumeId | None:
+        """The id of the volume that a claim is bound to."""
+        found = self._claim(namespace, claim)
+        source = (self._volume_of(found).get("csi") if found else None) or {}
+        return self._own_id(source, source.get("volumeHandle"))
+
+    def _own_id(self, of: Object, handle: Any) -> VolumeId | None:
+        is_own = of.get("driver") == self._driver_name
+        return VolumeId.parse(str(handle)) if is_own else None
+
+    def _volume_of(self, claim: Object) -> Object:
+        """The specification of a claim's PersistentVolume; empty for none of this driver's."""
+        name = (claim.get("spec") or {}).get("volumeName")
+        if not name:
+            return {}
+        found = self._objects.find(f"{_VOLUMES}/{_quoted(name)}", "PersistentVolume") or {}
+        spec: Object = found.get("spec") or {}
+        about = claim["metadata"]
+        is_bound = _is_for(spec.get("claimRef"), about["namespace"], about["name"])
+        is_own = (spec.get("csi") or {}).get("driver") == self._driver_name
+        return spec if is_own and is_bound else {}
+
+    def _claim(self, namespace: str, name: str) -> Object | None:
+        path = _path("/api/v1", namespace, "persistentvolumeclaims", name)
+        return self._objects.find(path, "PersistentVolumeClaim")
+
+
+class Questions:
+    """Asks `Claims` from the event loop. An API server that is slow or silent stops no volume."""
+
+    def __init__(self, claims: Claims) -> None:
+        self.claims = claims
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="claims")
+
+    async def ask(self, question: Callable[..., _T], *about: object) -> _T | None:
+        """The answer to a method of `claims`; None, and a warning, where there is none in time."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                return await loop.run_in_executor(self._threads, question, *about)
+        except TimeoutError:
+            problem = "the API server does not answer in time"
+        except (errors.ClusterRefused, errors.ClusterSilent) as error:
+            problem = str(error)
+        except (AttributeError, KeyError, TypeError) as error:
+            problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
+        named = ", ".join(map(str, about))
+        _log.warning("cannot look up %s, for which a volume is to be made: %s", named, problem)
+        return None
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_for(reference: Object | None, namespace: str, name: str) -> bool:
+    """Whether an object of the whole cluster names that one of a namespace as its own.
+
+    In the namespace anybody may name an object that is another's.
+    """
+    named = reference or {}
+    return (named.get("namespace"), named.get("name")) == (namespace, name)
+
+
+def _path(version: str, namespace: str, *more: str) -> str:
+    return "/".join((version, "namespaces", *map(_quoted, (namespace, *more))))
+
+
+def _quoted(name: object) -> str:
+    """A name as one part of a path: the name of a source may have any characters."""
+    return quote(str(name), safe="")

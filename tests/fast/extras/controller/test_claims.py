@@ -1,0 +1,333 @@
+"""What the API server's objects say about the places of a pod's other volumes."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from agent.core import errors
+from agent.core.ids import VolumeId
+from agent.extras.controller import claims
+from agent.extras.controller.claims import ClaimName, Claims, OtherVolume, Questions
+from agent.extras.kubernetes.objects import Listing, Lists, Object, Objects
+from proto import csi_pb2 as csi
+
+DRIVER, KEY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
+VOLUME, SNAPSHOT = "data@abcdefgh/vol-pvc-1", "data@abcdefgh/snap-1"
+CLAIMS, PODS = "/api/v1/namespaces/shop/persistentvolumeclaims", "/api/v1/namespaces/shop/pods"
+SNAPSHOTS = "/apis/snapshot.storage.k8s.io/v1/namespaces/shop/volumesnapshots"
+CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
+VOLUMES, NODES = "/api/v1/persistentvolumes", "/api/v1/nodes"
+FRESH = ClaimName("shop", "wal")
+
+
+class Server(Objects, Lists):
+    """Objects by their paths, and lists by theirs with the query."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Object] = {}
+        self.lists: dict[str, list[Object]] = {}
+        self.asked: list[str] = []
+        self.waits = threading.Event()
+        self.waits.set()
+
+    def find(self, path: str, kind: str) -> Object | None:
+        self.asked.append(path)
+        self.waits.wait(10)
+        return self.objects.get(path)
+
+    def whole(self, path: str, kind: str, **query: str) -> Listing:
+        asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
+        self.asked.append(asked)
+        return Listing(self.lists.get(asked, []), "1")
+
+    def pod(self, *names: str, **more: Any) -> dict[str, Any]:
+        """A pod that waits for a node, with these claims."""
+        volumes = [{"name": one, "persistentVolumeClaim": {"claimName": one}} for one in names]
+        made = {"metadata": {"name": "db-0", "uid": "1"}, "spec": {"volumes": volumes}, **more}
+        self.lists.setdefault(f"{PODS}&fieldSelector=spec.nodeName=", []).append(made)
+        return made
+
+    def claim(self, name: str, **spec: Any) -> None:
+        about = {"namespace": "shop", "name": name}
+        self.objects[f"{CLAIMS}/{name}"] = {"metadata": about, "spec": spec}
+
+    def volume(self, of: str, driver: str = DRIVER, namespace: str = "shop") -> None:
+        """The PersistentVolume `pvc-1` of a claim, on node b."""
+        term = {"key": KEY, "operator": "In", "values": ["b"]}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [term]}]}
+        source = {"driver": driver, "volumeHandle": VOLUME}
+        bound = {"namespace": namespace, "name": of}
+        spec = {"csi": source, "nodeAffinity": {"required": terms}, "claimRef": bound}
+        self.objects[f"{VOLUMES}/pvc-1"] = {"spec": spec}
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def known(server: Server) -> Claims:
+    return Claims(server, server, DRIVER, KEY)
+
+
+def of_snapshot(name: str = "snap", **more: str) -> dict[str, str]:
+    kind = {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot"}
+    return {**kind, "name": name, **more}
+
+
+def of_claim(name: str = "old") -> dict[str, str]:
+    return {"kind": "PersistentVolumeClaim", "name": name}
+
+
+def content(
+    server: Server, driver: str = DRIVER, taken: str = "", namespace: str = "shop", **source: str
+) -> dict[str, Any]:
+    """A VolumeSnapshotContent `c`; and the status of a VolumeSnapshot that is bound to it."""
+    status = {"snapshotHandle": taken} if taken else {}
+    bound = {"namespace": namespace, "name": "snap"}
+    spec = {"driver": driver, "source": source, "volumeSnapshotRef": bound}
+    server.objects[f"{CONTENTS}/c"] = {"spec": spec, "status": status}
+    return {"status": {"boundVolumeSnapshotContentName": "c"}}
+
+
+def test_a_claim_that_is_bound_is_where_its_volume_s_affinity_says(
+    server: Server, known: Claims
+) -> None:
+    server.pod("wal", "data")
+    server.claim("data", volumeName="pvc-1", dataSourceRef=of_snapshot())
+    server.volume("data")
+    assert known.others(FRESH) == [OtherVolume("db-0", "data", segments=frozenset({"b"}))]
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("made", "of"),
+    [
+        ({"taken": SNAPSHOT, "volumeHandle": VOLUME}, SNAPSHOT),
+        ({"snapshotHandle": SNAPSHOT}, SNAPSHOT),
+        ({"volumeHandle": VOLUME}, VOLUME),
+    ],
+    ids=["taken", "provisioned before", "not taken yet"],
+)
+@pytest.mark.parametrize("field", ["dataSource", "dataSourceRef"])
+def test_a_restored_claim_will_be_where_the_snapshot_is(
+    field: str, made: Mapping[str, str], of: str, server: Server, known: Claims
+) -> None:
+    server.pod("data", "wal")
+    server.claim("data", **{field: of_snapshot()})
+    server.objects[f"{SNAPSHOTS}/snap"] = content(server, **made)
+    assert known.others(FRESH) == [OtherVolume("db-0", "data", source=VolumeId.parse(of))]
+    assert len(server.asked) == 4
+
+
+def test_a_snapshot_without_content_will_be_where_its_volume_is(
+    server: Server, known: Claims
+) -> None:
+    server.pod("data", "wal")
+    server.claim("data", dataSourceRef=of_snapshot())
+    server.objects[f"{SNAPSHOTS}/snap"] = {"spec": {"source": {"persistentVolumeClaimName": "old"}}}
+    server.claim("old", volumeName="pvc-1")
+    server.volume("old")
+    [other] = known.others(FRESH)
+    assert str(other.source) == VOLUME
+
+
+def test_a_cloned_claim_will_be_where_its_source_is(server: Server, known: Claims) -> None:
+    server.pod("data", "wal")
+    server.claim("data", dataSource=of_claim())
+    server.claim("old", volumeName="pvc-1")
+    server.volume("old")
+    [other] = known.others(FRESH)
+    assert str(other.source) == VOLUME
+
+
+def bound_to_another_driver(server: Server) -> None:
+    server.claim("data", volumeName="pvc-1")
+    server.volume("data", driver="other")
+
+
+def bound_to_no_volume(server: Server) -> None:
+    server.claim("data", volumeName="pvc-1")
+
+
+def restored_from_another_driver(server: Server) -> None:
+    server.claim("data", dataSourceRef=of_snapshot())
+    server.objects[f"{SNAPSHOTS}/snap"] = content(server, driver="other", taken=SNAPSHOT)
+
+
+def restored_from_nothing(server: Server) -> None:
+    server.claim("data", dataSourceRef=of_snapshot())
+
+
+def cloned_from_what_is_not_bound(server: Server) -> None:
+    server.claim("data", dataSourceRef=of_claim("wal"))
+    server.claim("wal")
+
+
+def named_volume_of_another(server: Server) -> None:
+    server.claim("data", volumeName="pvc-1")
+    server.volume("data", namespace="others")
+
+
+def named_content_of_another(server: Server) -> None:
+    server.claim("data", dataSourceRef=of_snapshot())
+    content(server, taken=SNAPSHOT, namespace="others")
+    spec = {"source": {"volumeSnapshotContentName": "c"}}
+    server.objects[f"{SNAPSHOTS}/snap"] = {"spec": spec}
+
+
+def named_snapshot_of_another(server: Server) -> None:
+    server.claim("data", dataSourceRef=of_snapshot(namespace="others"))
+    theirs = SNAPSHOTS.replace("shop", "others")
+    server.objects[f"{theirs}/snap"] = content(server, taken=SNAPSHOT, namespace="others")
+
+
+def populated(server: Server) -> None:
+    named = {"apiGroup": "populator.example", "kind": "Image", "name": "debian"}
+    server.claim("data", dataSourceRef=named)
+
+
+def new(server: Server) -> None:
+    server.claim("data")
+
+
+def gone(_server: Server) -> None:
+    pass
+
+
+# What is done to a server; each is a claim whose place is not known, or none of Carver's.
+NOWHERE: Sequence[Callable[[Server], None]] = (
+    *(bound_to_another_driver, bound_to_no_volume, restored_from_another_driver),
+    *(named_volume_of_another, named_content_of_another, named_snapshot_of_another),
+    *(restored_from_nothing, cloned_from_what_is_not_bound, populated, new, gone),
+)
+
+
+@pytest.mark.parametrize("prepare", NOWHERE, ids=lambda one: one.__name__)
+def test_what_is_not_known_or_no_volume_of_carver_s_has_no_place(
+    prepare: Callable[[Server], None], server: Server, known: Claims
+) -> None:
+    server.pod("wal", "data")
+    prepare(server)
+    assert known.others(FRESH) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"metadata": {"name": "db-0", "uid": "1", "deletionTimestamp": "2026-01-01T00:00:00Z"}},
+        {"status": {"phase": "Failed"}},
+    ],
+    ids=["deleted", "failed"],
+)
+def test_a_pod_that_will_not_run_does_not_count(
+    more: Mapping[str, Any], server: Server, known: Claims
+) -> None:
+    server.pod("wal", "data", **more)
+    server.claim("data", volumeName="pvc-1")
+    server.volume("data")
+    assert known.others(FRESH) == []
+
+
+def test_pods_without_the_claim_cost_nothing(server: Server, known: Claims) -> None:
+    server.pod("other", "data")
+    server.pod("wal")
+    assert known.others(FRESH) == []
+    assert server.asked == [f"{PODS}&fieldSelector=spec.nodeName="]
+
+
+def test_a_claim_made_for_a_pod_s_ephemeral_volume_counts(server: Server, known: Claims) -> None:
+    pod = server.pod("wal")
+    pod["spec"]["volumes"].append({"name": "scratch", "ephemeral": {}})
+    server.claim("db-0-scratch", volumeName="pvc-1")
+    server.volume("db-0-scratch")
+    assert [one.claim for one in known.others(FRESH)] == ["db-0-scratch"]
+
+
+def test_the_name_of_a_source_is_one_part_of_a_path(server: Server, known: Claims) -> None:
+    server.pod("wal", "data")
+    server.claim("data", dataSourceRef=of_snapshot("../../secrets/a?b"))
+    assert known.others(FRESH) == []
+    [path] = [one for one in server.asked if "volumesnapshots" in one]
+    assert path.endswith("/namespaces/shop/volumesnapshots/..%2F..%2Fsecrets%2Fa%3Fb")
+
+
+@pytest.mark.parametrize(
+    ("annotations", "is_scheduled"),
+    [({"volume.kubernetes.io/selected-node": "a"}, True), ({}, False), (None, False)],
+)
+def test_a_claim_with_a_selected_node_was_scheduled(
+    annotations: Mapping[str, str] | None, is_scheduled: bool, server: Server, known: Claims
+) -> None:
+    server.objects[f"{CLAIMS}/wal"] = {"metadata": {"name": "wal", "annotations": annotations}}
+    assert known.is_scheduled(FRESH) is is_scheduled
+
+
+def test_a_claim_that_is_gone_is_not_made_anywhere(known: Claims) -> None:
+    assert known.is_scheduled(FRESH)
+
+
+def test_a_node_is_known_by_its_label_and_before_it_has_that_by_its_name(
+    server: Server, known: Claims
+) -> None:
+    labelled = {"metadata": {"name": "a", "labels": {KEY: "segment-a"}}}
+    server.lists[f"{NODES}&labelSelector={KEY}=segment-a"] = [labelled]
+    assert known.has_node("segment-a")
+    assert len(server.asked) == 1
+    server.lists[NODES] = [labelled, {"metadata": {"name": "new"}}]
+    assert known.has_node("new")
+    assert not known.has_node("b")
+
+
+def test_the_provisioner_names_the_claim() -> None:
+    names = {"csi.storage.k8s.io/pvc/name": "wal", "csi.storage.k8s.io/pvc/namespace": "shop"}
+    request = csi.CreateVolumeRequest(parameters=names)
+    assert ClaimName.of(request) == FRESH
+    del request.parameters["csi.storage.k8s.io/pvc/namespace"]
+    assert ClaimName.of(request) is None
+
+
+class Refusing(Server):
+    """One whose lists cannot be had."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def whole(self, path: str, kind: str, **query: str) -> Listing:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ClusterSilent("pods", "it answers 403"),
+        errors.ClusterRefused("GET", "/api", "it is off"),
+        TypeError("a list in place of a table"),
+    ],
+)
+def test_what_the_api_server_does_not_answer_is_not_known_and_logged(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = Refusing(error)
+    questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(questions.ask(questions.claims.others, FRESH)) is None
+    assert "cannot look up shop/wal" in caplog.text
+    questions.stop()
+
+
+def test_a_slow_api_server_is_not_waited_for(
+    server: Server, known: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 0.0)
+    server.waits.clear()
+    questions = Questions(known)
+    assert asyncio.run(questions.ask(known.is_scheduled, FRESH)) is None
+    server.waits.set()
+    questions.stop()
