@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from cluster import installation, objects, removal
 from cluster.kubectl import ATTRIBUTES, SNAPSHOTS, Object, path
+from cluster.mixed import mixed_claims
 from cluster.site import MIB, Failed, NotHere, Off, Site, quantity
 
 Check = Callable[[Site], str]
@@ -585,5 +586,6 @@ ALL: Mapping[str, Check] = {
         *(group_snapshot, attributes, expand_online, expand_offline, expand_impossible),
         *(two_pods, once_pod, read_only_block, read_only_many),
         *(inline, restart, stopped, drain, adopt, rights),
+        mixed_claims,
     )
 }

@@ -169,6 +169,8 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
         ("empty copy", "restore", "words: No such file or directory"),
         ("empty copy", "restore-anywhere", "words: No such file or directory"),
         ("by luck", "restore-anywhere", "pod restore-anywhere-pod-first is ready"),
+        ("apart", "mixed-claims", "pod mixed-claims-pod-first is ready"),
+        ("empty copy", "mixed-claims", "words: No such file or directory"),
         ("snapshots", "snapshot", "snapshot snapshot-monday is ready to use"),
         ("not found", "pre-provisioned", "snapshot pre-provisioned-found is ready to use"),
         ("empty copy", "pre-provisioned", "words: No such file or directory"),
@@ -296,11 +298,11 @@ def no_inline_volumes(cluster: FakeCluster) -> None:
 
 SNAPSHOTS = {
     *("snapshot", "restore", "restore-anywhere", "pre-provisioned", "group-snapshot"),
-    "read-only-many",
+    *("read-only-many", "mixed-claims"),
 }
 CENTRAL = {
     *("restore-anywhere", "pre-provisioned", "group-snapshot", "attributes", "expand-impossible"),
-    *("stopped", "rights"),
+    *("stopped", "rights", "mixed-claims"),
 }
 
 

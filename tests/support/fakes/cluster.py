@@ -305,6 +305,8 @@ class FakeCluster:
             return self._adopt(inside[2])
         volume = self._volume_of(pod)
         script = inside[2].replace("/data", str(volume / "files"))
+        if (new := self._bound(pod, "new")) is not None:
+            script = script.replace("/wal", str(new / "files"))
         script = script.replace("/dev/carver", str(volume / "device"))
         if "/proc/self/mountinfo" in script:
             script = self._show_read_ahead(script, pod, volume)
@@ -601,6 +603,8 @@ class FakeCluster:
         terms = ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
         for term in [path(pod["spec"], *terms, "nodeSelectorTerms", default=[])]:
             found = [it for it in found if not term or any(_matches(one, it) for one in term)]
+        if "apart" in self.wrong and len(self._claims(pod)) > 1:
+            return "", "2 node(s) didn't match PersistentVolume's node affinity"
         for name in self._claims(pod):
             claim = self.objects["persistentvolumeclaims", key[1], name]
             if volume := claim["spec"].get("volumeName"):
@@ -670,9 +674,17 @@ class FakeCluster:
     def _volume_of(self, pod: Object) -> Path:
         if path(pod, "spec", "volumes", 0, "csi"):
             return self.root / f"csi-{pod['metadata']['uid']}"
-        [name] = self._claims(pod)
-        claim = self.objects["persistentvolumeclaims", pod["metadata"]["namespace"], name]
-        return self.root / str(claim["spec"]["volumeName"])
+        found = self._bound(pod, "data")
+        assert found is not None
+        return found
+
+    def _bound(self, pod: Object, volume: str) -> Path | None:
+        """Where one of a pod's volumes is that a claim is for, by its name in the pod."""
+        for one in pod["spec"]["volumes"]:
+            if one["name"] == volume and (name := path(one, "persistentVolumeClaim", "claimName")):
+                claim = self.objects["persistentvolumeclaims", pod["metadata"]["namespace"], name]
+                return self.root / str(claim["spec"]["volumeName"])
+        return None
 
     def _write_on(self, pod: Object, log: Path) -> None:
         """What a writer has written until now: a line for each step."""
