@@ -11,7 +11,7 @@ from pathlib import Path
 
 KUBELET = "kubelet"
 SIDECARS = "every sidecar"
-_TABLE = Path(__file__).with_name("callers.md")
+TABLE = Path(__file__).with_name("callers.md")
 
 
 class Reaction(enum.Enum):
@@ -27,7 +27,7 @@ class Reaction(enum.Enum):
     INFEASIBLE = "marks the claim, and goes on without"
     INSISTS = "repeats it with the same size, also after the claim was made smaller"
     MARKS = "marks the claim; a pod that starts waits, as the resizer takes the mark away"
-    WAITS = "waits until the volume is out of use"
+    PERSISTS = "repeats it with the same class, also after the claim got another"
     STAYS = "goes on with the size that there is; asks again when the volume is mounted next"
     KEEPS = "keeps the capacity object as it is, or has none"
     LEAVES = "leaves what is attached as it is, and asks again later"
@@ -36,7 +36,10 @@ class Reaction(enum.Enum):
     @property
     def is_a_stop(self) -> bool:
         """Whether the caller comes no further by itself to what it is for."""
-        going_on = (Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES, Reaction.INSISTS)
+        going_on = (
+            *(Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES),
+            *(Reaction.INSISTS, Reaction.PERSISTS),
+        )
         return self not in going_on
 
 
@@ -75,7 +78,7 @@ def _parse(row: str) -> Rule:
     return Rule(caller, method.strip("`"), filled, reactions, otherwise, warning.strip("-"))
 
 
-RULES = tuple(map(_parse, re.findall(r"^\| .* \| `\w+` \|.*$", _TABLE.read_text(), re.MULTILINE)))
+RULES = tuple(map(_parse, re.findall(r"^\| .* \| `\w+` \|.*$", TABLE.read_text(), re.MULTILINE)))
 
 
 def of(method: str, caller: str = "") -> Rule:

@@ -4,7 +4,6 @@ Those of the cluster have an empty name in place of a node's.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from callers import rules
@@ -13,7 +12,6 @@ from callers.objects import (
     SIDECAR_PREFIX,
     Claim,
     PersistentVolume,
-    Pod,
     Resize,
     Snapshot,
 )
@@ -260,9 +258,9 @@ class ClusterResizer(Sidecar):
     """external-resizer where the driver has ControllerExpandVolume and ControllerModifyVolume."""
 
     def _begin(self) -> None:
-        # Both are in its memory: claims whose error was final, and whose volume was in use.
+        # In its memory: claims whose error was final, and classes that volumes may be getting.
         self._failed: set[Claim] = set()
-        self._in_use: set[Claim] = set()
+        self._uncertain: dict[Claim, str] = {}
 
     def _work(self) -> None:
         for claim in self._cluster.claims:
@@ -280,8 +278,6 @@ class ClusterResizer(Sidecar):
         has_changed = size_bytes != claim.allocated_bytes
         if not has_changed and not self._backoff.is_due(self, claim, "resize"):
             return
-        if claim in self._in_use and any(claim in one.claims and one.node for one in self._pods()):
-            return
         claim.allocated_bytes, claim.resize = size_bytes, Resize.IN_PROGRESS
         claim.is_infeasible = False
         request = csi.ControllerExpandVolumeRequest(
@@ -292,11 +288,11 @@ class ClusterResizer(Sidecar):
         answer = self._plugin.ask("ControllerExpandVolume", request)
         is_final = answer.reaction not in (Reaction.GOES_ON, Reaction.INSISTS)
         (self._failed.add if is_final else self._failed.discard)(claim)
-        (self._in_use.add if answer.reaction is Reaction.WAITS else self._in_use.discard)(claim)
         if answer.reaction is not Reaction.GOES_ON:
-            if answer.reaction is Reaction.INFEASIBLE:
+            is_infeasible = answer.reaction is Reaction.INFEASIBLE
+            if is_infeasible:
                 claim.resize = Resize.INFEASIBLE
-            self._backoff.failed(self, claim, "resize")
+            self._backoff.failed(self, claim, "resize", seconds=_SLOWLY_SECONDS * is_infeasible)
             return
         self._backoff.succeeded(self, claim, "resize")
         volume.size_bytes = answer.response.capacity_bytes
@@ -316,23 +312,28 @@ class ClusterResizer(Sidecar):
         return claim.size_bytes
 
     def _modify(self, claim: Claim, volume: PersistentVolume) -> None:
-        """Give a volume the parameters of its VolumeAttributesClass (`modify_volume.go`)."""
-        wanted = claim.attributes_class
-        if wanted == claim.current_attributes_class:
+        """Give a volume the parameters of its VolumeAttributesClass (`modify_volume.go`).
+
+        What may be on its way is finished first, whatever the claim asks for by then.
+        """
+        wanted = self._uncertain.get(claim, claim.attributes_class)
+        if wanted == claim.current_attributes_class and claim not in self._uncertain:
             return
         if not self._backoff.is_due(self, claim, "modify", wanted):
             return
         request = csi.ControllerModifyVolumeRequest(
             volume_id=volume.id, mutable_parameters=self._cluster.attributes_classes[wanted]
         )
-        if self._plugin.ask("ControllerModifyVolume", request).reaction is Reaction.GOES_ON:
+        reaction = self._plugin.ask("ControllerModifyVolume", request).reaction
+        self._uncertain.pop(claim, None)
+        if reaction is Reaction.GOES_ON:
             self._backoff.succeeded(self, claim, "modify", wanted)
             claim.current_attributes_class = wanted
-        else:
-            self._backoff.failed(self, claim, "modify", wanted)
-
-    def _pods(self) -> Sequence[Pod]:
-        return self._cluster.pods
+            return
+        if reaction is Reaction.PERSISTS:
+            self._uncertain[claim] = wanted
+        seconds = _SLOWLY_SECONDS * (reaction is Reaction.INFEASIBLE)
+        self._backoff.failed(self, claim, "modify", wanted, seconds=seconds)
 
 
 def _content_source(claim: Claim) -> csi.VolumeContentSource | None:

@@ -1,6 +1,10 @@
 """callers.md, by which the fake callers act, fits what was recorded of the real ones."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 from callers import recording, rules
 from callers.plugin import METHODS
 from callers.rules import Reaction
@@ -37,5 +41,28 @@ def test_only_an_answer_that_is_ok_or_asked_for_again_or_elsewhere_is_gone_on_wi
     assert create.reaction("RESOURCE_EXHAUSTED") is Reaction.RESCHEDULES
     assert create.reaction("FAILED_PRECONDITION") is Reaction.STICKS
     going_on = {one for one in Reaction if not one.is_a_stop}
-    insists = {Reaction.INSISTS}  # of growth; see the rule of ControllerExpandVolume
-    assert going_on == {Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES} | insists
+    # Of growth and of another class: see the rules of ControllerExpandVolume, -ModifyVolume.
+    same = {Reaction.INSISTS, Reaction.PERSISTS}
+    assert going_on == {Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES} | same
+
+
+_CHART = Path(__file__).parents[2] / "deploy" / "helm" / "carver" / "values.yaml"
+# Of Kubernetes the one that the lab's cluster is made of; health is asked for since the other.
+_VERSIONS = {"kubernetes": {"v1.36.3", "v1.37.2"}, "csi-lib-utils": {"v0.25.0"}} | {
+    "sig-storage-lib-external-provisioner": {"v13.1.0"}
+}
+
+
+def test_what_callers_do_was_read_in_the_versions_that_the_chart_pins() -> None:
+    pinned = yaml.safe_load(_CHART.read_text())["sidecars"]
+    versions = _VERSIONS | {
+        f"external-{one}": {pinned[one]["image"]["tag"]}
+        for one in ("provisioner", "snapshotter", "resizer", "attacher")
+    }
+    rows = [one for one in rules.TABLE.read_text().splitlines() if one.startswith("| ")]
+    for row in rows:
+        if (place := row.rstrip("| ").rpartition(" | ")[2]) == "where it is written":
+            continue
+        found = re.findall(r"([a-z-]+) (v[0-9.]+) `", place)
+        assert found, row
+        assert all(version in versions[name] for name, version in found), row
