@@ -1,9 +1,10 @@
-"""What real callers sent: tests/data/real-callers.jsonl, one call a line, as they ended.
+"""What real callers sent: files of tests/data, one call a line, as they ended.
 
-Recorded in Carver's own debug log while Kubernetes 1.36's kubelet, external-provisioner 6.3,
--resizer 2.2 and -snapshotter 8.6 served the upstream external-storage suite on one linear class,
-and claims by hand: with file systems and raw, with subPath, fsGroup and mount options, two pods on
-a claim, ReadWriteOncePod, clones, snapshots and restores, generic ephemeral volumes, growth.
+`real-callers` was recorded in Carver's own debug log while Kubernetes 1.36's kubelet,
+external-provisioner 6.3, -resizer 2.2 and -snapshotter 8.6 served the upstream external-storage
+suite on one linear class, and claims by hand: with file systems and raw, with subPath, fsGroup and
+mount options, two pods on a claim, ReadWriteOncePod, clones, snapshots and restores, generic
+ephemeral volumes, growth.
 """
 
 import json
@@ -17,10 +18,10 @@ from google.protobuf import json_format
 
 from agent.core.settings import TOPOLOGY_KEY
 
-_FILE = Path(__file__).parents[1] / "data" / "real-callers.jsonl"
+_DATA = Path(__file__).parents[1] / "data"
 KUBELET_DIRECTORY = "/var/lib/kubelet"
 CLASS = "default"
-_NODE = "carver-lab"
+DEVICE_CLASS = "carver/class"
 # So that some of them fit a test's disks; an ext4 of this size is one still.
 _LEAST_BYTES = 32 << 20
 _SCALE = 16
@@ -67,22 +68,42 @@ def name_of(identity: str) -> str:
     return identity.partition("/")[2]
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What one node's Carver was asked; `node` is that node, of perhaps several in the requests."""
+
+    file: Path
+    node: str
+
+    def read(self) -> tuple[Recorded, ...]:
+        return _read(self.file)
+
+    def of_volumes(self, prefixes: tuple[str, ...]) -> tuple[Recorded, ...]:
+        """Those about some volumes, about their snapshots, and about nothing in particular."""
+        every = self.read()
+        of_them = [one for one in every if not one.volume or one.volume.startswith(prefixes)]
+        snapshots = {one.makes for one in of_them if one.method == "CreateSnapshot"}
+        return tuple(one for one in every if one in of_them or one.volume in snapshots)
+
+
 @cache
-def read() -> tuple[Recorded, ...]:
-    return tuple(Recorded(**json.loads(line)) for line in _FILE.read_text().splitlines())
+def _read(file: Path) -> tuple[Recorded, ...]:
+    return tuple(Recorded(**json.loads(line)) for line in file.read_text().splitlines())
 
 
-def of_volumes(prefixes: tuple[str, ...]) -> tuple[Recorded, ...]:
-    """Those about some volumes, about their snapshots, and about nothing in particular."""
-    of_them = [one for one in read() if not one.volume or one.volume.startswith(prefixes)]
-    snapshots = {one.makes for one in of_them if one.method == "CreateSnapshot"}
-    return tuple(one for one in read() if one in of_them or one.volume in snapshots)
+# By name. A recording of a cluster with a controller is what one of its nodes was asked; group
+# snapshots are not translated. A further one also has its numbers in test_replay.py.
+RECORDINGS = {"real-callers": Recording(_DATA / "real-callers.jsonl", "carver-lab")}
 
 
 @dataclass(frozen=True)
 class Translation:
-    """From the recorded machine to the one of the test: its node, directory, ids and sizes."""
+    """From the recorded machine to the one of the test: its node, directory, ids and sizes.
 
+    Other nodes of a recorded cluster keep their names.
+    """
+
+    recorded_node: str
     node: str
     kubelet: Path
     # What was made here, by the recorded logical volume's name.
@@ -99,12 +120,13 @@ class Translation:
         if isinstance(value, dict):
             return {one: self._here(inner, one) for one, inner in value.items()}
         if isinstance(value, list):
-            return [self._here(one) for one in value]
+            return [self._here(one, key.removesuffix("s")) for one in value]
         if key == "required_bytes":
             return str(self.size_bytes(int(value)))
         if key == TOPOLOGY_KEY:
-            assert value == _NODE
-            return self.node
+            return self.node if value == self.recorded_node else value
+        if key == DEVICE_CLASS:
+            return CLASS
         if key.endswith("_id"):
             return self.ids[name_of(value)]
         if isinstance(value, str):

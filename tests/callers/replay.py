@@ -28,11 +28,18 @@ _REPEATS = 100
 class Replay:
     """Calls on one node; `met` are the answers to those that met another."""
 
-    def __init__(self, plugin: Plugin, host: AnyHost, directories: Directories, node: str) -> None:
+    def __init__(
+        self,
+        plugin: Plugin,
+        host: AnyHost,
+        directories: Directories,
+        recorded_node: str,
+        node: str,
+    ) -> None:
         self._plugin = plugin
         self._host = host
         self._directories = directories
-        self._to = Translation(node, directories.kubelet, {})
+        self._to = Translation(recorded_node, node, directories.kubelet, {})
         self._waiting: defaultdict[str, list[Recorded]] = defaultdict(list)
         self._beside: defaultdict[str, list[Future[Answer]]] = defaultdict(list)
         self.met: list[Answer] = []
