@@ -253,6 +253,22 @@ def test_two_copies_of_sources_on_two_nodes_are_refused_and_the_event_says_why(
     assert [one.node for one in each] == ["a", "b"]
 
 
+def test_a_claim_of_two_pods_on_two_nodes_is_made_for_one_of_them(cluster: Cluster) -> None:
+    """No node serves both, as each has a copy of its own."""
+    shared = cluster.claim()
+    sources = [source_on(cluster, node, "snapshot") for node in "ab"]
+    pods = [cluster.pod([cluster.claim(source=one), shared]) for one in sources]
+    assert cluster.run_until(lambda: any(one.is_running for one in pods), 60), cluster.report()
+
+
+def test_a_claim_that_another_pod_uses_alone_is_made_where_both_can_run(cluster: Cluster) -> None:
+    shared = cluster.claim()
+    copy = cluster.claim(source=source_on(cluster, "b", "snapshot"))
+    alone, both = cluster.pod(shared), cluster.pod([copy, shared])
+    cluster.settle()
+    assert (alone.node, both.node) == ("b", "b")
+
+
 def test_while_the_api_server_is_silent_volumes_are_made_where_the_scheduler_chose(
     three: Central, cluster: Cluster
 ) -> None:

@@ -32,6 +32,8 @@ _HANDLES = ("snapshotHandle", "volumeHandle")
 # How long a call waits for the API server, and how many ask it at once.
 _PATIENCE_SECONDS = 5.0
 _AT_ONCE = 8
+# How many other claims are looked up for one: a pod may name thousands.
+_MOST_CLAIMS = 64
 # What external-provisioner adds to the parameters with --extra-create-metadata.
 _NAME, _NAMESPACE = "csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace"
 
@@ -102,17 +104,20 @@ class Claims:
 
         One list, of the namespace's pods without a node; a request for each other claim, and one or
         two for what that is bound to or made of. A claim that has neither a PersistentVolume nor a
-        source of this driver, or whose source is not there yet, has no place.
+        source of this driver, or whose source is not there yet, has no place; nor has one beyond
+        the first 64.
         """
-        found: list[OtherVolume] = []
+        named = []
         for pod in self._waiting(claim.namespace):
-            names = list(dict.fromkeys(claims_of(pod)))
-            if claim.name not in names or pod["metadata"].get("deletionTimestamp"):
-                continue
-            for name in names:
-                if name != claim.name:
-                    found += self._places(pod["metadata"]["name"], claim.namespace, name)
-        return found
+            names = dict.fromkeys(claims_of(pod))
+            if claim.name in names and not pod["metadata"].get("deletionTimestamp"):
+                pod_name = pod["metadata"]["name"]
+                named += [(pod_name, one) for one in names if one != claim.name]
+        return [
+            place
+            for pod_name, name in named[:_MOST_CLAIMS]
+            for place in self._places(pod_name, claim.namespace, name)
+        ]
 
     def _waiting(self, namespace: str) -> Sequence[Object]:
         """The pods of a namespace that the scheduler has put on no node yet."""

@@ -189,18 +189,21 @@ class Placement:
     ) -> "_Apart | None":
         """Another volume of the same pod that is not on this node; None if there is none.
 
-        Also None where the new volume is on the node already, by an earlier call.
+        Also None where several pods use the claim and one of them has its others on this node: no
+        node serves all. And where the new volume is on the node already, by an earlier call.
         """
         if self._questions is None or claim is None:
             return None
-        others = await self._questions.ask(self._questions.claims.others, claim)
-        for one in others or ():
+        others = await self._questions.ask(self._questions.claims.others, claim) or ()
+        apart: dict[str, _Apart] = {}
+        for one in others:
             place = await self._place(one)
-            if node.name in place or not place.isdisjoint(node.segments.values()):
-                continue
-            name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-            return None if await self._has(node, name) else _Apart(one, place)
-        return None
+            if node.name not in place and place.isdisjoint(node.segments.values()):
+                apart.setdefault(one.pod, _Apart(one, place))
+        if not apart or len(apart) < len({one.pod for one in others}):
+            return None
+        name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
+        return None if await self._has(node, name) else next(iter(apart.values()))
 
     async def _place(self, other: OtherVolume) -> frozenset[str]:
         """The topology segments, or the names, of the nodes of a volume; empty if none has it."""

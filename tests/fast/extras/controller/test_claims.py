@@ -241,6 +241,12 @@ def test_pods_without_the_claim_cost_nothing(server: Server, known: Claims) -> N
     assert server.asked == [f"{PODS}&fieldSelector=spec.nodeName="]
 
 
+def test_no_more_than_64_other_claims_are_looked_up(server: Server, known: Claims) -> None:
+    server.pod("wal", *(f"data-{number}" for number in range(1000)))
+    assert known.others(FRESH) == []
+    assert len(server.asked) == 1 + 64
+
+
 def test_a_claim_made_for_a_pod_s_ephemeral_volume_counts(server: Server, known: Claims) -> None:
     pod = server.pod("wal")
     pod["spec"]["volumes"].append({"name": "scratch", "ephemeral": {}})
