@@ -287,6 +287,22 @@ def test_while_the_api_server_is_silent_volumes_are_made_where_the_scheduler_cho
     assert successor.node == "b"
 
 
+def test_a_volume_that_is_apart_already_is_found_and_not_made_again(
+    three: Central, cluster: Cluster
+) -> None:
+    source = source_on(cluster, "b", "snapshot")
+    three.api.is_up = False
+    claims = [cluster.claim(source=source, selected_node="c"), cluster.claim(selected_node="c")]
+    cluster.pod(claims)
+    assert cluster.run_until(lambda: all(one.volume for one in claims), 60), cluster.report()
+    three.api.is_up = True
+    # As after an answer that was lost: the volumes may be in use.
+    for claim in claims:
+        made = creations(cluster, claim)[-1]
+        again = three.plugin.ask("CreateVolume", made.request)
+        assert again.response == made.response
+
+
 def test_a_claim_alone_costs_two_questions_and_each_other_claim_of_its_pod_one_more(
     three: Central, cluster: Cluster
 ) -> None:

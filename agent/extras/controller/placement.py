@@ -33,6 +33,12 @@ from proto import csi_pb2 as csi
 
 # After these a volume is on the node that was called, or on none.
 _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+# After these, of ControllerGetVolume, a volume may be there, or be on its way.
+_UNKNOWN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.ABORTED,
+)
 # How long a node is waited for that is asked what it has.
 _PATIENCE_SECONDS = 5.0
 # Volumes whose outcome is not known; the provisioner repeats the calls of all, a hundred at once.
@@ -203,7 +209,8 @@ class Placement:
         if not apart or len(apart) < len({one.pod for one in others}):
             return None
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-        return None if await self._has(node, name) else next(iter(apart.values()))
+        is_there = await self._has(node, name, must_know=True)
+        return None if is_there else next(iter(apart.values()))
 
     async def _place(self, other: OtherVolume) -> frozenset[str]:
         """The topology segments, or the names, of the nodes of a volume; empty if none has it."""
@@ -238,8 +245,11 @@ class Placement:
             raise unavailable("none of the nodes said how much room it has")
         return node
 
-    async def _has(self, node: Node, name: str) -> bool:
-        """Whether one of a node's groups has a logical volume of that name."""
+    async def _has(self, node: Node, name: str, *, must_know: bool = False) -> bool:
+        """Whether one of a node's groups has a logical volume of that name.
+
+        With `must_know` Refused is raised where it may be there, or on its way.
+        """
         for uuid, group in node.groups.items():
             wanted = csi.ControllerGetVolumeRequest(volume_id=str(VolumeId(group, uuid, name)))
             try:
@@ -250,7 +260,12 @@ class Placement:
                 raise unavailable(
                     f"node {node.name} does not say in time whether it has {name!r}; ask again"
                 ) from None
-            except (Refused, grpc.aio.AioRpcError):
+            except (Refused, grpc.aio.AioRpcError) as error:
+                code = error.code if isinstance(error, Refused) else error.code()
+                if must_know and code in _UNKNOWN:
+                    raise unavailable(
+                        f"node {node.name} does not say whether it has {name!r}: {error}; ask again"
+                    ) from None
                 continue
             return True
         return False
