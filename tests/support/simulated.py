@@ -43,6 +43,9 @@ class SimulatedNode:
         # Cleared: it hangs, as one whose disk does not answer.
         self.answers = asyncio.Event()
         self.answers.set()
+        # Cleared: it does not say what it has; other calls are answered.
+        self.info_answers = asyncio.Event()
+        self.info_answers.set()
         # Cleared: it hangs where it has created a volume.
         self.creates = asyncio.Event()
         self.creates.set()
@@ -69,6 +72,7 @@ class SimulatedNode:
     async def _info(self, _data: bytes, _context: Any) -> bytes:
         self.asked = True
         await self.answers.wait()
+        await self.info_answers.wait()
         if self.says is not None:
             return self.says
         return csi.GetPluginInfoResponse(

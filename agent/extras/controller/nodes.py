@@ -226,11 +226,14 @@ class Nodes:
             if one.address and one.is_due:
                 self.ask(one)
 
-    def ask(self, node: Node) -> "asyncio.Task[None]":
-        """Ask a node what it has; one question at a time."""
+    def ask(self, node: Node) -> "asyncio.Future[None]":
+        """Ask a node what it has; one question at a time, which all callers wait for together.
+
+        A caller that is cancelled stops waiting. The question goes on for the other callers.
+        """
         if node.asking is None or node.asking.done():
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
-        return node.asking
+        return asyncio.shield(node.asking)
 
     async def owner(self, identity: str, what: str) -> Node:
         """The node that has the group of an id, which was read from the field `what`.
@@ -311,7 +314,8 @@ class Nodes:
         since = time.monotonic() - fresh_seconds
         known = [one for one in self if one.address]
         due = [one for one in known if one.is_being_asked or one.asked_seconds <= since]
-        await asyncio.gather(*map(self.ask, due))
+        # A question is cancelled where its node leaves the cluster: the other nodes' answers count.
+        await asyncio.gather(*map(self.ask, due), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
         try:

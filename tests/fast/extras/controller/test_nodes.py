@@ -91,6 +91,7 @@ class Cluster:
         await self.channel.close()
         for one in self.nodes:
             one.answers.set()
+            one.info_answers.set()
             one.creates.set()
         await self.controller.stop()
         for one in self.nodes:
@@ -369,6 +370,62 @@ def test_a_call_that_waits_for_a_node_which_leaves_is_answered(in_cluster: Run, 
         assert "left the cluster" in why or "no node that answers" in why
         await cluster.controller.nodes.ask(known)
         assert "left the cluster" in known.problem
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("waits_for", ["an unknown group", "a group that moved on"])
+def test_a_caller_that_gives_up_takes_no_question_from_the_others(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    monkeypatch.setattr(nodes, "_PATIENCE_SECONDS", 20.0)
+
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        known = cluster.controller.nodes.get(second.name)
+        assert known is not None
+        if waits_for == "an unknown group":
+            number, owner = 7, second
+            second.groups[uuid_of(number)] = "data"
+        else:
+            number, owner = 1, first
+            first.groups |= second.groups
+            second.groups = {}
+        for one in cluster.controller.nodes:
+            one.asked_seconds -= 60
+        second.asked = False
+        second.info_answers.clear()
+        patient = asyncio.create_task(cluster.get(number))
+        while not second.asked:
+            await asyncio.sleep(0.01)
+        hasty = [asyncio.create_task(cluster.get(number, 0.2)) for _ in range(3)]
+        for one in await asyncio.gather(*hasty, return_exceptions=True):
+            assert isinstance(one, grpc.aio.AioRpcError)
+            assert one.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # The controller learns of a deadline when it is over, so after its caller has.
+        await asyncio.sleep(0.3)
+        assert known.is_being_asked
+        second.info_answers.set()
+        assert await patient == owner.name
+
+    in_cluster(test)
+
+
+def test_a_node_that_leaves_fails_no_call_about_another_node_s_group(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        leaving, has = cluster.nodes[1:3]
+        has.groups[uuid_of(7)] = "data"
+        for one in cluster.controller.nodes:
+            one.asked_seconds -= 60
+        leaving.asked = False
+        leaving.info_answers.clear()
+        waiting = asyncio.create_task(cluster.get(7))
+        while not leaving.asked:
+            await asyncio.sleep(0.01)
+        cluster.write(*(one.name for one in cluster.nodes if one is not leaving))
+        await cluster.controller.look()
+        assert await waiting == has.name
+        leaving.info_answers.set()
 
     in_cluster(test)
 
