@@ -1,7 +1,8 @@
 """Mutual TLS between the controller and the nodes, from files as cert-manager writes them.
 
 A certificate says by its DNS name who has it: `controller.DRIVER`, or `NODE.node.DRIVER`. So a
-node's key opens no other node, and answers for no other node.
+node's key opens no other node, and answers for no other node. A node whose name makes that too long
+for TLS has its topology segment there, which ends with a digest of the name.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 import grpc
 
-from agent.core import errors, secret
+from agent.core import errors, ids, secret
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ SERVER_OPTIONS = (
     # Two services at one port would each answer some of the calls.
     ("grpc.so_reuseport", 0),
 )
+# Longest name of a server in TLS' SNI (TLSEXT_MAXLEN_host_name of BoringSSL).
+_MOST_NAME_CHARACTERS = 255
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
 
@@ -52,7 +55,10 @@ def controller_name(driver_name: str) -> str:
 
 def node_name(node_id: str, driver_name: str) -> str:
     """The DNS name in a node's certificate."""
-    return f"{node_id}.node.{driver_name}".lower()
+    name = f"{node_id}.node.{driver_name}"
+    if len(name) > _MOST_NAME_CHARACTERS:
+        name = f"{ids.node_segment(node_id)}.node.{driver_name}"
+    return name.lower()
 
 
 def options(server_name: str) -> Sequence[tuple[str, str | int]]:

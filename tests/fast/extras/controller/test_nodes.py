@@ -11,7 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+import simulated
 from authority import Authority
+from hypothesis import example, given
+from hypothesis import strategies as st
 from simulated import SimulatedNode, name_of, uuid_of
 
 from agent.core import errors
@@ -399,9 +402,9 @@ def test_a_caller_that_gives_up_takes_no_question_from_the_others(
         while not second.asked:
             await asyncio.sleep(0.01)
         hasty = [asyncio.create_task(cluster.get(number, 0.2)) for _ in range(3)]
-        for one in await asyncio.gather(*hasty, return_exceptions=True):
-            assert isinstance(one, grpc.aio.AioRpcError)
-            assert one.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for error in await asyncio.gather(*hasty, return_exceptions=True):
+            assert isinstance(error, grpc.aio.AioRpcError)
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         # The controller learns of a deadline when it is over, so after its caller has.
         await asyncio.sleep(0.3)
         assert known.is_being_asked
@@ -819,3 +822,33 @@ def test_a_node_that_answers_with_another_page_ends_the_list(in_cluster: Run, co
         assert (code, cluster.nodes[1].name in why) == (grpc.StatusCode.INTERNAL, True)
 
     in_cluster(test)
+
+
+def test_a_node_is_reached_whatever_the_length_of_its_name(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node names have up to 253 characters, and the name of a server in TLS (SNI) up to 255."""
+    lengths = (63, 64, 235, 236)
+
+    def long_name(number: int) -> str:
+        text = ".".join([f"n{number}" + "x" * 58] * 5)[: lengths[number]]
+        return text[:-1] + "e"
+
+    monkeypatch.setattr(simulated, "name_of", long_name)
+
+    async def test(cluster: Cluster) -> None:
+        found = {len(one.name): one.problem for one in cluster.controller.nodes}
+        assert found == dict.fromkeys(lengths, "")
+        assert await cluster.get(3) == long_name(3)
+
+    in_cluster(test)
+
+
+@given(st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", fullmatch=True))
+@example("a" * 253)
+def test_the_name_in_a_certificate_fits_tls_and_is_one_node_s(node: str) -> None:
+    name = certificates.node_name(node, DRIVER_NAME)
+    assert len(name) <= 255
+    assert name.endswith(f".node.{DRIVER_NAME}")
+    assert (name == f"{node}.node.{DRIVER_NAME}") is (len(node) <= 235)
+    assert certificates.node_name(f"{node[:-1]}-x", DRIVER_NAME) != name
