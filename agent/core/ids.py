@@ -97,6 +97,16 @@ def node_segment(node_id: str) -> str:
     return f"{node_id[: _MOST_SEGMENT_CHARACTERS - 1 - len(digest)]}-{digest}"
 
 
+def topology_key(driver_name: str) -> str:
+    """The label of nodes that holds a driver's topology segment."""
+    return f"topology.{driver_name}/node"
+
+
+def topology(node_id: str, driver_name: str) -> dict[str, str]:
+    """The topology segments of a node, and of each volume and snapshot on it."""
+    return {topology_key(driver_name): node_segment(node_id)}
+
+
 def start_of(uuid: str) -> str:
     """The part of a group's LVM UUID that ids have."""
     return uuid.replace("-", "")[:_UUID_CHARACTERS]

@@ -377,12 +377,12 @@ class Config:
     @property
     def here(self) -> dict[str, str]:
         """The segments of this node's topology."""
-        return {self.topology_key: ids.node_segment(self.node_id)}
+        return ids.topology(self.node_id, self.driver_name)
 
     @property
     def topology_key(self) -> str:
         """The label of nodes that holds this driver's topology segment."""
-        return f"topology.{self.driver_name}/node"
+        return ids.topology_key(self.driver_name)
 
     @property
     def lvm_root(self) -> Path:

@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 from authority import Authority
 
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
+from agent.core import ids
+from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
 from proto import csi_pb2 as csi
@@ -35,10 +36,13 @@ class SimulatedNode:
 
     def __init__(self, number: int, volumes: int = 0) -> None:
         self.name, self.number = name_of(number), number
+        self.here = ids.topology(self.name, DRIVER_NAME)
         self.groups = {uuid_of(number): "data"}
-        ids = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
+        every = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
         self.volumes = csi.ListVolumesResponse(
-            entries=[csi.ListVolumesResponse.Entry(volume=csi.Volume(volume_id=one)) for one in ids]
+            entries=[
+                csi.ListVolumesResponse.Entry(volume=csi.Volume(volume_id=one)) for one in every
+            ]
         ).SerializeToString()
         # Cleared: it hangs, as one whose disk does not answer.
         self.answers = asyncio.Event()
@@ -80,7 +84,7 @@ class SimulatedNode:
             vendor_version="0.1.0",
             manifest={
                 routes.NODE_ID: self.name,
-                routes.SEGMENTS: json.dumps({TOPOLOGY_KEY: self.name}),
+                routes.SEGMENTS: json.dumps(self.here),
                 routes.GROUPS: json.dumps(self.groups),
             },
         ).SerializeToString()
@@ -106,7 +110,7 @@ class SimulatedNode:
                     volume_id=f"data@{uuid_of(self.number)}/vol-{request.name}",
                     capacity_bytes=request.capacity_range.required_bytes,
                     content_source=request.volume_content_source if source else None,
-                    accessible_topology=[csi.Topology(segments={TOPOLOGY_KEY: self.name})],
+                    accessible_topology=[csi.Topology(segments=self.here)],
                 )
             ).SerializeToString()
             + self.adds
@@ -133,9 +137,9 @@ class SimulatedNode:
         if self.refuses:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "a disk does not answer")
         token = csi.ControllerListVolumeHealthRequest.FromString(data).starting_token
-        ids = [one for one in sorted(self.unhealthy.keys() - self.unlisted) if one >= token]
+        every = [one for one in sorted(self.unhealthy.keys() - self.unlisted) if one >= token]
         answer = csi.ControllerListVolumeHealthResponse(
-            entries=map(self._health_of, ids[:1]), next_token="".join(ids[1:2])
+            entries=map(self._health_of, every[:1]), next_token="".join(every[1:2])
         )
         return answer.SerializeToString()
 

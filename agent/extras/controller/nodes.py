@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from agent.core import errors, values
+from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from proto import csi_pb2 as csi
@@ -35,6 +35,8 @@ _FRESH_SECONDS = 10.0
 # Nodes that are asked at once.
 _AT_ONCE = 64
 _MOST_NAMED = 5
+# Characters that are shown of what a node says and cannot be so.
+_MOST_SHOWN = 100
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
@@ -356,6 +358,11 @@ class Nodes:
                 f" of {self._driver_name!r}"
             )
         segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
+        if segments != (own := ids.topology(node.name, self._driver_name)):
+            raise ValueError(f"its topology is {str(segments)[:_MOST_SHOWN]!r}, not {own}")
+        for uuid, group in groups.items():
+            if VolumeId.parse(f"{group}@{uuid}/any") is None:
+                raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
         node.segments, node.groups = segments, groups
         for uuid, owner in list(self._owners.items()):
             if owner == node.name and uuid not in node.groups:

@@ -1,6 +1,7 @@
 """The controller with simulated nodes: hung, dead, and such as claim another's group."""
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -20,7 +21,7 @@ from simulated import SimulatedNode, name_of, uuid_of
 from agent.core import errors
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
-from agent.extras.controller import certificates, nodes, placement
+from agent.extras.controller import certificates, nodes, placement, routes
 from agent.extras.controller.process import ClusterController, Files
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -527,6 +528,41 @@ def test_who_comes_back_does_not_contest_a_group(in_cluster: Run) -> None:
 DEEP = "[" * 100_000
 
 
+def said(segments: dict[str, str], groups: dict[str, str] | None = None) -> bytes:
+    """What the first node says of itself, with these segments and groups."""
+    manifest = {
+        routes.NODE_ID: name_of(0),
+        routes.SEGMENTS: json.dumps(segments),
+        routes.GROUPS: json.dumps({uuid_of(0): "data"} if groups is None else groups),
+    }
+    return csi.GetPluginInfoResponse(name=DRIVER_NAME, manifest=manifest).SerializeToString()
+
+
+def test_a_node_that_says_another_s_topology_gets_no_claim_and_no_secret_of_that_one(
+    in_cluster: Run,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        thief, victim = cluster.nodes[:2]
+        for _ in range(2):
+            here = csi.Topology(segments={TOPOLOGY_KEY: victim.name})
+            request = csi.CreateVolumeRequest(
+                name="new-1",
+                secrets={"passphrase": "hidden"},
+                accessibility_requirements=csi.TopologyRequirement(preferred=[here]),
+            )
+            call: Any = cluster.channel.unary_unary("/csi.v1.Controller/CreateVolume")
+            await call(request.SerializeToString(), timeout=20)
+            capacity = csi.GetCapacityRequest(accessible_topology=here)
+            call = cluster.channel.unary_unary("/csi.v1.Controller/GetCapacity")
+            answer = csi.GetCapacityResponse.FromString(await call(capacity.SerializeToString()))
+            assert answer.available_capacity == victim.number
+            assert (thief.created, thief.requests) == (set(), [])
+            thief.says = said({TOPOLOGY_KEY: victim.name})
+            await cluster.ask()
+
+    in_cluster(test)
+
+
 @pytest.mark.parametrize(
     ("says", "problem"),
     [
@@ -548,9 +584,21 @@ DEEP = "[" * 100_000
             ).SerializeToString(),
             "it answers what Carver does not",
         ),
+        (
+            said({TOPOLOGY_KEY: name_of(1)}),
+            f"its topology is \"{{'{TOPOLOGY_KEY}': '{name_of(1)}'}}",
+        ),
+        (said({TOPOLOGY_KEY: name_of(0), "zone": "z"}), "its topology is"),
+        (said({}), "its topology is '{}', not"),
+        (said({TOPOLOGY_KEY: name_of(0)}, {"n0000000/x": "data"}), "is no volume group"),
+        (said({TOPOLOGY_KEY: name_of(0)}, {uuid_of(0): "da\x1bta"}), "is no volume group"),
     ],
     # The order of a map's entries on the wire is another in each process.
-    ids=("nonsense", "another driver", "an older Carver", "too deep", "without groups"),
+    ids=(
+        *("nonsense", "another driver", "an older Carver", "too deep", "without groups"),
+        *("another's topology", "more than its topology", "no topology"),
+        *("no group's UUID", "no group's name"),
+    ),
 )
 def test_whatever_one_node_says_costs_its_own_calls_only(
     in_cluster: Run, says: bytes, problem: str
