@@ -14,6 +14,8 @@ VOLUME_PREFIX = "vol"
 # Inline volumes, which have ids of kubelet's and live as long as their pods.
 INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
+# Of the names in group snapshots' ids, which no logical volume has.
+GROUP_SNAPSHOT_PREFIX = "gsnap"
 POOL_PREFIX = "pool"
 WIPE_PREFIX = "wipe"
 # The name of the logical volume that holds free extents of a group while they are zeroed.
@@ -87,6 +89,11 @@ def readable_name(volume_id: str) -> str:
 def is_inline(volume_id: str) -> bool:
     """Whether the id is an inline volume's, which the CO chose."""
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))
+
+
+def group_member(name: str, source_id: str) -> str:
+    """The logical volume of a source's snapshot in the group snapshot that the CO calls `name`."""
+    return names.logical_volume(SNAPSHOT_PREFIX, f"{name}\0{source_id}")
 
 
 def node_segment(node_id: str) -> str:

@@ -26,8 +26,6 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-PREFIX = "gsnap"
-
 # The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
 
@@ -67,7 +65,7 @@ class GroupSnapshotter:
     @staticmethod
     def logical_name(name: str) -> str:
         """The name that calls on one group snapshot lock; no logical volume has it."""
-        return names.logical_volume(PREFIX, name)
+        return names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name)
 
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
@@ -154,10 +152,7 @@ class GroupSnapshotter:
             raise errors.NoSuchVolume(deleted[0])
         own = self.logical_name(call.name)
         identity = str(VolumeId.of(sources[0].group, own))
-        planned = {
-            names.logical_volume(ids.SNAPSHOT_PREFIX, f"{call.name}\0{one.id}"): one
-            for one in sources
-        }
+        planned = {ids.group_member(call.name, str(one.id)): one for one in sources}
         places = records.places_of(sources)
         if not tags.fits(tag.MEMBER_GROUPS, places):
             raise errors.BadField("source_volume_ids", "are in too many volume groups")
@@ -361,7 +356,7 @@ class GroupSnapshotter:
 
 def _is_one(group_snapshot_id: str) -> bool:
     """Whether an id can be a group snapshot's."""
-    return names.is_of(PREFIX, ids.logical_name(group_snapshot_id))
+    return names.is_of(ids.GROUP_SNAPSHOT_PREFIX, ids.logical_name(group_snapshot_id))
 
 
 def _why_awaited(groups: list[str]) -> str:

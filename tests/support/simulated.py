@@ -8,6 +8,7 @@ import agent  # isort: skip
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from authority import Authority
 from agent.core import ids
 from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import certificates, routes
+from agent.extras.controller.answer_rules import RULES
 from agent.extras.controller.certificates import Certificates
 from proto import csi_pb2 as csi
 
@@ -37,12 +39,11 @@ class SimulatedNode:
     def __init__(self, number: int, volumes: int = 0) -> None:
         self.name, self.number = name_of(number), number
         self.here = ids.topology(self.name, DRIVER_NAME)
+        self.topology = csi.Topology(segments=self.here)
         self.groups = {uuid_of(number): "data"}
         every = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
         self.volumes = csi.ListVolumesResponse(
-            entries=[
-                csi.ListVolumesResponse.Entry(volume=csi.Volume(volume_id=one)) for one in every
-            ]
+            entries=[csi.ListVolumesResponse.Entry(volume=self._there(one)) for one in every]
         ).SerializeToString()
         # Cleared: it hangs, as one whose disk does not answer.
         self.answers = asyncio.Event()
@@ -65,6 +66,10 @@ class SimulatedNode:
         self.created: set[str] = set()
         # What it says of itself in place of the truth, as bytes.
         self.says: bytes | None = None
+        # What it answers in place of the truth, by the RPC.
+        self.forged: dict[str, bytes] = {}
+        # The codes that it fails with, by the RPC.
+        self.fails: dict[str, grpc.StatusCode] = {}
         # The bytes of requests about volumes, and what is added to their answers.
         self.requests: list[bytes] = []
         self.adds = b""
@@ -72,6 +77,12 @@ class SimulatedNode:
         self.cancelled: list[str] = []
         self._server: grpc.aio.Server | None = None
         self.port = 0
+
+    def _there(self, volume_id: str) -> csi.Volume:
+        """A volume of the node."""
+        return csi.Volume(
+            volume_id=volume_id, capacity_bytes=1 << 30, accessible_topology=[self.topology]
+        )
 
     async def _info(self, _data: bytes, _context: Any) -> bytes:
         self.asked = True
@@ -110,7 +121,7 @@ class SimulatedNode:
                     volume_id=f"data@{uuid_of(self.number)}/vol-{request.name}",
                     capacity_bytes=request.capacity_range.required_bytes,
                     content_source=request.volume_content_source if source else None,
-                    accessible_topology=[csi.Topology(segments=self.here)],
+                    accessible_topology=[self.topology],
                 )
             ).SerializeToString()
             + self.adds
@@ -120,7 +131,10 @@ class SimulatedNode:
         request = csi.CreateSnapshotRequest.FromString(data)
         return csi.CreateSnapshotResponse(
             snapshot=csi.Snapshot(
-                snapshot_id=f"data@{uuid_of(self.number)}/snap-{request.name}", ready_to_use=True
+                snapshot_id=f"data@{uuid_of(self.number)}/snap-{request.name}",
+                source_volume_id=request.source_volume_id,
+                accessible_topology=[self.topology],
+                ready_to_use=True,
             )
         ).SerializeToString()
 
@@ -178,8 +192,31 @@ class SimulatedNode:
         # All others are there from the start.
         if name.startswith("vol-new") and name not in self.created:
             await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
-        volume = csi.Volume(volume_id=request.volume_id, volume_context={"node": self.name})
+        volume = self._there(request.volume_id)
+        volume.volume_context["node"] = self.name
         return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString() + self.adds
+
+    def _or_forged(self, method: str, answer: Any) -> Any:
+        async def handle(data: bytes, context: Any) -> bytes:
+            if method in self.forged:
+                self.requests.append(data)
+                return self.forged[method]
+            if method in self.fails or answer is None:
+                code = self.fails.get(method, grpc.StatusCode.UNIMPLEMENTED)
+                await context.abort(code, f"{method} fails")
+            found: bytes = await answer(data, context)
+            return found
+
+        return handle
+
+    def _forged_stream(self, method: str) -> Any:
+        """A stream of the same message twice."""
+
+        async def handle(_data: bytes, _context: Any) -> AsyncIterator[bytes]:
+            yield self.forged[method]
+            yield self.forged[method]
+
+        return handle
 
     async def start(self, authority: Authority, directory: Path) -> str:
         """Serve; return the address. A node that ended starts again at the same port."""
@@ -201,10 +238,17 @@ class SimulatedNode:
                 "ControllerGetVolumeHealth": self._get_health,
             },
         }
-        for service, calls in served.items():
+        for service in ("csi.v1.Identity", *RULES):
+            calls = served.get(service, {})
             handlers: dict[str, Any] = {
-                name: grpc.unary_unary_rpc_method_handler(one) for name, one in calls.items()
+                name: grpc.unary_unary_rpc_method_handler(self._or_forged(name, calls.get(name)))
+                for name in (*calls, *RULES.get(service, ()))
             }
+            if service in routes.STREAMS:
+                handlers = {
+                    name: grpc.unary_stream_rpc_method_handler(self._forged_stream(name))
+                    for name in handlers
+                }
             handler: Any = grpc.method_handlers_generic_handler(service, handlers)
             made.add_generic_rpc_handlers((handler,))
         self.port = made.add_secure_port(f"127.0.0.1:{self.port}", credentials)

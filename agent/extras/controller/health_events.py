@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import Message
 
 from agent.core import errors
 from agent.core.background import PeriodicTask
 from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.daemon.extra import Extra
-from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary
+from agent.extras.controller.answers import Answers
+from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused
 from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
@@ -101,6 +102,7 @@ class HealthEvents(Extra):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._nodes, self._clock = config, nodes, clock
+        self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
         # The nodes' event loop, after the start.
@@ -157,7 +159,7 @@ class HealthEvents(Extra):
                         found[node.name] = await self._listed(node)
                 except grpc.aio.AioRpcError as error:
                     problems[node.name] = f"{error.code().name}: {error.details()}"
-                except (Refused, DecodeError) as error:
+                except Refused as error:
                     problems[node.name] = str(error)
                 except TimeoutError:
                     problems[node.name] = "it does not answer in time"
@@ -178,18 +180,20 @@ class HealthEvents(Extra):
         """The conditions of one node's volumes, of all pages."""
         found, request = list[_Condition](), csi.ControllerListVolumeHealthRequest()
         while True:
-            data = await unary(node, _LIST, request.SerializeToString(), _PATIENCE_SECONDS)
-            answer = csi.ControllerListVolumeHealthResponse.FromString(data)
+            answer = await self._asked(node, _LIST, request)
             for one in answer.entries:
                 parsed = VolumeId.parse(one.volume_id)
-                # A group that moved on is the other node's to tell of.
-                if parsed is not None and not self._nodes.is_elsewhere(node, parsed):
+                if parsed is not None:
                     found += self._of_volume(node, parsed, one)
-            token = answer.next_token
-            # One that does not advance would be asked for ever.
-            if token <= request.starting_token or len(found) > _MOST_OF_A_NODE:
+            if not answer.next_token or len(found) > _MOST_OF_A_NODE:
                 return found
-            request.starting_token = token
+            request.starting_token = answer.next_token
+
+    async def _asked(self, node: Node, path: str, request: Message) -> Any:
+        """A node's answer. Raises AioRpcError, Refused."""
+        data = request.SerializeToString()
+        _, answer = await self._answers.of(node, path, request, data, _PATIENCE_SECONDS)
+        return answer
 
     def _of_volume(
         self, node: Node, parsed: VolumeId, health: csi.VolumeHealth
@@ -281,15 +285,14 @@ class HealthEvents(Extra):
         request = csi.ControllerGetVolumeHealthRequest(volume_id=one.key.volume_id)
         try:
             node = await self._nodes.owner(one.key.volume_id, "volume_id")
-            data = await unary(node, _GET, request.SerializeToString(), _PATIENCE_SECONDS)
-            health = csi.ControllerGetVolumeHealthResponse.FromString(data).volume_health
+            health = (await self._asked(node, _GET, request)).volume_health
         except grpc.aio.AioRpcError as error:
             is_gone = error.code() is grpc.StatusCode.NOT_FOUND
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
         except NoOwner:
             is_gone = self._nodes.get(one.node) is None
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
-        except (Refused, DecodeError):
+        except Refused:
             return _Fate.LASTS, ()
         reasons = [entry.reason for entry in health.health_statuses]
         return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons

@@ -99,6 +99,8 @@ class Node:
     asked_seconds: float = 0.0
     # Why it did not answer when it was asked last; empty if it did.
     problem: str = _NOT_ASKED
+    # Answers that were not passed on, as they cannot be true.
+    refused_answers: int = 0
     # Since when it is known (monotonic, seconds).
     joined_seconds: float = field(default_factory=lambda: time.monotonic())
     asking: "asyncio.Task[None] | None" = None
@@ -237,6 +239,12 @@ class Nodes:
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return asyncio.shield(node.asking)
 
+    async def ask_anew(self, node: Node) -> None:
+        """Ask a node what it has, with a question that begins now."""
+        if node.is_being_asked:
+            await self.ask(node)
+        await self.ask(node)
+
     async def owner(self, identity: str, what: str) -> Node:
         """The node that has the group of an id, which was read from the field `what`.
 
@@ -258,14 +266,32 @@ class Nodes:
         name = self._owners.get(uuid)
         if name is None:
             raise NoOwner(self._unknown(parsed, what))
-        other = self._nodes.get(self._contested.get(uuid, ""))
-        if other is not None and uuid in other.groups:
-            raise unavailable(
-                f"{what}: nodes {name} and {other.name} both claim volume group {parsed.group}"
-                f" ({uuid}), and which was first is not known: detach its disks from one, or delete"
-                " that one's Node object"
-            )
+        self.require_undisputed(parsed, what)
         return self._nodes[name]
+
+    def require_undisputed(self, parsed: VolumeId, what: str) -> None:
+        """Raise Refused for a group that two nodes claim."""
+        uuid = parsed.group_uuid
+        other = self._rival(uuid)
+        if other is not None:
+            raise unavailable(
+                f"{what}: nodes {self._owners.get(uuid)} and {other.name} both claim volume group"
+                f" {parsed.group} ({uuid}), and which was first is not known: detach its disks from"
+                " one, or delete that one's Node object"
+            )
+
+    def _rival(self, uuid: str) -> Node | None:
+        """The node whose claim to a group is as good as that of the node that has it."""
+        other = self._nodes.get(self._contested.get(uuid, ""))
+        return other if other is not None and uuid in other.groups else None
+
+    def places(self, node: Node) -> frozenset[str]:
+        """The volume groups that are a node's, and no other's, as ids name them: `group@uuid`."""
+        return frozenset(
+            f"{group}@{uuid}"
+            for uuid, group in node.groups.items()
+            if self._owners.get(uuid) == node.name and self._rival(uuid) is None
+        )
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.

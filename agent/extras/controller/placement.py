@@ -41,6 +41,8 @@ _UNKNOWN = (
 )
 # How long a node is waited for that is asked what it has.
 _PATIENCE_SECONDS = 5.0
+# The largest number of the field, which nodes may reach together.
+_MOST_BYTES = (1 << 63) - 1
 # Volumes whose outcome is not known; the provisioner repeats the calls of all, a hundred at once.
 _MOST_ATTEMPTS = 10_000
 
@@ -289,7 +291,7 @@ class Placement:
             *(self._ask("GetCapacity", one, request) for one in self._nodes.require_all())
         )
         answer = csi.GetCapacityResponse(
-            available_capacity=sum(one.available_capacity for one in found)
+            available_capacity=min(_MOST_BYTES, sum(one.available_capacity for one in found))
         )
         if found:
             answer.maximum_volume_size.value = max(one.maximum_volume_size.value for one in found)

@@ -1,11 +1,13 @@
 """CSI for the sidecars of a whole cluster: each call goes to the node that it is about.
 
-A call is passed on as its bytes, so that fields which this version does not know reach the node;
-nothing of a request is kept or logged but its method, id and name. The caller's deadline and its
-cancellation go along. A node's error is the answer, with the node's name before it.
+A call is passed on as its bytes, and so is its answer once it was read (answer_rules.py), so that
+fields which this version does not know reach the node and the caller. Nothing of a request is kept
+or logged but its method, id and name. The caller's deadline and its cancellation go along. A node's
+error is the answer, with the node's name before it.
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,9 +23,10 @@ from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
+from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import Questions
 from agent.extras.controller.deleted_nodes import DeletedNodes
-from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unary, unavailable
+from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unavailable
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -54,12 +57,19 @@ class Call:
     method: str
     context: "grpc.aio.ServicerContext[bytes, bytes]"
     subject: str = ""
-    # The last node it was sent to, and the seconds that the nodes took.
+    # The last node it was sent to, and the seconds that each node took that was called.
     node: str = ""
-    node_seconds: float = 0.0
+    nodes_seconds: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    # The seconds of a stream: its reader may have been slower than the node.
+    stream_seconds: float = 0.0
     seconds: float = 0.0
     code: grpc.StatusCode = _Code.OK
     problem: str = ""
+
+    @property
+    def node_seconds(self) -> float:
+        """The seconds that the nodes took, one after the other."""
+        return self.stream_seconds + sum(seconds for _, seconds in self.nodes_seconds)
 
 
 # Answers a call by the bytes of its request.
@@ -81,7 +91,7 @@ class Router:
         attach: bool = False,
     ) -> None:
         """`attach`: whether volumes are attached to nodes, which must be set so, too."""
-        self._nodes, self._observe = nodes, observe
+        self._nodes, self._answers, self._observe = nodes, Answers(nodes), observe
         self._deleted_nodes, self._attempts = deleted_nodes, Attempts()
         self._questions = questions
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
@@ -148,7 +158,7 @@ class Router:
                 if method in _DELETIONS and await self._is_forgotten(identities[0], error):
                     return b""
                 raise
-            return await self._send(call, node, path, data, (*identities, "")[0], field)
+            return await self._send(call, node, path, request, data, (*identities, "")[0], field)
 
         return answer
 
@@ -187,10 +197,13 @@ class Router:
         _name(call, request)
         placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
         if (node := await placement.given(request)) is not None:
-            return await self._send(call, node, path, data, *routes.source_of(request))
+            identity, field = routes.source_of(request)
+            return await self._send(call, node, path, request, data, identity, field)
         # Neither a source nor the scheduler says where it is to be.
         async with self._attempts.only(request.name):
-            return await self._once(call, await placement.anywhere(request), path, data)
+            node = await placement.anywhere(request)
+            passed_on, _ = await self._once(call, node, path, request, data)
+            return passed_on
 
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
         request = csi.GetCapacityRequest.FromString(data)
@@ -201,14 +214,17 @@ class Router:
         _name(call, request)
         node = await attachments.to_attach(self._nodes, request)
         path = f"/{_CONTROLLER}/ControllerPublishVolume"
-        return await self._send(call, node, path, data, request.volume_id, "volume_id")
+        return await self._send(call, node, path, request, data, request.volume_id, "volume_id")
 
     async def _detach(self, call: Call, data: bytes) -> bytes:
         request = csi.ControllerUnpublishVolumeRequest.FromString(data)
         _name(call, request)
         node = await attachments.to_detach(self._nodes, request)
         path = f"/{_CONTROLLER}/ControllerUnpublishVolume"
-        return b"" if node is None else await self._once(call, node, path, data)
+        if node is None:
+            return b""
+        passed_on, _ = await self._once(call, node, path, request, data)
+        return passed_on
 
     def _placement(self, call: Call) -> Placement:
         return Placement(self._nodes, self._attempts, self._asking(call), self._questions)
@@ -222,7 +238,7 @@ class Router:
                 if identity := getattr(request, field, ""):
                     call.subject = identity
                     node = await self._nodes.owner(identity, field)
-                    return await self._send(call, node, path, data, identity, field)
+                    return await self._send(call, node, path, request, data, identity, field)
             ask = self._asking(call)
             page: Message = await lists.page(
                 self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
@@ -236,36 +252,46 @@ class Router:
 
         async def ask(method: str, node: Node, request: Message) -> Any:
             path = f"/{_CONTROLLER}/{method}"
-            answer = await self._once(call, node, path, request.SerializeToString())
-            try:
-                return routes.response_class(_CONTROLLER, method).FromString(answer)
-            except DecodeError:
-                problem = f"node {node.name} answers {method} with what Carver does not"
-                raise Refused(_Code.INTERNAL, problem) from None
+            data = request.SerializeToString()
+            _, answer = await self._once(call, node, path, request, data)
+            return answer
 
         return ask
 
     async def _send(
-        self, call: Call, node: Node, path: str, data: bytes, identity: str, field: str
+        self,
+        call: Call,
+        node: Node,
+        path: str,
+        request: Message,
+        data: bytes,
+        identity: str,
+        field: str,
     ) -> bytes:
         """Send a call to a node; if the group of the id has moved on meanwhile, to that node.
 
         `identity` was read from `field`, and may be empty.
         """
         try:
-            return await self._once(call, node, path, data)
+            passed_on, _ = await self._once(call, node, path, request, data)
         except grpc.aio.AioRpcError as error:
-            if identity and error.code() in _MAY_HAVE_MOVED:
-                other = await self._nodes.moved_on(node, identity, field)
-                if other is not None:
-                    return await self._once(call, other, path, data)
-            raise
+            if not identity or error.code() not in _MAY_HAVE_MOVED:
+                raise
+            other = await self._nodes.moved_on(node, identity, field)
+            if other is None:
+                raise
+            passed_on, _ = await self._once(call, other, path, request, data)
+        return passed_on
 
-    async def _once(self, call: Call, node: Node, path: str, data: bytes) -> bytes:
+    async def _once(
+        self, call: Call, node: Node, path: str, request: Message, data: bytes
+    ) -> tuple[bytes, Any]:
+        """Call a node: the bytes of its answer, to be passed on, and the answer."""
         node.require_answering()
         call.node, begun = node.name, time.monotonic()
         try:
-            return await unary(node, path, data, call.context.time_remaining())
+            remaining = call.context.time_remaining()
+            return await self._answers.of(node, path, request, data, remaining)
         except grpc.aio.AioRpcError as error:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)
@@ -276,7 +302,7 @@ class Router:
             self._nodes.ask(node)
             raise
         finally:
-            call.node_seconds += time.monotonic() - begun
+            call.nodes_seconds.append((node.name, time.monotonic() - begun))
 
     def _stream(
         self, service: str, method: str, field: str
@@ -291,9 +317,11 @@ class Router:
             call.node, begun = node.name, time.monotonic()
             send: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
             send = node.connected.unary_stream(path)
+            asked = self._answers.asked(node, request)
             answers = send(data, timeout=call.context.time_remaining())
             try:
                 async for message in answers:
+                    await self._answers.read(node, path, asked, message)
                     yield message
             except grpc.aio.AioRpcError as error:
                 if error.code() in _MAY_BE_SILENT:
@@ -301,7 +329,7 @@ class Router:
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()
-                call.node_seconds = time.monotonic() - begun
+                call.stream_seconds = time.monotonic() - begun
 
         return stream
 

@@ -58,12 +58,16 @@ def _method(service: str, call: str) -> Any:
 
 def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:
     """The id of what a volume is to be made of, and its field; both empty for a new one."""
-    source = request.volume_content_source
-    kind = source.WhichOneof("type")
+    identity, field = source(request.volume_content_source)
+    return identity, field and f"volume_content_source.{field}"
+
+
+def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
+    """The id in a content source, and the field that has it; both empty where there is none."""
+    kind = wire.WhichOneof("type")
     if kind is None:
         return "", ""
-    field = f"{kind}_id"
-    return getattr(getattr(source, kind), field), f"volume_content_source.{kind}.{field}"
+    return getattr(getattr(wire, kind), f"{kind}_id"), f"{kind}.{kind}_id"
 
 
 def ids_in(request: Any, field: str) -> Sequence[str]:

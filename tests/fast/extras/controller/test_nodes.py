@@ -663,6 +663,290 @@ def test_fields_of_a_newer_version_pass_in_both_directions(in_cluster: Run, meth
     in_cluster(test)
 
 
+async def call_of(cluster: Cluster, service: str, request: Any, seconds: float = 20) -> bytes:
+    """Call the controller by the kind of the request; the bytes of the answer."""
+    method = type(request).__name__.removesuffix("Request")
+    call: Any = cluster.channel.unary_unary(f"/csi.v1.{service}/{method}")
+    answer: bytes = await call(request.SerializeToString(), timeout=seconds)
+    return answer
+
+
+def there(number: int, name: str = "vol-new-1", **more: Any) -> csi.Volume:
+    """A volume as its node answers."""
+    here = csi.Topology(segments={TOPOLOGY_KEY: name_of(number)})
+    return csi.Volume(
+        volume_id=f"data@{uuid_of(number)}/{name}", accessible_topology=[here], **more
+    )
+
+
+def of_the_first(method: str) -> Any:
+    """A request that goes to the first node."""
+    volume, snapshot = f"data@{uuid_of(0)}/vol-new-1", f"data@{uuid_of(0)}/snap-1"
+    here = csi.Topology(segments={TOPOLOGY_KEY: name_of(0)})
+    requests: dict[str, Any] = {
+        "CreateVolume": csi.CreateVolumeRequest(
+            name="new-1", accessibility_requirements=csi.TopologyRequirement(preferred=[here])
+        ),
+        "ControllerGetVolume": csi.ControllerGetVolumeRequest(volume_id=volume),
+        "ControllerGetVolumeHealth": csi.ControllerGetVolumeHealthRequest(volume_id=volume),
+        "ControllerExpandVolume": csi.ControllerExpandVolumeRequest(
+            volume_id=volume, capacity_range=csi.CapacityRange(required_bytes=2)
+        ),
+        "CreateSnapshot": csi.CreateSnapshotRequest(source_volume_id=volume, name="1"),
+        "GetSnapshot": csi.GetSnapshotRequest(snapshot_id=snapshot),
+        "ListSnapshots": csi.ListSnapshotsRequest(snapshot_id=snapshot),
+        "ListVolumes": csi.ListVolumesRequest(),
+        "GetCapacity": csi.GetCapacityRequest(accessible_topology=here),
+        "CreateVolumeGroupSnapshot": csi.CreateVolumeGroupSnapshotRequest(
+            name="1", source_volume_ids=[volume]
+        ),
+        "GetVolumeGroupSnapshot": csi.GetVolumeGroupSnapshotRequest(
+            group_snapshot_id=f"data@{uuid_of(0)}/gsnap-1", snapshot_ids=[snapshot]
+        ),
+        "DeleteVolumeGroupSnapshot": csi.DeleteVolumeGroupSnapshotRequest(
+            group_snapshot_id=f"data@{uuid_of(0)}/gsnap-1",
+            snapshot_ids=[f"data@{uuid_of(1)}/snap-1"],
+        ),
+    }
+    return requests[method]
+
+
+SNAPSHOT_OF_THE_SECOND = csi.Snapshot(
+    snapshot_id=f"data@{uuid_of(1)}/snap-1", source_volume_id=f"data@{uuid_of(1)}/vol-1"
+)
+GROUP_OF_THE_SECOND = csi.VolumeGroupSnapshot(
+    group_snapshot_id=f"data@{uuid_of(1)}/gsnap-1", snapshots=[SNAPSHOT_OF_THE_SECOND]
+)
+FORGED = [
+    ("volume.volume_id", csi.CreateVolumeResponse(volume=there(1))),
+    ("volume.volume_id", csi.CreateVolumeResponse(volume=there(0, "vol-of-another-claim"))),
+    ("volume.volume_id", csi.ControllerGetVolumeResponse(volume=there(1))),
+    (
+        "volume_health.volume_id",
+        csi.ControllerGetVolumeHealthResponse(
+            volume_health=csi.VolumeHealth(volume_id=f"data@{uuid_of(1)}/vol-new-1")
+        ),
+    ),
+    ("capacity_bytes", csi.ControllerExpandVolumeResponse(capacity_bytes=1)),
+    ("snapshot.snapshot_id", csi.CreateSnapshotResponse(snapshot=SNAPSHOT_OF_THE_SECOND)),
+    ("snapshot.snapshot_id", csi.GetSnapshotResponse(snapshot=SNAPSHOT_OF_THE_SECOND)),
+    (
+        "entries[].snapshot.snapshot_id",
+        csi.ListSnapshotsResponse(
+            entries=[csi.ListSnapshotsResponse.Entry(snapshot=SNAPSHOT_OF_THE_SECOND)]
+        ),
+    ),
+    (
+        "entries[].volume.volume_id",
+        csi.ListVolumesResponse(entries=[csi.ListVolumesResponse.Entry(volume=there(1))]),
+    ),
+    ("available_capacity", csi.GetCapacityResponse(available_capacity=-1)),
+    (
+        "group_snapshot.group_snapshot_id",
+        csi.CreateVolumeGroupSnapshotResponse(group_snapshot=GROUP_OF_THE_SECOND),
+    ),
+    (
+        "group_snapshot.group_snapshot_id",
+        csi.GetVolumeGroupSnapshotResponse(group_snapshot=GROUP_OF_THE_SECOND),
+    ),
+    ("the request's snapshot_ids", csi.DeleteVolumeGroupSnapshotResponse()),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "answer"), FORGED, ids=[f"{type(one).__name__} {field}" for field, one in FORGED]
+)
+def test_an_answer_that_names_what_is_another_s_reaches_no_caller(
+    in_cluster: Run, field: str, answer: Any
+) -> None:
+    """A stolen node's key. The error names the node and the field, and is counted."""
+
+    async def test(cluster: Cluster) -> None:
+        thief = cluster.nodes[0]
+        method = type(answer).__name__.removesuffix("Response")
+        service = "GroupController" if "Group" in method else "Controller"
+        thief.forged[method] = answer.SerializeToString()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, service, of_the_first(method))
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        why = f"cannot pass on the answer of node {thief.name} to {method}: {field} is "
+        assert str(raised.value.details()).startswith(why)
+        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
+        # The others' calls go on, and so does what the node answers in good order.
+        assert await cluster.get(1) == name_of(1)
+        thief.forged.clear()
+        assert await cluster.get(0) == thief.name
+
+    in_cluster(test)
+
+
+def test_a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id(
+    in_cluster: Run,
+) -> None:
+    """The node neither adds to, nor takes from, nor replaces what others say."""
+
+    async def test(cluster: Cluster) -> None:
+        for one in cluster.nodes:
+            entry = csi.ListVolumesResponse.Entry(volume=there(one.number, "vol-1"))
+            one.volumes = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
+        whole = await call_of(cluster, "Controller", csi.ListVolumesRequest())
+        assert len(csi.ListVolumesResponse.FromString(whole).entries) == 4
+        thief = cluster.nodes[1]
+        honest, thief.volumes = thief.volumes, cluster.nodes[2].volumes
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", csi.ListVolumesRequest())
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert f"node {thief.name} " in str(raised.value.details())
+        assert [await cluster.get(one) for one in (0, 2, 3)] == [name_of(one) for one in (0, 2, 3)]
+        thief.volumes = honest
+        assert await call_of(cluster, "Controller", csi.ListVolumesRequest()) == whole
+
+    in_cluster(test)
+
+
+def test_the_health_of_another_s_volumes_is_left_out_of_the_list(in_cluster: Run) -> None:
+    """As a node has it whose volume group was attached to another node."""
+
+    async def test(cluster: Cluster) -> None:
+        wrong = [("DATA_LOSS", "DataLoss", "all is lost")]
+        here, detached = f"data@{uuid_of(0)}/vol-1", "data@n7777777/vol-1"
+        cluster.nodes[0].unhealthy = {
+            here: wrong,
+            f"data@{uuid_of(1)}/vol-1": wrong,
+            detached: wrong,
+        }
+        request = csi.ControllerListVolumeHealthRequest()
+        answer = await call_of(cluster, "Controller", request)
+        found = csi.ControllerListVolumeHealthResponse.FromString(answer).entries
+        assert [one.volume_id for one in found] == [here, detached]
+        assert [one.refused_answers for one in cluster.controller.nodes] == [0, 0, 0, 0]
+
+    in_cluster(test)
+
+
+def test_a_group_that_a_node_got_a_moment_ago_is_its_own(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[0]
+        node.groups["n7777777"] = "new"
+        made = there(0)
+        made.volume_id = "new@n7777777/vol-new-1"
+        node.forged["CreateVolume"] = csi.CreateVolumeResponse(volume=made).SerializeToString()
+        answer = await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+        assert csi.CreateVolumeResponse.FromString(answer).volume == made
+        assert not any(one.refused_answers for one in cluster.controller.nodes)
+
+    in_cluster(test)
+
+
+def test_a_group_that_was_moved_while_its_node_answered_was_the_node_s(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        first.answers.clear()
+        waiting = asyncio.create_task(cluster.get(0))
+        while not first.calls:
+            await asyncio.sleep(0.01)
+        known = cluster.controller.nodes
+        uuid = uuid_of(0)
+        # As if both had been asked meanwhile, which this one does not answer now.
+        node, other = known.get(first.name), known.get(second.name)
+        assert node is not None
+        assert other is not None
+        node.groups, other.groups = {}, {**other.groups, uuid: "data"}
+        known._owners[uuid] = second.name
+        first.answers.set()
+        assert await waiting == first.name
+
+    in_cluster(test)
+
+
+def test_an_answer_about_a_group_that_two_nodes_claim_accuses_neither(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        second.groups |= first.groups
+        known = cluster.controller.nodes
+        known._contested[uuid_of(0)] = second.name
+        await cluster.ask()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "both claim volume group data" in str(raised.value.details())
+        assert not any(one.refused_answers for one in known)
+
+    in_cluster(test)
+
+
+def test_a_stream_ends_where_a_node_lies(in_cluster: Run) -> None:
+    async def streamed(cluster: Cluster, answer: Any) -> list[bytes]:
+        cluster.nodes[0].forged["GetMetadataAllocated"] = answer.SerializeToString() + UNKNOWN
+        call: Any = cluster.channel.unary_stream("/csi.v1.SnapshotMetadata/GetMetadataAllocated")
+        request = csi.GetMetadataAllocatedRequest(snapshot_id=f"data@{uuid_of(0)}/snap-1")
+        return [one async for one in call(request.SerializeToString(), timeout=20)]
+
+    async def test(cluster: Cluster) -> None:
+        block = csi.BlockMetadata(byte_offset=0, size_bytes=4096)
+        answer = csi.GetMetadataAllocatedResponse(
+            volume_capacity_bytes=4096, block_metadata=[block]
+        )
+        honest = answer.SerializeToString() + UNKNOWN
+        assert await streamed(cluster, answer) == [honest, honest]
+        answer.block_metadata[0].byte_offset = -4096
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await streamed(cluster, answer)
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert "block_metadata is " in str(raised.value.details())
+        assert cluster.controller.nodes.get(name_of(0)).refused_answers == 1  # type: ignore[union-attr]
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode), ids=lambda one: one.name)
+def test_no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere(
+    in_cluster: Run, code: grpc.StatusCode
+) -> None:
+    """A thief may refuse or confirm what is its own; no other node is asked to do it instead."""
+
+    async def test(cluster: Cluster) -> None:
+        thief, *others = cluster.nodes
+        if code is grpc.StatusCode.OK:
+            thief.forged["DeleteVolume"] = b""
+        else:
+            thief.fails["DeleteVolume"] = code
+        # It also claims another's group.
+        thief.groups |= others[0].groups
+        await cluster.ask()
+        for one in others:
+            one.forged["DeleteVolume"] = b""
+        own = csi.DeleteVolumeRequest(volume_id=f"data@{uuid_of(0)}/vol-1")
+        if code is grpc.StatusCode.OK:
+            assert await call_of(cluster, "Controller", own) == b""
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call_of(cluster, "Controller", own)
+            assert raised.value.code() is code
+            assert f"node {thief.name}: " in str(raised.value.details())
+        assert not any(one.requests for one in others)
+        thief.requests.clear()
+        # What is another's is asked of that one, whatever the thief says.
+        other = csi.DeleteVolumeRequest(volume_id=f"data@{uuid_of(1)}/vol-1")
+        assert await call_of(cluster, "Controller", other) == b""
+        assert others[0].requests == [other.SerializeToString()]
+        assert thief.requests == []
+
+    in_cluster(test)
+
+
+def test_no_capacity_of_one_node_breaks_the_sum_of_all(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        most = (1 << 63) - 1
+        cluster.nodes[0].forged["GetCapacity"] = csi.GetCapacityResponse(
+            available_capacity=most
+        ).SerializeToString()
+        answer = await call_of(cluster, "Controller", csi.GetCapacityRequest())
+        assert csi.GetCapacityResponse.FromString(answer).available_capacity == most
+
+    in_cluster(test)
+
+
 def test_a_call_ends_whose_node_dies_without_a_word(
     in_cluster: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

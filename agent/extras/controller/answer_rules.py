@@ -1,0 +1,486 @@
+"""What each answer of a node must be: a row for each RPC that nodes answer, a rule for each field.
+
+A node's word is enough for what is its own: its volumes' contents, health, room. What names
+something must follow from the request and from the node: ids are in a volume group that is that
+node's, with the name that the request's name gives; the topology is the node's, and nothing else;
+sizes and sources are those that were asked for. Each field of the wire has a rule; fields that
+this version does not know have none.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from agent.core import ids
+from agent.core.ids import VolumeId
+from agent.core.requests import SizeRange
+from agent.extras.controller import routes
+from lvm import names
+from proto import csi_pb2 as csi
+
+# Characters that are shown of a value that is refused.
+_MOST_SHOWN = 200
+# Seconds of a Timestamp, from the year 1 to the end of 9999 (timestamp.proto), and its nanoseconds.
+_SECONDS, _NANOSECONDS = range(-62_135_596_800, 253_402_300_800), range(10**9)
+
+
+class Untrue(Exception):
+    """An answer that cannot be true: the field that gives it away, and its value."""
+
+    def __init__(self, where: str, value: object, problem: str) -> None:
+        text = repr(value)
+        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+        super().__init__(f"{where} is {shown}: {problem}")
+        self.value = value
+
+
+@dataclass
+class Asked:
+    """A request, and what the controller knows of the node that it was sent to."""
+
+    request: Any
+    node: str
+    topology: csi.Topology
+    # The volume groups that are the node's, as ids name them: `group@uuid`.
+    places: Set[str]
+    # Whether an id is in a volume group that is another node's.
+    is_elsewhere: Callable[[VolumeId], bool]
+    # The answer, and that message of it which has the field to be judged.
+    answer: Any = field(default=None, init=False)
+    part: Any = field(default=None, init=False)
+
+
+# Judges a field's value: says what is wrong with it; empty if nothing is.
+Rule = Callable[[Any, Asked], str]
+
+
+def its_word(_value: Any, _asked: Asked) -> str:
+    """Accept what the node says: it is about its own volume, snapshot, or room."""
+    return ""
+
+
+def its_own(prefix: str) -> Rule:
+    """The id of a volume, snapshot or group snapshot, by the prefix of its name, on the node."""
+    begins = f"{prefix}-", f"{prefix}."
+
+    def judge(value: str, asked: Asked) -> str:
+        place, _, name = value.partition("/")
+        if place not in asked.places:
+            return _not_there(asked)
+        if not name.startswith(begins) or VolumeId.parse(value) is None:
+            return f"it must be the id of a {prefix!r}"
+        return ""
+
+    return judge
+
+
+def the_asked(key: str) -> Rule:
+    """The id in a field of the request, which must be on the node."""
+
+    def judge(value: str, asked: Asked) -> str:
+        if value != (wanted := getattr(asked.request, key)):
+            return f"asked for was {wanted!r}"
+        return "" if _place(value) in asked.places else _not_there(asked)
+
+    return judge
+
+
+def one_of_asked(key: str) -> Rule:
+    """One of the ids in a field of the request."""
+    return lambda value, asked: (
+        "" if value in getattr(asked.request, key) else "it was not asked for"
+    )
+
+
+def if_asked(key: str, rule: Rule) -> Rule:
+    """What a rule accepts, and the id in a field of the request unless that is empty."""
+
+    def judge(value: str, asked: Asked) -> str:
+        if value != (getattr(asked.request, key) or value):
+            return f"asked for was {getattr(asked.request, key)!r}"
+        return rule(value, asked)
+
+    return judge
+
+
+def named_as_asked(prefix: str, sources: str = "") -> Rule:
+    """The id that the name in the request gives: on the node, beside the sources that it names."""
+
+    def judge(value: str, asked: Asked) -> str:
+        place, _, name = value.partition("/")
+        if place not in asked.places:
+            return _not_there(asked)
+        if name != (wanted := names.logical_volume(prefix, asked.request.name)):
+            return f"the name that was asked for gives {wanted!r}"
+        if sources and place not in map(_place, routes.ids_in(asked.request, sources)):
+            return "it is in another volume group than its source"
+        return ""
+
+    return judge
+
+
+def member_as_asked(value: str, asked: Asked) -> str:
+    """The id of a group snapshot's member, by the request's name and the member's source."""
+    source = asked.part.source_volume_id
+    name = ids.group_member(asked.request.name, source)
+    wanted = f"{_place(source)}/{name}"
+    return "" if value == wanted else f"the name that was asked for gives {wanted!r}"
+
+
+def beside(key: str) -> Rule:
+    """An id in the volume group of another id in the same message."""
+
+    def judge(value: str, asked: Asked) -> str:
+        if VolumeId.parse(value) is None or _place(value) != _place(getattr(asked.part, key)):
+            return f"it must be in the volume group of {key}"
+        return ""
+
+    return judge
+
+
+def nothing(value: Any, _asked: Asked) -> str:
+    """An empty field."""
+    return "it must be empty" if value else ""
+
+
+def of_its_group_snapshot(value: str, asked: Asked) -> str:
+    """The id of the answer's own group snapshot."""
+    wanted = asked.answer.group_snapshot.group_snapshot_id
+    return "" if value == wanted else f"the group snapshot is {wanted!r}"
+
+
+def group_snapshot_or_none(value: str, asked: Asked) -> str:
+    """Empty, or a group snapshot's id that is not another node's.
+
+    One that spans several volume groups is named after one of them, which may be detached by now.
+    """
+    parsed = VolumeId.parse(value)
+    if not value or (parsed and names.is_of(ids.GROUP_SNAPSHOT_PREFIX, parsed.name)):
+        return _not_there(asked) if parsed and asked.is_elsewhere(parsed) else ""
+    return f"it must be the id of a {ids.GROUP_SNAPSHOT_PREFIX!r}"
+
+
+def any_volume(value: str, _asked: Asked) -> str:
+    """The id of a volume, on the node or not; `_leave_out` sees to those of other nodes."""
+    parsed = VolumeId.parse(value)
+    if parsed is not None and names.is_of(ids.VOLUME_PREFIX, parsed.name):
+        return ""
+    return f"it must be the id of a {ids.VOLUME_PREFIX!r}"
+
+
+def one_of_each(key: str, sources: str) -> Rule:
+    """A list with one message for each id in a field of the request."""
+
+    def judge(value: Sequence[Any], asked: Asked) -> str:
+        found = sorted(getattr(one, key) for one in value)
+        return "" if found == sorted(getattr(asked.request, sources)) else "it must have each once"
+
+    return judge
+
+
+def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
+    """The node's topology, alone."""
+    # Messages are compared fast, maps slowly. Fields that this version does not know may differ.
+    if len(value) == 1 and (
+        value[0] == asked.topology or value[0].segments == asked.topology.segments
+    ):
+        return ""
+    return f"it must be the topology of that node, {dict(asked.topology.segments)}, alone"
+
+
+def itself_only(value: Sequence[str], asked: Asked) -> str:
+    """Node ids: the node's own, or none."""
+    return "" if set(value) <= {asked.node} else "a volume of that node can be published there only"
+
+
+def of_itself(_value: Any, asked: Asked) -> str:
+    """What the node says of a volume that it attached to itself: only its own plugin reads it."""
+    wanted = asked.request.node_id
+    return "" if wanted == asked.node else f"it was to be attached to node {wanted!r}"
+
+
+def not_negative(value: Any, _asked: Asked) -> str:
+    """A number of bytes."""
+    number = value if isinstance(value, int) else value.value
+    return "" if number >= 0 else "it must not be negative"
+
+
+def asked_size(value: int, asked: Asked) -> str:
+    """A size within the request's capacity range."""
+    wanted = asked.request.capacity_range
+    if SizeRange(wanted.required_bytes, wanted.limit_bytes).allows(value):
+        return ""
+    return (
+        f"asked for were {wanted.required_bytes} to {wanted.limit_bytes or 'any number of'} bytes"
+    )
+
+
+def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
+    """The request's content source, or none where it has none."""
+    wanted, field = routes.source(asked.request.volume_content_source)
+    if routes.source(value) == (wanted, field):
+        return ""
+    return f"asked for was {field} {wanted!r}" if field else "no source was asked for"
+
+
+def a_time(value: Any, _asked: Asked) -> str:
+    """A moment that a timestamp can have."""
+    fits = value.seconds in _SECONDS and value.nanos in _NANOSECONDS
+    return "" if fits else "it is no moment"
+
+
+def a_page(value: Sequence[Any], asked: Asked) -> str:
+    """At most as many entries as were asked for."""
+    most = asked.request.max_entries
+    return f"asked for were at most {most}" if 0 < most < len(value) else ""
+
+
+def advances(value: str, asked: Asked) -> str:
+    """Empty at the end of the list; else further on than the request's token, after some entry."""
+    if not value or (value > asked.request.starting_token and asked.part.entries):
+        return ""
+    return f"the page began at {asked.request.starting_token!r}"
+
+
+def ranges(value: Sequence[csi.BlockMetadata], asked: Asked) -> str:
+    """Ranges of the snapshot, at most as many as were asked for."""
+    most, size = asked.request.max_results, asked.part.volume_capacity_bytes
+    if 0 < most < len(value):
+        return f"asked for were at most {most}"
+    if all(one.byte_offset >= 0 < one.size_bytes <= size - one.byte_offset for one in value):
+        return ""
+    return f"the snapshot has {size} bytes"
+
+
+def _place(identity: str) -> str:
+    """The volume group in an id, as `group@uuid`."""
+    return identity.partition("/")[0]
+
+
+def _not_there(asked: Asked) -> str:
+    return f"it is in no volume group of node {asked.node}"
+
+
+# Rules by the fields of a message.
+Fields = Mapping[str, Rule]
+
+
+def _in(path: str, *fields: Fields) -> Fields:
+    """Rules of a message's fields, as the rules of what has the message in a field."""
+    return {f"{path}.{key}": rule for each in fields for key, rule in each.items()}
+
+
+_VOLUME: Fields = {
+    "volume_id": its_own(ids.VOLUME_PREFIX),
+    "capacity_bytes": not_negative,
+    "volume_context": its_word,
+    # Where it came from, for a person: it may have moved to another node since.
+    "content_source": its_word,
+    "accessible_topology": own_topology,
+}
+_SNAPSHOT: Fields = {
+    "snapshot_id": its_own(ids.SNAPSHOT_PREFIX),
+    "source_volume_id": beside("snapshot_id"),
+    "size_bytes": not_negative,
+    "creation_time": a_time,
+    "ready_to_use": its_word,
+    "group_snapshot_id": group_snapshot_or_none,
+    "accessible_topology": own_topology,
+}
+_STATUS: Fields = {"published_node_ids": itself_only}
+_PAGE: Fields = {"entries": a_page, "next_token": advances}
+_MEMBER: Fields = {**_SNAPSHOT, "group_snapshot_id": of_its_group_snapshot}
+_BLOCKS: Fields = {
+    "block_metadata_type": its_word,
+    "volume_capacity_bytes": not_negative,
+    "block_metadata": ranges,
+}
+
+# By service and RPC: the rule of each field of the answer. A list's entries have `[]`.
+RULES: Mapping[str, Mapping[str, Fields]] = {
+    "csi.v1.Controller": {
+        "CreateVolume": _in(
+            "volume",
+            _VOLUME,
+            {
+                "volume_id": named_as_asked(ids.VOLUME_PREFIX),
+                "capacity_bytes": asked_size,
+                "content_source": asked_source,
+            },
+        ),
+        "DeleteVolume": {},
+        "ControllerPublishVolume": {"publish_context": of_itself},
+        "ControllerUnpublishVolume": {},
+        "ValidateVolumeCapabilities": {"confirmed": its_word, "message": its_word},
+        "ListVolumes": {
+            **_PAGE,
+            **_in("entries[].volume", _VOLUME),
+            **_in("entries[].status", _STATUS),
+        },
+        "ControllerListVolumeHealth": {
+            **_PAGE,
+            "entries[].volume_id": any_volume,
+            "entries[].health_statuses": its_word,
+        },
+        "ControllerGetVolumeHealth": {
+            "volume_health.volume_id": the_asked("volume_id"),
+            "volume_health.health_statuses": its_word,
+        },
+        "GetCapacity": {
+            "available_capacity": not_negative,
+            "maximum_volume_size": not_negative,
+            "minimum_volume_size": not_negative,
+        },
+        "CreateSnapshot": _in(
+            "snapshot",
+            _SNAPSHOT,
+            {
+                "snapshot_id": named_as_asked(ids.SNAPSHOT_PREFIX, "source_volume_id"),
+                "source_volume_id": the_asked("source_volume_id"),
+                "group_snapshot_id": nothing,
+            },
+        ),
+        "DeleteSnapshot": {},
+        "ListSnapshots": {
+            **_PAGE,
+            **_in(
+                "entries[].snapshot",
+                _SNAPSHOT,
+                {
+                    "snapshot_id": if_asked("snapshot_id", _SNAPSHOT["snapshot_id"]),
+                    "source_volume_id": if_asked("source_volume_id", _SNAPSHOT["source_volume_id"]),
+                },
+            ),
+        },
+        "GetSnapshot": _in("snapshot", _SNAPSHOT, {"snapshot_id": the_asked("snapshot_id")}),
+        "ControllerExpandVolume": {
+            "capacity_bytes": asked_size,
+            "node_expansion_required": its_word,
+        },
+        "ControllerGetVolume": {
+            **_in("volume", _VOLUME, {"volume_id": the_asked("volume_id")}),
+            **_in("status", _STATUS),
+        },
+        "ControllerModifyVolume": {},
+    },
+    "csi.v1.GroupController": {
+        "CreateVolumeGroupSnapshot": _in(
+            "group_snapshot",
+            {
+                "group_snapshot_id": named_as_asked(ids.GROUP_SNAPSHOT_PREFIX, "source_volume_ids"),
+                "snapshots": one_of_each("source_volume_id", "source_volume_ids"),
+                "creation_time": a_time,
+                "ready_to_use": its_word,
+            },
+            _in(
+                "snapshots[]",
+                _MEMBER,
+                {
+                    "snapshot_id": member_as_asked,
+                    "source_volume_id": one_of_asked("source_volume_ids"),
+                },
+            ),
+        ),
+        "DeleteVolumeGroupSnapshot": {},
+        "GetVolumeGroupSnapshot": _in(
+            "group_snapshot",
+            {
+                "group_snapshot_id": the_asked("group_snapshot_id"),
+                "snapshots": one_of_each("snapshot_id", "snapshot_ids"),
+                "creation_time": a_time,
+                "ready_to_use": its_word,
+            },
+            _in("snapshots[]", _MEMBER),
+        ),
+    },
+    "csi.v1.SnapshotMetadata": {"GetMetadataAllocated": _BLOCKS, "GetMetadataDelta": _BLOCKS},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The rules of an RPC's answer, by the messages that have the fields."""
+
+    answer: type[Message]
+    # The fields with ids of the request, as routes to the message that has them.
+    identities: Sequence[tuple[Sequence[str], str]]
+    parts: Mapping[str, Sequence[tuple[str, Rule]]]
+
+    @classmethod
+    def of(cls, service: str, method: str) -> "Row":
+        """The row of an RPC. Raises KeyError for one without rules."""
+        parts: dict[str, list[tuple[str, Rule]]] = {}
+        for path, rule in RULES[service][method].items():
+            place, _, key = path.rpartition(".")
+            if rule is not its_word:
+                parts.setdefault(place, []).append((key, rule))
+        request = routes.request_class(service, method).DESCRIPTOR
+        identities = tuple(_identities(request, ()))
+        return cls(routes.response_class(service, method), identities, parts)
+
+    def judge(self, asked: Asked, data: bytes) -> Any:
+        """The answer that has these bytes. Raises Untrue."""
+        try:
+            answer = asked.answer = self.answer.FromString(data)
+        except DecodeError:
+            raise Untrue("the answer", data, "it cannot be read") from None
+        for steps, key in self.identities:
+            for part in _parts(asked.request, steps):
+                self._judge_asked(getattr(part, key), asked, key)
+        for place, rules in self.parts.items():
+            for part in _parts(answer, place.split(".") if place else ()):
+                asked.part = part
+                for key, rule in rules:
+                    value = getattr(part, key)
+                    if problem := rule(value, asked):
+                        raise Untrue(f"{place}.{key}".lstrip("."), value, problem)
+        if isinstance(answer, csi.ControllerListVolumeHealthResponse):
+            _leave_out(answer, asked)
+        return answer
+
+    @staticmethod
+    def _judge_asked(value: Any, asked: Asked, key: str) -> None:
+        """Raise Untrue where the node has carried out what is about another's volume."""
+        for one in [value] if isinstance(value, str) else value:
+            # What is no id is no volume's: to delete it is done.
+            if _place(one) not in asked.places and VolumeId.parse(one) is not None:
+                raise Untrue(f"the request's {key}", one, _not_there(asked))
+
+
+def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> None:
+    """Leave out the health of volumes that another node has by now: that one says it.
+
+    A node goes on to say that the volumes of a group are missing which was attached to another.
+    """
+    own = [
+        one
+        for one in answer.entries
+        if (parsed := VolumeId.parse(one.volume_id)) and not asked.is_elsewhere(parsed)
+    ]
+    if len(own) < len(answer.entries):
+        kept = [one.SerializeToString() for one in own]
+        del answer.entries[:]
+        answer.entries.extend(map(csi.VolumeHealth.FromString, kept))
+
+
+def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
+    """The fields of a request that have ids of volumes, snapshots or group snapshots."""
+    for one in message.fields:
+        if one.message_type is not None:
+            if one.message_type.full_name.startswith("csi.v1.VolumeContentSource"):
+                yield from _identities(one.message_type, (*steps, one.name))
+        elif one.name.endswith(("volume_id", "snapshot_id", "volume_ids", "snapshot_ids")):
+            yield steps, one.name
+
+
+def _parts(message: Any, steps: Sequence[str]) -> Iterator[Any]:
+    """The messages at a place in a message; those of a list each."""
+    if not steps:
+        yield message
+        return
+    name = steps[0].removesuffix("[]")
+    found = getattr(message, name)
+    for one in found if name != steps[0] else (found,):
+        yield from _parts(one, steps[1:])

@@ -1,0 +1,78 @@
+"""What nodes answer, read before it is passed on: what cannot be true is refused, and counted.
+
+The caller gets the bytes that the node sent, with the fields that this version does not know.
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from agent.core.ids import VolumeId
+from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue
+from agent.extras.controller.nodes import Node, Nodes, Refused, unary
+from proto import csi_pb2 as csi
+
+# By the path of an RPC.
+_ROWS = {
+    f"/{service}/{method}": Row.of(service, method)
+    for service, rows in RULES.items()
+    for method in rows
+}
+
+
+class Answers:
+    """Calls nodes, and reads what they answer by the rules of agent/extras/controller/answer_rules.
+
+    A refused answer is INTERNAL, with the node's name and the field.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    async def of(
+        self, node: Node, path: str, request: Message, data: bytes, timeout: float | None
+    ) -> tuple[bytes, Any]:
+        """Call a node with the bytes of a request: the bytes of its answer, and the answer.
+
+        Raises AioRpcError, Refused.
+        """
+        asked = self.asked(node, request)
+        answer = await unary(node, path, data, timeout)
+        return answer, await self.read(node, path, asked, answer)
+
+    def asked(self, node: Node, request: Message) -> Asked:
+        """By what the answers of a node to a request are read; to be had before it is sent.
+
+        What the node had then is its own, even if a group is moved to another node meanwhile.
+        """
+        return Asked(
+            request,
+            node.name,
+            csi.Topology(segments=node.segments),
+            self._nodes.places(node),
+            lambda one: self._nodes.is_elsewhere(node, one),
+        )
+
+    async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:
+        """An answer, or a message of a stream, that may be true. Raises Refused."""
+        row = _ROWS[path]
+        try:
+            return row.judge(asked, data)
+        except Untrue:
+            # The node may have a volume group that it did not have when it was asked last.
+            await self._nodes.ask_anew(node)
+            node.require_answering()
+            asked.places |= self._nodes.places(node)
+        try:
+            return row.judge(asked, data)
+        except Untrue as error:
+            if isinstance(error.value, str) and (parsed := VolumeId.parse(error.value)):
+                self._nodes.require_undisputed(parsed, "the answer")
+            node.refused_answers += 1
+            raise Refused(
+                grpc.StatusCode.INTERNAL,
+                f"cannot pass on the answer of node {node.name} to {path.rpartition('/')[2]}:"
+                f" {error}. The call may have been carried out; see `A node's answer is refused` in"
+                " docs/troubleshooting.md",
+            ) from None

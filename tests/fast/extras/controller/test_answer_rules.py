@@ -1,0 +1,743 @@
+"""What a node may answer: honest answers pass, and no changed one names what is another's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from google.protobuf.wrappers_pb2 import Int64Value
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core import ids
+from agent.core.ids import VolumeId
+from agent.core.settings import DRIVER_NAME
+from agent.csi.client import of_snapshot
+from agent.extras.controller import routes
+from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue, its_word
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Router
+from proto import csi_pb2 as csi
+
+NODE, OTHER = "node-a", "node-b"
+HERE = csi.Topology(segments=ids.topology(NODE, DRIVER_NAME))
+# The node has two groups, another node has a third, and a fourth is detached.
+OWN, SECOND, FOREIGN, DETACHED = "data@aaaaaaaa", "fast@bbbbbbbb", "data@cccccccc", "data@dddddddd"
+LIMIT = 2 << 30
+# A field that this version does not know: number 900, of bytes.
+UNKNOWN = b"\xa2\x38\x05newer"
+
+
+def asked(request: Any) -> Asked:
+    def is_elsewhere(one: VolumeId) -> bool:
+        return str(one).startswith(FOREIGN)
+
+    return Asked(request, NODE, HERE, frozenset((OWN, SECOND)), is_elsewhere)
+
+
+def volume(name: str = "vol-1", place: str = OWN, **more: Any) -> csi.Volume:
+    return csi.Volume(
+        volume_id=f"{place}/{name}",
+        capacity_bytes=1 << 30,
+        volume_context={"carver/class": "fast"},
+        accessible_topology=[HERE],
+        **more,
+    )
+
+
+def snapshot(name: str = "snap-1", place: str = OWN, **more: Any) -> csi.Snapshot:
+    return csi.Snapshot(
+        **{
+            "snapshot_id": f"{place}/{name}",
+            "source_volume_id": f"{place}/vol-1",
+            "size_bytes": 1 << 30,
+            "creation_time": Timestamp(seconds=1_700_000_000, nanos=5),
+            "ready_to_use": True,
+            "accessible_topology": [HERE],
+            **more,
+        }
+    )
+
+
+def group_snapshot() -> csi.VolumeGroupSnapshot:
+    """One of two volumes in two volume groups."""
+    identity, sources = f"{OWN}/gsnap-g", (f"{OWN}/vol-1", f"{SECOND}/vol-2")
+    return csi.VolumeGroupSnapshot(
+        group_snapshot_id=identity,
+        snapshots=[
+            snapshot(
+                ids.group_member("g", one),
+                one.partition("/")[0],
+                source_volume_id=one,
+                group_snapshot_id=identity,
+            )
+            for one in sources
+        ],
+        creation_time=Timestamp(seconds=1_700_000_000),
+        ready_to_use=True,
+    )
+
+
+SIZES = csi.CapacityRange(required_bytes=1 << 30, limit_bytes=LIMIT)
+MEMBERS = [one.snapshot_id for one in group_snapshot().snapshots]
+SNAPSHOT_ENTRIES = [
+    csi.ListSnapshotsResponse.Entry(snapshot=one)
+    for one in (
+        snapshot(),
+        snapshot("snap-2", SECOND, group_snapshot_id=f"{DETACHED}/gsnap-1"),
+        snapshot("snap-3", source_volume_id=f"{OWN}/unknown"),
+    )
+]
+RANGES = [
+    csi.BlockMetadata(byte_offset=0, size_bytes=4096),
+    csi.BlockMetadata(byte_offset=8192, size_bytes=4096),
+]
+BLOCKS: dict[str, Any] = {
+    "block_metadata_type": csi.BlockMetadataType.VARIABLE_LENGTH,
+    "volume_capacity_bytes": 12288,
+    "block_metadata": RANGES,
+}
+UNWELL = [
+    csi.VolumeHealth.VolumeHealthEntry(
+        status=csi.VolumeHealthErrorType.INACCESSIBLE, reason="GroupMissing", message="attach it"
+    )
+]
+
+# By RPC: requests with an honest answer each.
+HONEST: dict[str, list[tuple[Any, Any]]] = {
+    "CreateVolume": [
+        (
+            csi.CreateVolumeRequest(name="1", capacity_range=SIZES),
+            csi.CreateVolumeResponse(volume=volume()),
+        ),
+        (
+            csi.CreateVolumeRequest(
+                name="x" * 100, volume_content_source=of_snapshot(f"{SECOND}/snap-1")
+            ),
+            csi.CreateVolumeResponse(
+                volume=volume(
+                    f"vol.{sha256(b'x' * 100).hexdigest()[:32]}",
+                    content_source=of_snapshot(f"{SECOND}/snap-1"),
+                )
+            ),
+        ),
+    ],
+    "DeleteVolume": [
+        (csi.DeleteVolumeRequest(volume_id=f"{OWN}/vol-1"), csi.DeleteVolumeResponse()),
+        (csi.DeleteVolumeRequest(volume_id="no id"), csi.DeleteVolumeResponse()),
+    ],
+    "ControllerPublishVolume": [
+        (
+            csi.ControllerPublishVolumeRequest(volume_id=f"{OWN}/vol-1", node_id=NODE),
+            csi.ControllerPublishVolumeResponse(publish_context={"readOnly": "true"}),
+        )
+    ],
+    "ControllerUnpublishVolume": [
+        (
+            csi.ControllerUnpublishVolumeRequest(volume_id=f"{OWN}/vol-1", node_id=NODE),
+            csi.ControllerUnpublishVolumeResponse(),
+        )
+    ],
+    "ValidateVolumeCapabilities": [
+        (
+            csi.ValidateVolumeCapabilitiesRequest(volume_id=f"{OWN}/vol-1"),
+            csi.ValidateVolumeCapabilitiesResponse(message="not so"),
+        )
+    ],
+    "ListVolumes": [
+        (
+            csi.ListVolumesRequest(max_entries=3, starting_token=f"{OWN}/vol-1"),
+            csi.ListVolumesResponse(
+                entries=[
+                    csi.ListVolumesResponse.Entry(volume=volume()),
+                    csi.ListVolumesResponse.Entry(
+                        volume=volume("vol-2", content_source=of_snapshot(f"{FOREIGN}/snap-1")),
+                        status=csi.ListVolumesResponse.VolumeStatus(published_node_ids=[NODE]),
+                    ),
+                ],
+                next_token=f"{OWN}/vol-3",
+            ),
+        ),
+        (csi.ListVolumesRequest(), csi.ListVolumesResponse()),
+    ],
+    "ControllerListVolumeHealth": [
+        (
+            csi.ControllerListVolumeHealthRequest(max_entries=2),
+            csi.ControllerListVolumeHealthResponse(
+                entries=[
+                    csi.VolumeHealth(volume_id=f"{OWN}/vol-1", health_statuses=UNWELL),
+                    csi.VolumeHealth(volume_id=f"{DETACHED}/vol-1", health_statuses=UNWELL),
+                ]
+            ),
+        )
+    ],
+    "ControllerGetVolumeHealth": [
+        (
+            csi.ControllerGetVolumeHealthRequest(volume_id=f"{OWN}/vol-1"),
+            csi.ControllerGetVolumeHealthResponse(
+                volume_health=csi.VolumeHealth(volume_id=f"{OWN}/vol-1", health_statuses=UNWELL)
+            ),
+        )
+    ],
+    "GetCapacity": [
+        (csi.GetCapacityRequest(), csi.GetCapacityResponse(available_capacity=1 << 40)),
+        (
+            csi.GetCapacityRequest(),
+            csi.GetCapacityResponse(
+                available_capacity=0,
+                maximum_volume_size=Int64Value(value=0),
+                minimum_volume_size=Int64Value(value=4096),
+            ),
+        ),
+    ],
+    "CreateSnapshot": [
+        (
+            csi.CreateSnapshotRequest(name="1", source_volume_id=f"{OWN}/vol-1"),
+            csi.CreateSnapshotResponse(snapshot=snapshot()),
+        )
+    ],
+    "DeleteSnapshot": [
+        (csi.DeleteSnapshotRequest(snapshot_id=f"{OWN}/snap-1"), csi.DeleteSnapshotResponse())
+    ],
+    "ListSnapshots": [
+        (csi.ListSnapshotsRequest(), csi.ListSnapshotsResponse(entries=SNAPSHOT_ENTRIES)),
+        (
+            csi.ListSnapshotsRequest(snapshot_id=f"{OWN}/snap-1"),
+            csi.ListSnapshotsResponse(entries=SNAPSHOT_ENTRIES[:1]),
+        ),
+        (
+            csi.ListSnapshotsRequest(source_volume_id=f"{OWN}/vol-1"),
+            csi.ListSnapshotsResponse(entries=SNAPSHOT_ENTRIES[:1]),
+        ),
+        (csi.ListSnapshotsRequest(snapshot_id="no id"), csi.ListSnapshotsResponse()),
+    ],
+    "GetSnapshot": [
+        (
+            csi.GetSnapshotRequest(snapshot_id=f"{OWN}/snap-1"),
+            csi.GetSnapshotResponse(snapshot=snapshot(group_snapshot_id=f"{SECOND}/gsnap-1")),
+        )
+    ],
+    "ControllerExpandVolume": [
+        (
+            csi.ControllerExpandVolumeRequest(volume_id=f"{OWN}/vol-1", capacity_range=SIZES),
+            csi.ControllerExpandVolumeResponse(capacity_bytes=LIMIT, node_expansion_required=True),
+        )
+    ],
+    "ControllerGetVolume": [
+        (
+            csi.ControllerGetVolumeRequest(volume_id=f"{OWN}/vol-1"),
+            csi.ControllerGetVolumeResponse(
+                volume=volume(), status=csi.ControllerGetVolumeResponse.VolumeStatus()
+            ),
+        )
+    ],
+    "ControllerModifyVolume": [
+        (
+            csi.ControllerModifyVolumeRequest(volume_id=f"{OWN}/vol-1"),
+            csi.ControllerModifyVolumeResponse(),
+        )
+    ],
+    "CreateVolumeGroupSnapshot": [
+        (
+            csi.CreateVolumeGroupSnapshotRequest(
+                name="g", source_volume_ids=[f"{SECOND}/vol-2", f"{OWN}/vol-1"]
+            ),
+            csi.CreateVolumeGroupSnapshotResponse(group_snapshot=group_snapshot()),
+        )
+    ],
+    "DeleteVolumeGroupSnapshot": [
+        (
+            csi.DeleteVolumeGroupSnapshotRequest(
+                group_snapshot_id=f"{OWN}/gsnap-g", snapshot_ids=MEMBERS
+            ),
+            csi.DeleteVolumeGroupSnapshotResponse(),
+        )
+    ],
+    "GetVolumeGroupSnapshot": [
+        (
+            csi.GetVolumeGroupSnapshotRequest(
+                group_snapshot_id=f"{OWN}/gsnap-g", snapshot_ids=MEMBERS
+            ),
+            csi.GetVolumeGroupSnapshotResponse(group_snapshot=group_snapshot()),
+        )
+    ],
+    "GetMetadataAllocated": [
+        (
+            csi.GetMetadataAllocatedRequest(snapshot_id=f"{OWN}/snap-1", max_results=2),
+            csi.GetMetadataAllocatedResponse(**BLOCKS),
+        )
+    ],
+    "GetMetadataDelta": [
+        (
+            csi.GetMetadataDeltaRequest(
+                base_snapshot_id=f"{OWN}/snap-1", target_snapshot_id=f"{OWN}/snap-2"
+            ),
+            csi.GetMetadataDeltaResponse(**BLOCKS),
+        )
+    ],
+}
+CASES = [(method, *one) for method, cases in HONEST.items() for one in cases]
+SERVICE = {method: service for service, rows in RULES.items() for method in rows}
+
+
+def judged(method: str, request: Any, answer: bytes) -> Any:
+    return Row.of(SERVICE[method], method).judge(asked(request), answer)
+
+
+# The table is whole
+
+# What the controller answers by itself.
+ITS_OWN = {
+    "csi.v1.Identity": {"GetPluginInfo", "GetPluginCapabilities", "Probe"},
+    "csi.v1.Controller": {"ControllerGetCapabilities"},
+    "csi.v1.GroupController": {"GroupControllerGetCapabilities"},
+}
+
+
+def test_each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_here() -> None:
+    def connect(*_: object) -> Any:
+        raise AssertionError
+
+    served = Router(Nodes(DRIVER_NAME, connect), DRIVER_NAME, "0", attach=True)._handlers
+    routed = {
+        service: set(methods) - ITS_OWN.get(service, set()) for service, methods in served.items()
+    }
+    assert {service: set(rows) for service, rows in RULES.items()} == {
+        service: methods for service, methods in routed.items() if methods
+    }
+    assert SERVICE.keys() == HONEST.keys()
+
+
+def test_each_rpc_of_the_wire_is_passed_on_or_answered_by_the_controller() -> None:
+    every = {
+        f"{one.full_name}/{method.name}"
+        for one in csi.DESCRIPTOR.services_by_name.values()
+        for method in one.methods
+        if one.name != "Node"
+    }
+    known = {f"{service}/{method}" for method, service in SERVICE.items()}
+    own = {f"{service}/{method}" for service, methods in ITS_OWN.items() for method in methods}
+    assert every == known | own
+
+
+def fields(message: Any, path: str = "") -> Iterator[str]:
+    """The fields of a message, and those of the messages in it."""
+    for one in message.fields:
+        here = f"{path}{one.name}"
+        yield here
+        is_map = one.message_type is not None and one.message_type.GetOptions().map_entry
+        if one.message_type is not None and not is_map:
+            yield from fields(one.message_type, f"{here}{'[]' if one.is_repeated else ''}.")
+
+
+@pytest.mark.parametrize("method", HONEST)
+def test_each_field_of_an_answer_has_a_rule(method: str) -> None:
+    rules = RULES[SERVICE[method]][method]
+    every = set(fields(routes.response_class(SERVICE[method], method).DESCRIPTOR))
+    # A message whose fields have rules needs none.
+    covered = {
+        one for one in every if any(rule.startswith((f"{one}.", f"{one}[].")) for rule in rules)
+    }
+    covered |= {
+        one for one in every if any(one.startswith((f"{rule}.", f"{rule}[].")) for rule in rules)
+    }
+    assert every - covered - set(rules) == set()
+    assert {rule.replace("[]", "") for rule in rules} <= {one.replace("[]", "") for one in every}
+
+
+# What is honest passes
+
+
+@pytest.mark.parametrize(("method", "request_", "answer"), CASES)
+def test_an_honest_answer_passes(method: str, request_: Any, answer: Any) -> None:
+    assert judged(method, request_, answer.SerializeToString()) == answer
+
+
+def messages(one: Message) -> Iterator[Message]:
+    """A message and all messages in it, but those of maps."""
+    yield one
+    for descriptor, value in one.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for each in value if descriptor.is_repeated else [value]:
+            yield from messages(each)
+
+
+@pytest.mark.parametrize(("method", "request_", "answer"), CASES)
+def test_fields_that_this_version_does_not_know_pass(
+    method: str, request_: Any, answer: Any
+) -> None:
+    changed = type(answer).FromString(answer.SerializeToString())
+    for one in list(messages(changed)):
+        one.MergeFromString(UNKNOWN)
+    assert judged(method, request_, changed.SerializeToString()) == changed
+
+
+# What is changed passes only if it names nothing of another
+
+IDS = st.builds(
+    "{}/{}".format,
+    st.sampled_from([OWN, SECOND, FOREIGN, DETACHED, "other@aaaaaaaa"]),
+    st.sampled_from(
+        ["vol-1", "vol-2", "vol-3", "vol.1", "snap-1", "snap-2", "gsnap-g", "unknown", "eph-1", ""]
+    ),
+)
+TEXTS = st.one_of(IDS, st.sampled_from([NODE, OTHER, ""]), st.text(max_size=20))
+TOPOLOGIES = st.builds(
+    lambda segments: csi.Topology(segments=segments),
+    st.one_of(
+        st.sampled_from([dict(HERE.segments), ids.topology(OTHER, DRIVER_NAME), {}]),
+        st.just({**HERE.segments, "zone": "z"}),
+        st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+    ),
+)
+NUMBERS = st.one_of(
+    st.integers(-(1 << 31), (1 << 31) - 1),
+    st.sampled_from([0, 1, -1, 4096, (1 << 30) - 1, LIMIT, LIMIT + 1, 1 << 62, -(1 << 62)]),
+)
+
+
+def value_of(descriptor: Any) -> st.SearchStrategy[Any]:
+    """Values for a field."""
+    kind = descriptor.message_type
+    if kind is not None and kind.full_name == "csi.v1.Topology":
+        return TOPOLOGIES
+    if kind is not None:
+        return st.just(None)
+    if descriptor.cpp_type == descriptor.CPPTYPE_STRING:
+        return TEXTS
+    if descriptor.cpp_type == descriptor.CPPTYPE_BOOL:
+        return st.booleans()
+    if descriptor.cpp_type == descriptor.CPPTYPE_ENUM:
+        return st.integers(0, 9)
+    most = 31 if descriptor.cpp_type == descriptor.CPPTYPE_INT32 else 63
+    return NUMBERS.filter(lambda one: -(1 << most) <= one < 1 << most)
+
+
+@st.composite
+def changed(draw: Callable[[Any], Any]) -> tuple[str, Any, Any, Any]:
+    """An RPC, its request, the honest answer, and one with changed fields."""
+    method, request, honest = draw(
+        st.sampled_from([one for one in CASES if list(one[2].DESCRIPTOR.fields)])
+    )
+    answer = type(honest).FromString(honest.SerializeToString())
+    for _ in range(draw(st.integers(1, 3))):
+        one: Any = draw(st.sampled_from(list(messages(answer))))
+        descriptor = draw(st.sampled_from(list(one.DESCRIPTOR.fields) or [None]))
+        if descriptor is None:
+            continue
+        kind, value = descriptor.message_type, getattr(one, descriptor.name)
+        if kind is not None and kind.GetOptions().map_entry:
+            value[draw(st.text(max_size=3))] = draw(TEXTS)
+        elif descriptor.is_repeated:
+            change_list(draw, value, descriptor)
+        elif kind is not None:
+            if draw(st.booleans()):
+                one.ClearField(descriptor.name)
+            else:
+                value.SetInParent()
+        else:
+            setattr(one, descriptor.name, draw(value_of(descriptor)))
+    return method, request, honest, answer
+
+
+def change_list(draw: Callable[[Any], Any], value: Any, descriptor: Any) -> None:
+    made = draw(value_of(descriptor))
+    if value and draw(st.booleans()):
+        del value[draw(st.integers(0, len(value) - 1))]
+    elif descriptor.message_type is None:
+        value.append(made)
+    elif made is not None:
+        value.add().CopyFrom(made)
+    elif value and draw(st.booleans()):
+        value.add().CopyFrom(value[0])
+    else:
+        value.add()
+
+
+# The fields that name something. Of the second a list, or an answer about one that is there, may
+# have others of the node's.
+NAMING = ("volume_id", "snapshot_id", "source_volume_id", "group_snapshot_id")
+OF_LISTS = {
+    "ListVolumes": ("volume_id",),
+    "ListSnapshots": NAMING,
+    "ControllerListVolumeHealth": ("volume_id",),
+    "GetSnapshot": ("source_volume_id", "group_snapshot_id"),
+    "GetVolumeGroupSnapshot": ("source_volume_id",),
+}
+SIZED = ("CreateVolume", "ControllerExpandVolume")
+
+
+def named(answer: Message, keys: Sequence[str]) -> list[tuple[str, str, str]]:
+    """All that an answer names in these fields, empty ones included."""
+    return sorted(
+        (one.DESCRIPTOR.full_name, key, getattr(one, key))
+        for one in messages(answer)
+        for key in keys
+        if key in one.DESCRIPTOR.fields_by_name
+        and not one.DESCRIPTOR.full_name.startswith("csi.v1.VolumeContentSource")
+    )
+
+
+def places(answer: Message) -> list[Any]:
+    return [
+        list(one.accessible_topology)  # type: ignore[attr-defined]
+        for one in messages(answer)
+        if "accessible_topology" in one.DESCRIPTOR.fields_by_name
+    ]
+
+
+@given(changed())
+def test_whatever_is_changed_an_answer_that_passes_names_nothing_of_another(
+    case: tuple[str, Any, Any, Any],
+) -> None:
+    method, request, honest, answer = case
+    try:
+        judged(method, request, answer.SerializeToString())
+    except Untrue:
+        return
+    loose = OF_LISTS.get(method, ())
+    exact = [one for one in NAMING if one not in loose]
+    assert named(answer, exact) == named(honest, exact)
+    for _, key, value in named(answer, loose):
+        if key == "group_snapshot_id":
+            assert not value.startswith(FOREIGN)
+        elif method != "ControllerListVolumeHealth":
+            assert value.startswith((f"{OWN}/", f"{SECOND}/")), key
+    assert all(one == [HERE] for one in places(answer))
+    for one in messages(answer):
+        for node in getattr(one, "published_node_ids", ()):
+            assert node == NODE
+    if method == "CreateVolume":
+        assert routes.source(answer.volume.content_source) == routes.source(
+            honest.volume.content_source
+        )
+    if method in SIZED and request.HasField("capacity_range"):
+        size = answer.volume.capacity_bytes if method == SIZED[0] else answer.capacity_bytes
+        assert SIZES.required_bytes <= size <= LIMIT
+
+
+FREE = [
+    (method, request, answer, path)
+    for method, request, answer in CASES
+    for path, rule in RULES[SERVICE[method]][method].items()
+    if rule is its_word
+]
+
+
+@given(st.sampled_from(FREE), st.data())
+def test_a_node_is_believed_what_it_says_of_its_own(
+    case: tuple[str, Any, Any, str], data: st.DataObject
+) -> None:
+    method, request, honest, path = case
+    answer = type(honest).FromString(honest.SerializeToString())
+    parts, (*steps, key) = [answer], path.split(".")
+    for step in steps:
+        found = [getattr(one, step.removesuffix("[]")) for one in parts]
+        parts = [each for one in found for each in (one if step.endswith("[]") else [one])]
+    for one in parts:
+        descriptor = one.DESCRIPTOR.fields_by_name[key]
+        value = getattr(one, key)
+        if descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry:
+            value[data.draw(st.text(max_size=5))] = data.draw(TEXTS)
+        elif descriptor.is_repeated:
+            value.add()
+        elif descriptor.message_type is not None:
+            value.SetInParent()
+        else:
+            setattr(one, key, data.draw(value_of(descriptor)))
+    assert judged(method, request, answer.SerializeToString()) == answer
+
+
+# By name
+
+
+LIES: list[tuple[str, str, Callable[[Any], None]]] = []
+
+
+def lie(method: str, where: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Register a change of the first honest answer of an RPC, and the field that it gives away."""
+
+    def add(change: Callable[[Any], None]) -> Callable[[Any], None]:
+        LIES.append((method, where, change))
+        return change
+
+    return add
+
+
+@lie("CreateVolume", "volume.volume_id")
+def another_node_s_volume(answer: Any) -> None:
+    answer.volume.volume_id = f"{FOREIGN}/vol-1"
+
+
+@lie("CreateVolume", "volume.volume_id")
+def another_tenant_s_volume_on_the_node(answer: Any) -> None:
+    answer.volume.volume_id = f"{OWN}/vol-2"
+
+
+@lie("CreateVolume", "volume.volume_id")
+def a_group_under_another_name(answer: Any) -> None:
+    answer.volume.volume_id = "other@aaaaaaaa/vol-1"
+
+
+@lie("CreateVolume", "volume.accessible_topology")
+def another_s_topology(answer: Any) -> None:
+    answer.volume.accessible_topology[0].segments.update(ids.topology(OTHER, DRIVER_NAME))
+
+
+@lie("CreateVolume", "volume.accessible_topology")
+def another_s_topology_too(answer: Any) -> None:
+    answer.volume.accessible_topology.add().segments.update(ids.topology(OTHER, DRIVER_NAME))
+
+
+@lie("CreateVolume", "volume.accessible_topology")
+def no_topology(answer: Any) -> None:
+    del answer.volume.accessible_topology[:]
+
+
+@lie("CreateVolume", "volume.capacity_bytes")
+def less_than_was_asked_for(answer: Any) -> None:
+    answer.volume.capacity_bytes = 1
+
+
+@lie("CreateVolume", "volume.content_source")
+def a_source_that_was_not_asked_for(answer: Any) -> None:
+    answer.volume.content_source.volume.volume_id = f"{OWN}/vol-2"
+
+
+@lie("ControllerExpandVolume", "capacity_bytes")
+def more_than_the_limit(answer: Any) -> None:
+    answer.capacity_bytes = LIMIT + 1
+
+
+@lie("ListVolumes", "entries[].volume.volume_id")
+def a_list_with_another_node_s_volume(answer: Any) -> None:
+    answer.entries[1].volume.volume_id = f"{FOREIGN}/vol-2"
+
+
+@lie("ListVolumes", "entries[].status.published_node_ids")
+def a_volume_that_is_published_elsewhere(answer: Any) -> None:
+    answer.entries[1].status.published_node_ids.append(OTHER)
+
+
+@lie("ListVolumes", "entries")
+def more_entries_than_asked_for(answer: Any) -> None:
+    for _ in range(2):
+        answer.entries.add().CopyFrom(answer.entries[0])
+
+
+@lie("ListVolumes", "next_token")
+def the_same_page_for_ever(answer: Any) -> None:
+    answer.next_token = f"{OWN}/vol-1"
+
+
+@lie("ControllerGetVolumeHealth", "volume_health.volume_id")
+def another_volume_s_health(answer: Any) -> None:
+    answer.volume_health.volume_id = f"{OWN}/vol-2"
+
+
+@lie("CreateSnapshot", "snapshot.snapshot_id")
+def a_snapshot_beside_another_source(answer: Any) -> None:
+    answer.snapshot.snapshot_id = f"{SECOND}/snap-1"
+
+
+@lie("CreateSnapshot", "snapshot.source_volume_id")
+def a_snapshot_of_another_volume(answer: Any) -> None:
+    answer.snapshot.source_volume_id = f"{OWN}/vol-2"
+
+
+@lie("ListSnapshots", "entries[].snapshot.group_snapshot_id")
+def a_part_of_another_node_s_group_snapshot(answer: Any) -> None:
+    answer.entries[0].snapshot.group_snapshot_id = f"{FOREIGN}/gsnap-g"
+
+
+@lie("ListSnapshots", "entries[].snapshot.creation_time")
+def a_moment_that_is_none(answer: Any) -> None:
+    answer.entries[0].snapshot.creation_time.nanos = 1 << 30
+
+
+@lie("GetSnapshot", "snapshot.snapshot_id")
+def another_snapshot(answer: Any) -> None:
+    answer.snapshot.snapshot_id = f"{OWN}/snap-2"
+
+
+@lie("CreateVolumeGroupSnapshot", "group_snapshot.snapshots[].snapshot_id")
+def a_member_of_another_group_snapshot(answer: Any) -> None:
+    answer.group_snapshot.snapshots[0].snapshot_id = f"{OWN}/snap-2"
+
+
+@lie("CreateVolumeGroupSnapshot", "group_snapshot.snapshots")
+def a_group_snapshot_without_a_source(answer: Any) -> None:
+    del answer.group_snapshot.snapshots[0]
+
+
+@lie("GetVolumeGroupSnapshot", "group_snapshot.snapshots")
+def a_member_too_many(answer: Any) -> None:
+    answer.group_snapshot.snapshots.add().CopyFrom(answer.group_snapshot.snapshots[0])
+
+
+@lie("GetCapacity", "available_capacity")
+def less_than_no_room(answer: Any) -> None:
+    answer.available_capacity = -1
+
+
+@lie("GetMetadataDelta", "block_metadata")
+def blocks_beyond_the_snapshot(answer: Any) -> None:
+    answer.block_metadata[1].size_bytes = 8192
+
+
+@pytest.mark.parametrize(("method", "where", "change"), LIES)
+def test_a_lie_is_refused_by_the_field_that_gives_it_away(
+    method: str, where: str, change: Callable[[Any], None]
+) -> None:
+    request, honest = HONEST[method][0]
+    answer = type(honest).FromString(honest.SerializeToString())
+    change(answer)
+    with pytest.raises(Untrue) as raised:
+        judged(method, request, answer.SerializeToString())
+    assert str(raised.value).startswith(f"{where} is ")
+
+
+OF_ANOTHER: list[tuple[str, Any]] = [
+    ("DeleteVolume", csi.DeleteVolumeRequest(volume_id=f"{FOREIGN}/vol-1")),
+    ("DeleteSnapshot", csi.DeleteSnapshotRequest(snapshot_id=f"{FOREIGN}/snap-1")),
+    ("ControllerModifyVolume", csi.ControllerModifyVolumeRequest(volume_id=f"{FOREIGN}/vol-1")),
+    (
+        "DeleteVolumeGroupSnapshot",
+        csi.DeleteVolumeGroupSnapshotRequest(
+            group_snapshot_id=f"{OWN}/gsnap-g", snapshot_ids=[f"{FOREIGN}/snap-1"]
+        ),
+    ),
+    (
+        "GetMetadataDelta",
+        csi.GetMetadataDeltaRequest(
+            base_snapshot_id=f"{FOREIGN}/snap-1", target_snapshot_id=f"{OWN}/snap-2"
+        ),
+    ),
+    (
+        "CreateVolume",
+        csi.CreateVolumeRequest(name="1", volume_content_source=of_snapshot(f"{FOREIGN}/snap-1")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "request_"), OF_ANOTHER)
+def test_a_node_cannot_have_done_what_was_asked_about_another_s(method: str, request_: Any) -> None:
+    answer = routes.response_class(SERVICE[method], method)()
+    with pytest.raises(Untrue, match="it is in no volume group of node node-a"):
+        judged(method, request_, answer.SerializeToString())
+
+
+def test_health_of_another_node_s_volumes_is_left_out() -> None:
+    request, honest = HONEST["ControllerListVolumeHealth"][0]
+    foreign = csi.VolumeHealth(volume_id=f"{FOREIGN}/vol-1", health_statuses=UNWELL)
+    answer = csi.ControllerListVolumeHealthResponse(entries=[honest.entries[0], foreign])
+    found = judged("ControllerListVolumeHealth", request, answer.SerializeToString())
+    assert list(found.entries) == [honest.entries[0]]
+
+
+def test_an_answer_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(Untrue, match=r"the answer is .*: it cannot be read"):
+        judged("DeleteVolume", csi.DeleteVolumeRequest(), b"\xff")
