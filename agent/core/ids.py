@@ -29,11 +29,11 @@ _UUID_CHARACTERS = 8
 # CSI spec, Topology; Kubernetes keeps the values as labels of nodes.
 _MOST_SEGMENT_CHARACTERS = 63
 _DIGEST_CHARACTERS = 16
+_NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*"
 _FORM = re.compile(
-    rf"(?P<group>[A-Za-z0-9_+.][A-Za-z0-9_+.-]*)"
-    rf"@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})"
-    rf"/(?P<name>[A-Za-z0-9_+.][A-Za-z0-9_+.-]*)"
+    rf"(?P<group>{_NAME})@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})/(?P<name>{_NAME})"
 )
+_IS_NAME = re.compile(_NAME).fullmatch
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class VolumeId:
 
     def __str__(self) -> str:
         return f"{self.group}@{self.group_uuid}/{self.name}"
+
+
+def is_name(text: str) -> bool:
+    """Whether a logical volume can have the name."""
+    return _IS_NAME(text) is not None
 
 
 def group_of(volume_id: str) -> str:

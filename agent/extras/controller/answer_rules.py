@@ -69,7 +69,7 @@ def its_own(prefix: str) -> Rule:
         place, _, name = value.partition("/")
         if place not in asked.places:
             return _not_there(asked)
-        if not name.startswith(begins) or VolumeId.parse(value) is None:
+        if not name.startswith(begins) or not ids.is_name(name):
             return f"it must be the id of a {prefix!r}"
         return ""
 
@@ -192,7 +192,9 @@ def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
 
 def itself_only(value: Sequence[str], asked: Asked) -> str:
     """Node ids: the node's own, or none."""
-    return "" if set(value) <= {asked.node} else "a volume of that node can be published there only"
+    if not value or set(value) == {asked.node}:
+        return ""
+    return "a volume of that node can be published there only"
 
 
 def of_itself(_value: Any, asked: Asked) -> str:
@@ -404,18 +406,18 @@ class Row:
     """The rules of an RPC's answer, by the messages that have the fields."""
 
     answer: type[Message]
-    # The fields with ids of the request, as routes to the message that has them.
+    # The fields of the request that have ids, by the fields that lead to their message.
     identities: Sequence[tuple[Sequence[str], str]]
-    parts: Mapping[str, Sequence[tuple[str, Rule]]]
+    parts: Mapping[tuple[str, ...], Sequence[tuple[str, Rule]]]
 
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
         """The row of an RPC. Raises KeyError for one without rules."""
-        parts: dict[str, list[tuple[str, Rule]]] = {}
+        parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
-            place, _, key = path.rpartition(".")
+            *steps, key = path.split(".")
             if rule is not its_word:
-                parts.setdefault(place, []).append((key, rule))
+                parts.setdefault(tuple(steps), []).append((key, rule))
         request = routes.request_class(service, method).DESCRIPTOR
         identities = tuple(_identities(request, ()))
         return cls(routes.response_class(service, method), identities, parts)
@@ -429,13 +431,13 @@ class Row:
         for steps, key in self.identities:
             for part in _parts(asked.request, steps):
                 self._judge_asked(getattr(part, key), asked, key)
-        for place, rules in self.parts.items():
-            for part in _parts(answer, place.split(".") if place else ()):
+        for steps, rules in self.parts.items():
+            for part in _parts(answer, steps):
                 asked.part = part
                 for key, rule in rules:
                     value = getattr(part, key)
                     if problem := rule(value, asked):
-                        raise Untrue(f"{place}.{key}".lstrip("."), value, problem)
+                        raise Untrue(".".join((*steps, key)), value, problem)
         if isinstance(answer, csi.ControllerListVolumeHealthResponse):
             _leave_out(answer, asked)
         return answer
@@ -475,12 +477,11 @@ def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[s
             yield steps, one.name
 
 
-def _parts(message: Any, steps: Sequence[str]) -> Iterator[Any]:
-    """The messages at a place in a message; those of a list each."""
-    if not steps:
-        yield message
-        return
-    name = steps[0].removesuffix("[]")
-    found = getattr(message, name)
-    for one in found if name != steps[0] else (found,):
-        yield from _parts(one, steps[1:])
+def _parts(message: Any, steps: Sequence[str]) -> Sequence[Any]:
+    """The messages to which fields lead; those of a list each."""
+    found = [message]
+    for step in steps:
+        name = step.removesuffix("[]")
+        values = [getattr(one, name) for one in found]
+        found = values if name == step else [each for one in values for each in one]
+    return found

@@ -310,7 +310,7 @@ def test_each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_h
     assert SERVICE.keys() == HONEST.keys()
 
 
-def test_each_rpc_of_the_wire_is_passed_on_or_answered_by_the_controller() -> None:
+def test_each_rpc_of_the_wire_has_a_row_or_is_the_controller_s_or_not_served() -> None:
     every = {
         f"{one.full_name}/{method.name}"
         for one in csi.DESCRIPTOR.services_by_name.values()
