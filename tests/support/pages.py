@@ -123,7 +123,8 @@ def of_the_controller() -> controller_metrics.Metrics:
     node.answered_seconds = 1.0
     metrics = controller_metrics.Metrics(nodes)
     context: Any = None
-    metrics.count_call(Call("CreateVolume", context, node=node.name))
+    call = Call("CreateVolume", context, node=node.name, nodes_seconds=[(node.name, 0.1)])
+    metrics.count_call(call)
     return metrics
 
 

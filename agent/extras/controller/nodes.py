@@ -174,8 +174,8 @@ class Nodes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Node]:
-        """The nodes in the order of their names."""
-        return iter([self._nodes[name] for name in sorted(self._nodes)])
+        """The nodes in the order of their names; a scrape asks in a thread of its own."""
+        return iter([node for _, node in sorted(self._nodes.items())])
 
     def __len__(self) -> int:
         return len(self._nodes)

@@ -22,6 +22,7 @@ from agent.core import errors
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes, placement, routes
+from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.process import ClusterController, Files
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -916,6 +917,7 @@ def test_no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere(
         await cluster.ask()
         for one in others:
             one.forged["DeleteVolume"] = b""
+            one.requests.clear()
         own = csi.DeleteVolumeRequest(volume_id=f"data@{uuid_of(0)}/vol-1")
         if code is grpc.StatusCode.OK:
             assert await call_of(cluster, "Controller", own) == b""
@@ -943,6 +945,87 @@ def test_no_capacity_of_one_node_breaks_the_sum_of_all(in_cluster: Run) -> None:
         ).SerializeToString()
         answer = await call_of(cluster, "Controller", csi.GetCapacityRequest())
         assert csi.GetCapacityResponse.FromString(answer).available_capacity == most
+
+    in_cluster(test)
+
+
+def test_a_node_gets_the_secrets_of_its_own_calls_and_of_lists(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        first, *others = cluster.nodes
+        own, other = f"data@{uuid_of(0)}/vol-new-1", f"data@{uuid_of(1)}/vol-new-1"
+        hidden = {"passphrase": "hidden"}
+
+        def has_it(node: SimulatedNode) -> bool:
+            return any(b"hidden" in one for one in node.requests)
+
+        for one in cluster.nodes:
+            one.forged["DeleteVolume"] = b""
+        await call_of(
+            cluster, "Controller", csi.DeleteVolumeRequest(volume_id=other, secrets=hidden)
+        )
+        for number in (1, 2):
+            here = csi.Topology(segments={TOPOLOGY_KEY: name_of(number)})
+            request = csi.CreateVolumeRequest(
+                name="new-1",
+                secrets=hidden,
+                accessibility_requirements=csi.TopologyRequirement(preferred=[here]),
+            )
+            await call_of(cluster, "Controller", request)
+        assert [has_it(one) for one in cluster.nodes] == [False, True, True, False]
+        await call_of(cluster, "Controller", csi.DeleteVolumeRequest(volume_id=own, secrets=hidden))
+        assert has_it(first)
+        await call_of(cluster, "Controller", csi.ControllerListVolumeHealthRequest(secrets=hidden))
+        assert all(map(has_it, others))
+
+    in_cluster(test)
+
+
+def test_a_node_that_overstates_its_room_draws_volumes_that_may_be_anywhere(
+    in_cluster: Run,
+) -> None:
+    """Each node learns the volume's name: it is asked whether it has it."""
+
+    async def test(cluster: Cluster) -> None:
+        thief = cluster.nodes[0]
+        answer = csi.GetCapacityResponse()
+        answer.maximum_volume_size.value = 1 << 60
+        thief.forged["GetCapacity"] = answer.SerializeToString()
+        assert await cluster.create("new-1") == thief.name
+        assert all(any("vol-new-1" in call for call in one.calls) for one in cluster.nodes)
+
+    in_cluster(test)
+
+
+def test_a_node_that_left_is_in_no_metric(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        measured = Metrics(cluster.controller.nodes)
+        cluster.controller._router._observe = measured.count_call
+        for number in range(4):
+            assert await cluster.get(number) == name_of(number)
+        await call_of(cluster, "Controller", csi.ListVolumesRequest())
+        cluster.nodes[1].forged["ControllerGetVolume"] = b""
+        assert (await cluster.refused(1))[0] is grpc.StatusCode.INTERNAL
+        text = measured.text().decode()
+        took = "carver_controller_node_answer_duration_seconds_count"
+        for number in range(4):
+            labels = f'method="ControllerGetVolume",node="{name_of(number)}"'
+            assert f'carver_controller_calls_total{{code="OK",{labels}}} 1.0' in text
+            refused = f'carver_controller_refused_answers_total{{node="{name_of(number)}"}}'
+            assert f"{refused} {float(number == 1)}" in text
+            # Asked for a volume, and for its list.
+            assert f'{took}{{node="{name_of(number)}"}} {2.0 + (number == 1)}' in text
+        cluster.write(*(one.name for one in cluster.nodes if one.number != 1))
+        await cluster.controller.look()
+        text = measured.text().decode()
+        assert name_of(1) not in text
+        assert all(name_of(number) in text for number in (0, 2, 3))
+        # One that joins again is counted from zero.
+        cluster.write(*cluster.addresses)
+        await cluster.controller.look()
+        await cluster.ask()
+        cluster.nodes[1].forged.clear()
+        assert await cluster.get(1) == name_of(1)
+        assert f'{took}{{node="{name_of(1)}"}} 1.0' in measured.text().decode()
 
     in_cluster(test)
 
