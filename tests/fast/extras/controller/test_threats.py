@@ -10,6 +10,7 @@ SECURITY = Path(__file__).parents[4] / "docs" / "security.md"
 
 FILES = {
     "claims": "tests/fast/extras/controller/test_claims.py",
+    "answer_rules": "tests/fast/extras/controller/test_answer_rules.py",
     "cluster": "tests/contract/test_cluster.py",
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
@@ -49,6 +50,58 @@ TESTS = {
     "learn the places of others' volumes": (
         "claims: what_is_not_known_or_no_volume_of_carver_s_has_no_place",
         "claims: the_name_of_a_source_is_one_part_of_a_path",
+    ),
+    "name a volume, snapshot, node or topology of another": (
+        "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
+        "nodes: a_stream_ends_where_a_node_lies",
+        "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
+        "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
+        "answer_rules: each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_here",
+        "answer_rules: each_field_of_an_answer_has_a_rule",
+    ),
+    "give a claim another claim's volume": (
+        "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
+        "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
+    ),
+    "get a claim, request or secret for another's topology": (
+        "nodes: a_node_that_says_another_s_topology_gets_no_claim_and_no_secret_of_that_one",
+        "nodes: whatever_one_node_says_costs_its_own_calls_only",
+    ),
+    "hide, add or replace what others say": (
+        "nodes: a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id",
+        "nodes: the_health_of_another_s_volumes_is_left_out_of_the_list",
+    ),
+    "have another's volume deleted": (
+        "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
+        "answer_rules: a_node_cannot_have_done_what_was_asked_about_another_s",
+    ),
+    "Root on a node, who has its key and token": (
+        "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
+        "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
+        "nodes: a_node_gets_the_secrets_of_its_own_calls_and_of_lists",
+    ),
+    "Who has a node's key or token lies": (
+        "answer_rules: a_node_is_believed_what_it_says_of_its_own",
+    ),
+    "He gets the secrets of calls": (
+        "nodes: a_node_gets_the_secrets_of_its_own_calls_and_of_lists",
+    ),
+    "He learns the names of volumes with `Immediate`": (
+        "nodes: a_node_that_overstates_its_room_draws_volumes_that_may_be_anywhere",
+    ),
+    "By errors, lies or silence": (
+        "nodes: a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id",
+        "nodes: a_list_that_a_node_refuses_names_that_node",
+        "nodes: a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment",
+        "nodes: no_capacity_of_one_node_breaks_the_sum_of_all",
+    ),
+    "He can say that a volume is unhealthy": (
+        "nodes: the_health_of_another_s_volumes_is_left_out_of_the_list",
+    ),
+    "He can do nothing more": (
+        "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
+        "answer_rules: each_rpc_of_the_wire_has_a_row_or_is_the_controller_s_or_not_served",
+        "nodes: of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known",
     ),
     "be spoken": ("cluster: only_tls_1_3_is_spoken", "enrolment: enrolment_speaks_tls_1_3_only"),
     "A token must be for the controller's audience": (
