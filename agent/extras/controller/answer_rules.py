@@ -4,7 +4,7 @@ A node's word is enough for what is its own: its volumes' contents, health, room
 something must follow from the request and from the node: ids are in a volume group that is that
 node's, with the name that the request's name gives; the topology is the node's, and nothing else;
 sizes and sources are those that were asked for. Each field of the wire has a rule; fields that
-this version does not know have none.
+this version does not know have none. What a node says of itself, GetPluginInfo, nodes.py judges.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -30,10 +30,15 @@ class Untrue(Exception):
     """An answer that cannot be true: the field that gives it away, and its value."""
 
     def __init__(self, where: str, value: object, problem: str) -> None:
-        text = repr(value)
-        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-        super().__init__(f"{where} is {shown}: {problem}")
+        super().__init__(f"{where} is {_shown(value)}: {problem}")
         self.value = value
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, which a node may have made as long as a message can be."""
+    is_long = isinstance(value, Sequence) and len(value) > _MOST_SHOWN
+    text = repr(value[:_MOST_SHOWN] if is_long else value)
+    return text if not is_long and len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 @dataclass
@@ -85,13 +90,6 @@ def the_asked(key: str) -> Rule:
         return "" if _place(value) in asked.places else _not_there(asked)
 
     return judge
-
-
-def one_of_asked(key: str) -> Rule:
-    """One of the ids in a field of the request."""
-    return lambda value, asked: (
-        "" if value in getattr(asked.request, key) else "it was not asked for"
-    )
 
 
 def if_asked(key: str, rule: Rule) -> Rule:
@@ -376,14 +374,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
                 "creation_time": a_time,
                 "ready_to_use": its_word,
             },
-            _in(
-                "snapshots[]",
-                _MEMBER,
-                {
-                    "snapshot_id": member_as_asked,
-                    "source_volume_id": one_of_asked("source_volume_ids"),
-                },
-            ),
+            _in("snapshots[]", _MEMBER, {"snapshot_id": member_as_asked}),
         ),
         "DeleteVolumeGroupSnapshot": {},
         "GetVolumeGroupSnapshot": _in(

@@ -55,6 +55,7 @@ TESTS = {
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
         "nodes: a_stream_ends_where_a_node_lies",
         "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
+        "answer_rules: with_any_one_field_changed_an_answer_names_nothing_of_another",
         "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
         "answer_rules: each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_here",
         "answer_rules: each_field_of_an_answer_has_a_rule",
@@ -100,6 +101,7 @@ TESTS = {
     ),
     "He can do nothing more": (
         "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
+        "answer_rules: with_any_one_field_changed_an_answer_names_nothing_of_another",
         "answer_rules: each_rpc_of_the_wire_has_a_row_or_is_the_controller_s_or_not_served",
         "nodes: of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known",
     ),
