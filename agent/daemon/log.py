@@ -11,10 +11,10 @@ class TextFormatter(logging.Formatter):
     """`LEVEL message key=value …`; the journal adds the time."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line; a caller's text cannot start another line."""
+        """Format a record as one line; another's text cannot start another line."""
         given = getattr(record, "fields", {})
         fields = " ".join(f"{key}={_plain(value)}" for key, value in given.items())
-        line = f"{record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
+        line = f"{record.levelname.lower()} {_one_line(record.getMessage())} {fields}".rstrip()
         if record.exc_info:
             line += " " + _plain(self.formatException(record.exc_info))
         return line
@@ -42,6 +42,13 @@ def configure(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def _one_line(text: str) -> str:
+    """A text without line breaks and other control characters, which stand there as in JSON."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
 
 
 def _plain(value: object) -> str:

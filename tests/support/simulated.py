@@ -68,8 +68,9 @@ class SimulatedNode:
         self.says: bytes | None = None
         # What it answers in place of the truth, by the RPC.
         self.forged: dict[str, bytes] = {}
-        # The codes that it fails with, by the RPC.
+        # The codes that it fails with, by the RPC, and the text.
         self.fails: dict[str, grpc.StatusCode] = {}
+        self.why = "it fails"
         # The bytes of all requests, and what is added to their answers.
         self.requests: list[bytes] = []
         self.adds = b""
@@ -201,7 +202,7 @@ class SimulatedNode:
                 return self.forged[method]
             if method in self.fails or answer is None:
                 code = self.fails.get(method, grpc.StatusCode.UNIMPLEMENTED)
-                await context.abort(code, f"{method} fails")
+                await context.abort(code, self.why)
             found: bytes = await answer(data, context)
             return found
 

@@ -35,8 +35,9 @@ _FRESH_SECONDS = 10.0
 # Nodes that are asked at once.
 _AT_ONCE = 64
 _MOST_NAMED = 5
-# Characters that are shown of what a node says and cannot be so.
-_MOST_SHOWN = 100
+# Characters that are shown of what a node says and cannot be so, of its version and its errors, and
+# the most that its topology and its groups may take.
+_MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
@@ -364,6 +365,7 @@ class Nodes:
         else:
             node.answered_seconds = time.monotonic()
             problem = ""
+        problem = _printable(problem)
         if bool(problem) != bool(node.problem) or (problem and node.problem == _NOT_ASKED):
             _log.warning("node %s %s", node.name, problem or "answers")
         node.problem = problem
@@ -372,10 +374,10 @@ class Nodes:
         """Take what a node says of itself. Raises ValueError where it cannot be so."""
         manifest = said.manifest
         name = manifest.get(routes.NODE_ID)
-        node.version = said.vendor_version
+        node.version = _printable(said.vendor_version)
         if said.name == self._driver_name and name is None:
             raise ValueError(
-                f"its Carver {said.vendor_version} is of a version without the controller's part:"
+                f"its Carver {node.version} is of a version without the controller's part:"
                 " update it"
             )
         if (said.name, name) != (self._driver_name, node.name):
@@ -450,10 +452,17 @@ class Nodes:
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
     """A JSON object of texts. Raises ValueError, RecursionError."""
     text = manifest.get(key, "")
+    if len(text) > _MOST_MANIFEST:
+        raise ValueError(f"its {key} is longer than {_MOST_MANIFEST} characters")
     found = json.loads(text)
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise ValueError(f"{text[:100]!r} is no JSON object of texts")
     return found
+
+
+def _printable(text: str) -> str:
+    """The beginning of a node's text for log and terminal, with spaces for control characters."""
+    return "".join(one if one.isprintable() else " " for one in text[:_MOST_TEXT])
 
 
 def _not_asked(silent: Sequence[str]) -> str:

@@ -391,6 +391,13 @@ def test_the_json_log_is_one_object_a_line() -> None:
     assert "\n" not in log.TextFormatter().format(record)
 
 
+def test_a_message_with_another_s_text_is_one_line_of_the_log() -> None:
+    said = "it is full\nerror another line\x1b[2J"
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "node %s: %s", ("a", said), None)
+    line = log.TextFormatter().format(record)
+    assert line == r"warning node a: it is full\nerror another line\u001b[2J"
+
+
 def test_secrets_are_stripped_wherever_the_wire_marks_them() -> None:
     request = csi.CreateVolumeRequest(name="pvc-1", secrets={"key": "hunter2"})
     found = interceptor.stripped(request)

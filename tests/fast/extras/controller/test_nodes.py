@@ -591,6 +591,7 @@ def test_a_node_that_says_another_s_topology_gets_no_claim_and_no_secret_of_that
         ),
         (said({TOPOLOGY_KEY: name_of(0), "zone": "z"}), "its topology is"),
         (said({}), "its topology is '{}', not"),
+        (said({TOPOLOGY_KEY: name_of(0)}, {"x" * 70_000: "data"}), "groups is longer than 65536"),
         (said({TOPOLOGY_KEY: name_of(0)}, {"n0000000/x": "data"}), "is no volume group"),
         (said({TOPOLOGY_KEY: name_of(0)}, {uuid_of(0): "da\x1bta"}), "is no volume group"),
     ],
@@ -598,7 +599,7 @@ def test_a_node_that_says_another_s_topology_gets_no_claim_and_no_secret_of_that
     ids=(
         *("nonsense", "another driver", "an older Carver", "too deep", "without groups"),
         *("another's topology", "more than its topology", "no topology"),
-        *("no group's UUID", "no group's name"),
+        *("too long", "no group's UUID", "no group's name"),
     ),
 )
 def test_whatever_one_node_says_costs_its_own_calls_only(
@@ -624,6 +625,33 @@ def test_whatever_one_node_says_costs_its_own_calls_only(
         assert await cluster.get(0) == odd.name
 
     in_cluster(test)
+
+
+def test_what_a_node_says_is_shown_without_control_characters(
+    in_cluster: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On an administrator's terminal and in the log, where it could forge a line."""
+    odd = "1\x1b[2J\nerror node node-00001 left"
+
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        first.says = csi.GetPluginInfoResponse(
+            name=DRIVER_NAME, vendor_version=odd
+        ).SerializeToString()
+        second.fails["GetPluginInfo"], second.why = grpc.StatusCode.UNAVAILABLE, odd * 100
+        await cluster.ask()
+        call: Any = cluster.channel.unary_unary("/carver.v2.Cluster/Nodes")
+        answer = carver.NodesResponse.FromString(await call(b""))
+        shown = [*(one.version for one in answer.nodes), *(one.problem for one in answer.nodes)]
+        assert all(one.isprintable() and len(one) <= 1000 for one in shown)
+        assert answer.nodes[0].version == "1 [2J error node node-00001 left"
+        assert answer.nodes[1].problem.startswith("UNAVAILABLE: 1 [2J error")
+        logged = [one.getMessage() for one in caplog.records if "[2J" in one.getMessage()]
+        assert len(logged) == 2
+        assert all(one.isprintable() for one in logged)
+
+    with caplog.at_level(logging.WARNING):
+        in_cluster(test)
 
 
 def test_an_older_node_s_version_is_shown(in_cluster: Run) -> None:

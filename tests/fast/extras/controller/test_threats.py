@@ -15,6 +15,7 @@ FILES = {
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
+    "process": "tests/fast/daemon/test_process.py",
 }
 TESTS = {
     "With a controller nodes also serve it over TCP": (
@@ -98,6 +99,10 @@ TESTS = {
     ),
     "He can say that a volume is unhealthy": (
         "nodes: the_health_of_another_s_volumes_is_left_out_of_the_list",
+    ),
+    "What a node says forges no line": (
+        "nodes: what_a_node_says_is_shown_without_control_characters",
+        "process: a_message_with_another_s_text_is_one_line_of_the_log",
     ),
     "He can do nothing more": (
         "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
