@@ -173,7 +173,8 @@ def one_of_each(key: str, sources: str) -> Rule:
 
     def judge(value: Sequence[Any], asked: Asked) -> str:
         found = sorted(getattr(one, key) for one in value)
-        return "" if found == sorted(getattr(asked.request, sources)) else "it must have each once"
+        wanted = sorted(set(getattr(asked.request, sources)))
+        return "" if found == wanted else f"it must have one for each of {sources}"
 
     return judge
 

@@ -82,29 +82,23 @@ TESTS = {
         "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
         "nodes: a_node_gets_the_secrets_of_its_own_calls_and_of_lists",
     ),
-    "Who has a node's key or token lies": (
+    "An attacker with a node's key or token lies": (
         "answer_rules: a_node_is_believed_what_it_says_of_its_own",
     ),
-    "He gets the secrets of calls": (
+    "The attacker gets the secrets": (
         "nodes: a_node_gets_the_secrets_of_its_own_calls_and_of_lists",
-    ),
-    "He learns the names of volumes with `Immediate`": (
         "nodes: a_node_that_overstates_its_room_draws_volumes_that_may_be_anywhere",
-    ),
-    "By errors, lies or silence": (
         "nodes: a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id",
         "nodes: a_list_that_a_node_refuses_names_that_node",
         "nodes: a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment",
         "nodes: no_capacity_of_one_node_breaks_the_sum_of_all",
-    ),
-    "He can say that a volume is unhealthy": (
         "nodes: the_health_of_another_s_volumes_is_left_out_of_the_list",
     ),
     "What a node says forges no line": (
         "nodes: what_a_node_says_is_shown_without_control_characters",
         "process: a_message_with_another_s_text_is_one_line_of_the_log",
     ),
-    "He can do nothing more": (
+    "The attacker can do nothing more": (
         "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
         "answer_rules: with_any_one_field_changed_an_answer_names_nothing_of_another",
         "answer_rules: each_rpc_of_the_wire_has_a_row_or_is_the_controller_s_or_not_served",
