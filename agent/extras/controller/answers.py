@@ -60,9 +60,9 @@ class Answers:
         try:
             return row.judge(asked, data)
         except Untrue:
-            # The node may have a volume group that it did not have when it was asked last.
+            # The node may have a volume group that it did not have when it was asked last. If it
+            # does not say so now, what is known counts.
             await self._nodes.ask_anew(node)
-            node.require_answering()
             asked.places |= self._nodes.places(node)
         try:
             return row.judge(asked, data)

@@ -867,6 +867,19 @@ def test_a_group_that_a_node_got_a_moment_ago_is_its_own(in_cluster: Run) -> Non
     in_cluster(test)
 
 
+def test_a_node_that_lies_and_then_is_silent_is_found_out_all_the_same(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        thief = cluster.nodes[0]
+        thief.forged["CreateVolume"] = csi.CreateVolumeResponse(volume=there(1)).SerializeToString()
+        thief.info_answers.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
+
+    in_cluster(test)
+
+
 def test_a_group_that_was_moved_while_its_node_answered_was_the_node_s(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         first, second = cluster.nodes[:2]
