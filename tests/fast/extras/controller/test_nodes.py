@@ -22,6 +22,7 @@ from agent.core import errors
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes, placement, routes
+from agent.extras.controller.answers import Answers
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.process import ClusterController, Files
 from proto import carver_pb2 as carver
@@ -883,20 +884,16 @@ def test_a_node_that_lies_and_then_is_silent_is_found_out_all_the_same(in_cluste
 def test_a_group_that_was_moved_while_its_node_answered_was_the_node_s(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         first, second = cluster.nodes[:2]
-        first.answers.clear()
-        waiting = asyncio.create_task(cluster.get(0))
-        while not first.calls:
-            await asyncio.sleep(0.01)
-        known = cluster.controller.nodes
-        uuid = uuid_of(0)
-        # As if both had been asked meanwhile, which this one does not answer now.
-        node, other = known.get(first.name), known.get(second.name)
-        assert node is not None
-        assert other is not None
-        node.groups, other.groups = {}, {**other.groups, uuid: "data"}
-        known._owners[uuid] = second.name
-        first.answers.set()
-        assert await waiting == first.name
+        known, answers = cluster.controller.nodes.get(first.name), Answers(cluster.controller.nodes)
+        assert known is not None
+        answer = csi.ControllerGetVolumeResponse(volume=there(0))
+        asked = answers.asked(known, of_the_first("ControllerGetVolume"))
+        second.groups |= first.groups
+        first.groups = {}
+        await cluster.ask()
+        path = "/csi.v1.Controller/ControllerGetVolume"
+        assert await answers.read(known, path, asked, answer.SerializeToString()) == answer
+        assert known.refused_answers == 0
 
     in_cluster(test)
 
@@ -904,15 +901,22 @@ def test_a_group_that_was_moved_while_its_node_answered_was_the_node_s(in_cluste
 def test_an_answer_about_a_group_that_two_nodes_claim_accuses_neither(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         first, second = cluster.nodes[:2]
+        entry = csi.ListVolumesResponse.Entry(volume=there(0))
+        first.volumes = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
         second.groups |= first.groups
-        known = cluster.controller.nodes
-        known._contested[uuid_of(0)] = second.name
+        await cluster.controller.stop()
+        cluster.config.endpoint.unlink(missing_ok=True)
+        second.answers.clear()
+        cluster.controller = ClusterController(cluster.config, Files(cluster.config))
+        await cluster.controller.start()
+        await cluster.ask()
+        second.answers.set()
         await cluster.ask()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+            await call_of(cluster, "Controller", csi.ListVolumesRequest())
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "both claim volume group data" in str(raised.value.details())
-        assert not any(one.refused_answers for one in known)
+        assert not any(one.refused_answers for one in cluster.controller.nodes)
 
     in_cluster(test)
 
