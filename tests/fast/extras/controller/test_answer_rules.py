@@ -762,6 +762,10 @@ def test_a_lie_is_refused_by_the_field_that_gives_it_away(
 
 OF_ANOTHER: list[tuple[str, Any]] = [
     ("DeleteVolume", csi.DeleteVolumeRequest(volume_id=f"{FOREIGN}/vol-1")),
+    (
+        "ControllerUnpublishVolume",
+        csi.ControllerUnpublishVolumeRequest(volume_id=f"{FOREIGN}/vol-1", node_id=OTHER),
+    ),
     ("DeleteSnapshot", csi.DeleteSnapshotRequest(snapshot_id=f"{FOREIGN}/snap-1")),
     ("ControllerModifyVolume", csi.ControllerModifyVolumeRequest(volume_id=f"{FOREIGN}/vol-1")),
     (
@@ -788,6 +792,12 @@ def test_a_node_cannot_have_done_what_was_asked_about_another_s(method: str, req
     answer = routes.response_class(SERVICE[method], method)()
     with pytest.raises(Untrue, match="it is in no volume group of node node-a"):
         judged(method, request_, answer.SerializeToString())
+
+
+def test_a_node_cannot_have_attached_a_volume_to_another() -> None:
+    request = csi.ControllerPublishVolumeRequest(volume_id=f"{OWN}/vol-1", node_id=OTHER)
+    with pytest.raises(Untrue, match="it was to be attached to node 'node-b'"):
+        judged("ControllerPublishVolume", request, b"")
 
 
 def test_health_of_another_node_s_volumes_is_left_out() -> None:
