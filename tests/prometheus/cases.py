@@ -108,6 +108,8 @@ def _answers(controller: str) -> str:
     return f"carver_controller_node_answers{{{labels}}}"
 
 
+_REFUSED = _answers("a").replace("_node_answers", "_refused_answers_total")
+
 # What is looked at once in so long, at most: the interval, and lvm2's answer that never comes.
 _STUCK_SECONDS = 60.0
 _LOOKS = {
@@ -338,6 +340,17 @@ CASES: Mapping[str, Sequence[Case]] = {
             {"node": NODE},
             # A controller that has just started has not asked yet.
             harmless=[{_answers("a"): 0, _answers("b"): 1}],
+            node="node",
+        )
+    ],
+    "CarverAnswerRefused": [
+        Case(
+            {_REFUSED: Rate(1)},
+            {_REFUSED: Rate(0)},
+            3,
+            f"Carver on {NODE} answers what cannot be true",
+            {"node": NODE},
+            of_counters=True,
             node="node",
         )
     ],
