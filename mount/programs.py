@@ -247,7 +247,10 @@ class Programs:
                 # Output that is cut off is explained by how the program ended.
                 problem = error
             is_read = not output.read(1)
-            if not is_read:
+            if is_read:
+                # It may have closed its output in its last turn, and have been stopped since.
+                running.send_signal(signal.SIGCONT)
+            else:
                 _terminate(running)
             code = running.wait()
             self._observe(Finished(words, code, time.monotonic() - started))

@@ -172,6 +172,32 @@ def test_what_a_program_in_turns_prints_is_all_read(tmp_path: Path) -> None:
         assert sum(1 for _ in printed) == 100000
 
 
+def test_a_program_that_is_stopped_with_its_output_closed_goes_on_to_its_end(
+    tmp_path: Path,
+) -> None:
+    close, end, pids = tmp_path / "close", tmp_path / "end", list[int]()
+    script = (
+        'echo $$; until [ -e "$0" ]; do :; done; exec >&- 2>&-; until [ -e "$1" ]; do :; done;'
+        " exit 3"
+    )
+
+    @contextmanager
+    def turn() -> Iterator[float | None]:
+        if pids:
+            close.touch()
+        yield 30.0
+
+    def read() -> None:
+        with Programs().stream("sh", "-c", script, str(close), str(end), turn=turn) as printed:
+            pids.append(int(printed.readline()))
+            assert printed.read() == b""
+            assert state(pids[0]) == "T"
+            end.touch()
+
+    with command.time_limit(60), pytest.raises(mount_errors.CommandFailed, match="exit code 3"):
+        read()
+
+
 # Carver, as far as it streams: the program is stopped for ever after its first turn.
 PARENT = """
 import sys, time
