@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent.core import ids, requests, tag
+from agent.core import ids, requests
 from agent.core.context import Context
 from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
-from agent.core.requests import BLOCK
 from agent.csi import answers
 from agent.operations import modify, validate
 from agent.operations.attach import Attacher
@@ -208,7 +207,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             volume = self._expander.expand(call)
         return csi.ControllerExpandVolumeResponse(
             capacity_bytes=volume.capacity_bytes,
-            node_expansion_required=volume.own_tags.get(tag.ACCESS) != BLOCK,
+            node_expansion_required=self._expander.needs_node(volume),
         )
 
     def ControllerModifyVolume(

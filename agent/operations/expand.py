@@ -30,7 +30,7 @@ from agent.core import codes, errors, ids, secret, tag, users
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.core.requests import ExpandVolume, SizeRange, VolumeAt
+from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import GrowthZeroer
@@ -136,6 +136,17 @@ class Expander:
         volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
         self._limiter.grown(call.volume_id, volume.capacity_bytes)
         return volume
+
+    def needs_node(self, volume: Volume) -> bool:
+        """Whether NodeExpandVolume has to follow ControllerExpandVolume. No command.
+
+        It has if anything on the logical volume grows after it: a file system, a dm-crypt device,
+        or a loop device, which a read-only raw block volume is published by.
+        """
+        if volume.own_tags.get(tag.ACCESS) != BLOCK or volume.is_encrypted:
+            return True
+        device = self._inventory.device(str(volume.id))
+        return device is not None and bool(loop.over(self._kernel, device.number))
 
     def fill_device(
         self,

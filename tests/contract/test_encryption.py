@@ -298,6 +298,20 @@ def test_growth_without_a_key_is_completed_by_the_next_stage(client: Client, box
 
 
 @pytest.mark.variation
+@pytest.mark.parametrize("is_staged", [True, False])
+@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", ""], usual=[""]))
+def test_the_node_is_asked_to_grow_what_is_on_an_encrypted_volume(
+    client: Client, box: Box, fs_type: str, is_staged: bool
+) -> None:
+    capability = mounted(fs_type) if fs_type else block()
+    volume = create(client, "linear", 48 * MIB, fs_type)
+    if is_staged:
+        box.stage(volume, KEY, capability)
+    for _ in range(2):
+        answer = client.expand(volume.volume_id, 64 * MIB)
+        assert answer.node_expansion_required
+
+
 def test_an_unused_mapping_is_reopened_by_its_key_only_and_deleted(box: Box) -> None:
     volume = create(box.client, fs_type="")
     box.stage(volume, KEY, block())

@@ -75,6 +75,19 @@ def test_life_of_a_raw_volume(client: Client, host: AnyHost, staging: Path, targ
     assert client.capacity().available_capacity == before
 
 
+def test_the_node_is_asked_to_grow_the_loop_device_of_a_read_only_raw_volume(
+    client: Client, host: AnyHost, staging: Path, target: Path
+) -> None:
+    volume = client.create("pvc-1", 32 * MIB, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block(), read_only=True)
+    assert client.expand(volume.volume_id, 48 * MIB).node_expansion_required
+    assert client.node_expand(volume.volume_id, target, 48 * MIB).capacity_bytes == 48 * MIB
+    assert host.kernel.device_size_bytes(str(target)) == 48 * MIB
+    client.unpublish(volume.volume_id, target)
+    assert not client.expand(volume.volume_id, 64 * MIB).node_expansion_required
+
+
 def test_calls_cost_no_more_commands_than_promised(
     client: Client, host: AnyHost, staging: Path, target: Path
 ) -> None:
