@@ -1,4 +1,4 @@
-"""What an RPC must achieve, and gRPC itself.
+"""Carver above LVM and the kernel: operations, CSI services, process, command and extras.
 
 Raises `ImportError` where grpc was imported before it.
 """

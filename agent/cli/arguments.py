@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from agent.cli.words import Argument, Commands, flag, name_of, noun, verb
 from agent.core import values
 from agent.core.other_drivers import DRIVERS
+from agent.core.parameters import LIMITS
 from mount.filesystem import FILE_SYSTEMS
 
 NAME = name_of("volume")
@@ -116,7 +117,7 @@ def add_volume(commands: Commands) -> Commands:
     verb(
         verbs,
         "modify",
-        "change how a volume is read ahead, or how fast its RAID is rebuilt",
+        "limit a volume's I/O, or change its read-ahead or how fast its RAID is rebuilt",
         lambda service, given: service.modify(given.name, dict(given.parameters)),
         NAME,
         Argument(
@@ -125,7 +126,8 @@ def add_volume(commands: Commands) -> Commands:
             nargs="+",
             type=_parameter,
             help="readAhead (a size, 0 or auto); of a RAID minimumRecoveryRate,"
-            " maximumRecoveryRate (a size each second and disk, 0 for none)",
+            " maximumRecoveryRate (a size each second and disk, 0 for none); the limits of I/O"
+            f" {', '.join(row.key for row in LIMITS)} (a number or a size each second, 0 for none)",
         ),
     )
     verb(

@@ -1,4 +1,4 @@
-"""Counters and gauges for Prometheus. The only module that imports its client.
+"""Counters and gauges of a node for Prometheus.
 
 Calls and programs are counted as they end. Everything else is measured at each scrape: a new gauge
 is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.

@@ -92,7 +92,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         """Raise NotReady unless kubelet has registered Carver, or another registrar serves it."""
         if self.state not in (State.REGISTERED, State.TAKEN):
             raise errors.NotReady(
-                f"kubelet has not registered {DRIVER_NAME} ({self.state.value}, at {self.socket}):"
+                f"kubelet has not registered {self._name} ({self.state.value}, at {self.socket}):"
                 " is kubelet's root directory another, or does kubelet not run? See"
                 " docs/troubleshooting.md"
             )

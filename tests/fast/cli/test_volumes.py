@@ -18,6 +18,7 @@ from fast.cli.conftest import Shell
 from agent.cli import terminal, volumes
 from agent.core import errors
 from agent.core.classes import DeviceClass
+from agent.core.parameters import MUTABLE
 from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.daemon.server import Service
@@ -58,6 +59,16 @@ def test_mutable_parameters_change_while_a_volume_is_in_use(shell: Shell, fake: 
     assert "RAID" in shell("modify db maximumRecoveryRate=1MiB", 1)
     assert "carver/readAhead" in shell("modify db readahead=1MiB", 1)
     assert "'other'" in shell("modify other readAhead=1MiB", 1)
+
+
+def test_the_help_of_modify_names_each_mutable_parameter(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        shell("modify --help")
+    told = capsys.readouterr().out.replace("-\n", "-").split()
+    words = {word.strip("(),;") for word in told}
+    assert {row.key for row in MUTABLE} <= words
 
 
 @pytest.mark.parametrize("words", ["", "readAhead", "=1MiB"])

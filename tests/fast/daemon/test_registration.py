@@ -127,6 +127,10 @@ def test_readiness_waits_for_kubelet_s_answer(waiting: Registration, tmp_path: P
     expect_state(waiting, State.WAITING)
     notify(waiting)
     waiting.check()
+    # Under another name of the driver: the refusal names that one.
+    renamed = Registration(tmp_path / "none", ENDPOINT, driver_name="fast.csi.carver")
+    with pytest.raises(errors.NotReady, match=r"has not registered fast\.csi\.carver \(off"):
+        renamed.check()
     # No directory of kubelet's.
     with pytest.raises(errors.NotReady, match=r"docs/troubleshooting\.md"):
         Registration(tmp_path / "none", ENDPOINT).check()

@@ -5,6 +5,7 @@ import io
 import re
 import shlex
 import tomllib
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from error_classes import EVERY, code_of
 from floors import FLOORS
 from rich.console import Console
 
+import agent.core.errors
+import lvm.errors
+import mount.errors
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
 from agent.core import classes, codes, settings, tag
+from agent.core.host import Host
 from agent.core.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
 from lvm import layout, tuning
 from mount import filesystem, kernel, options
@@ -247,6 +252,20 @@ def test_the_floors_in_the_design_are_those_that_are_held() -> None:
     rows = [line.split("|") for line in section(text_of("docs/design.md"), "Floors").splitlines()]
     named = [sorted(coded(row[2])) for row in rows if len(row) == 5 and row[1].strip().isdigit()]
     assert named == [sorted(one.replace(".", "/") for one in rooms) for rooms in FLOORS]
+
+
+def test_the_seams_in_the_design_are_the_parts_of_the_host() -> None:
+    parts = typing.get_type_hints(Host).items()
+    kinds = {kind.__name__ for name, kind in parts if isinstance(kind, type) and name != "observe"}
+    named = coded(section(text_of("docs/design.md"), "Seams"))
+    assert kinds <= named
+    assert {"Converse", "Host"} <= named
+
+
+def test_the_error_trees_in_the_design_exist() -> None:
+    named = coded(section(text_of("docs/design.md"), "Errors"))
+    trees = {one for one in named if re.fullmatch(r"[a-z.]+\.errors", one)}
+    assert trees == {one.__name__ for one in (agent.core.errors, lvm.errors, mount.errors)}
 
 
 def test_the_names_to_look_for_are_in_their_files() -> None:
