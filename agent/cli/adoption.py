@@ -1,16 +1,13 @@
 """The PersistentVolume and the claim of an adopted volume, as YAML for `kubectl apply`."""
 
 import json
-import re
 from typing import Any
 
-from agent.core import errors, ids, tag
+from agent.core import errors, ids, tag, values
 from agent.core.parameters import PREFIX
 from lvm import names
 from proto import csi_pb2 as csi
 
-# A DNS subdomain (RFC 1123), as the names of PersistentVolumes and claims are.
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 # Values are JSON, which YAML reads as the same.
 _MANIFEST = """\
 apiVersion: v1
@@ -84,7 +81,7 @@ class Manifest:
         context = dict(volume.volume_context)
         fs_type = context.get(f"{PREFIX}{tag.FS_TYPE}", "")
         segments = volume.accessible_topology[0].segments
-        values: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": self.name,
             "driver": self._driver,
             "size": str(volume.capacity_bytes),
@@ -99,8 +96,11 @@ class Manifest:
                 {"key": key, "operator": "In", "values": [value]} for key, value in segments.items()
             ],
         }
-        return _MANIFEST.format(**{key: json.dumps(value) for key, value in values.items()})
+        return _MANIFEST.format(**{key: json.dumps(value) for key, value in fields.items()})
 
 
 def _is_name(text: str) -> bool:
-    return bool(_NAME.fullmatch(text))
+    try:
+        return bool(values.parse_object_name(text))
+    except ValueError:
+        return False

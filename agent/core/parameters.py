@@ -185,6 +185,10 @@ OF_GROUP_SNAPSHOT = {
     "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/volumegroupsnapshotcontent/name": tag.CONTENT,
 }
+# Tags with the name or the UID of an object in Kubernetes. CONTENT may also be a number of bytes.
+OBJECT_NAMES = frozenset[str]().union(
+    *(one.values() for one in (_OF_CLAIM, _OF_POD, OF_SNAPSHOT, OF_GROUP_SNAPSHOT))
+)
 
 
 @dataclass(frozen=True)
@@ -374,9 +378,21 @@ def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
 def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """The tags of what Kubernetes says of an object."""
     about = {names[key]: text for key, text in wire.items() if key in names}
-    for key, text in about.items():
-        tag.require_fits(f"{field}[{key}]", key, text)
+    require_object_names(field, about)
     return about
+
+
+def require_object_names(field: str, own_tags: Mapping[str, str]) -> None:
+    """Raise BadField for a tag that keeps an object's name in Kubernetes, and has another text.
+
+    Such names are printed within lines for a shell.
+    """
+    for key in OBJECT_NAMES & own_tags.keys():
+        try:
+            values.parse_object_name(own_tags[key])
+        except ValueError as error:
+            why = f"{own_tags[key]!r} is not allowed: {error}"
+            raise errors.BadField(f"{field}[{key}]", why) from None
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:

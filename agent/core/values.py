@@ -14,6 +14,8 @@ HALF = "half"
 AUTO = "auto"
 # RFC 1123, and so a node of Kubernetes; CSI spec, NodeGetInfoResponse: at most 256 bytes.
 _MAXIMUM_NODE_ID = 253
+# A DNS subdomain (RFC 1123), as the names of Kubernetes' objects are.
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 # CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
 _MAXIMUM_DRIVER_NAME = 63
 _MAXIMUM_PORT = 65535
@@ -239,6 +241,13 @@ def parse_rate(value: object) -> int:
     if size > tuning.MOST_RECOVERY_KIB << 10 or size % 1024:
         raise ValueError(f"whole KiB a second, up to {tuning.MOST_RECOVERY_KIB}KiB; 0 for no limit")
     return size >> 10
+
+
+def parse_object_name(text: str) -> str:
+    """The name, or the UID, of an object in Kubernetes."""
+    if not _OBJECT_NAME.fullmatch(text):
+        raise ValueError("a name of an object in Kubernetes: lower-case letters, digits, - and .")
+    return text
 
 
 def parse_iops(value: object) -> int:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from agent.core import errors, ids, records, tag
 from agent.core.context import Context
+from agent.core.parameters import require_object_names
 from agent.core.records import Snapshot, Volume
 from agent.core.trace import Traces
 from agent.csi import answers
@@ -134,7 +135,9 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
 def _asked(request: carver.AdoptVolumeRequest) -> Asked:
     require(request, "group", "logical_volume")
-    claim = {tag.PV: request.pv, tag.PVC: request.pvc, tag.NAMESPACE: request.namespace}
+    names = {tag.PV: request.pv, tag.PVC: request.pvc, tag.NAMESPACE: request.namespace}
+    claim = {key: name for key, name in names.items() if name}
+    require_object_names("claim", claim)
     return Asked(
         request.group,
         request.logical_volume,
@@ -142,7 +145,7 @@ def _asked(request: carver.AdoptVolumeRequest) -> Asked:
         request.made_by,
         is_block=request.block,
         dry_run=request.dry_run,
-        claim={key: name for key, name in claim.items() if name},
+        claim=claim,
     )
 
 

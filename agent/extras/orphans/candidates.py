@@ -1,6 +1,7 @@
 """Find candidates: volumes, cluster objects and kubelet's directories that nothing refers to."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class Candidate:
         """Return what to do about it."""
         namespace, _, name = self.name.rpartition("/")
         text = self.remedy or REMEDIES[self.kind]
-        return text.format(name=self.name, namespace=namespace, object=name)
+        fields = {"name": self.name, "namespace": namespace, "object": name}
+        return text.format(**{key: shlex.quote(one) for key, one in fields.items()})
 
 
 def of_volumes(

@@ -1,7 +1,10 @@
 """Rebind a Kubernetes claim to a volume that moved, or print the steps."""
 
 import argparse
+import json
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from agent.cli import terminal
@@ -22,10 +25,10 @@ these steps out; by hand, in this order:
     kubectl get pv "$PV" --output json > pv.json
     kubectl get pvc {pvc} --namespace {namespace} --output json > pvc.json
  3. make another PersistentVolume, for the volume where it is now, reserved for the claim:
-    jq '{pv_filter}' pv.json | kubectl create --filename -
+    jq {pv_filter} pv.json | kubectl create --filename -
  4. make the claim anew, for that one; Retain leaves the volumes as they are:
     kubectl delete pvc {pvc} --namespace {namespace}
-    jq '{pvc_filter}' pvc.json | kubectl create --filename -
+    jq {pvc_filter} pvc.json | kubectl create --filename -
  5. see that it is Bound, run what uses it, and see that its data are there:
     kubectl get pvc {pvc} --namespace {namespace}
  6. delete the old object, and have deletion of the claim delete the volume again, if it did before:
@@ -41,34 +44,38 @@ _LIFE = (
 _PV_FILTER = (
     _LIFE + ", .spec.claimRef.uid, .spec.claimRef.resourceVersion,"
     ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"])'
-    ' | .metadata.name = "{new}"'
+    " | .metadata.name = {new}"
     ' | .spec.persistentVolumeReclaimPolicy = "Retain"'
-    ' | .spec.csi.volumeHandle = "{handle}"'
+    " | .spec.csi.volumeHandle = {handle}"
     " | .spec.nodeAffinity.required.nodeSelectorTerms ="
-    ' [{{"matchExpressions": [{{"key": "{key}", "operator": "In",'
-    ' "values": ["{node}"]}}]}}]'
+    ' [{{"matchExpressions": [{{"key": {key}, "operator": "In",'
+    ' "values": [{node}]}}]}}]'
 )
 _PVC_FILTER = (
     _LIFE + ', .metadata.annotations["pv.kubernetes.io/bind-completed"],'
     ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"],'
     ' .metadata.annotations["volume.kubernetes.io/selected-node"])'
-    ' | .spec.volumeName = "{new}"'
+    " | .spec.volumeName = {new}"
 )
 
 
 def steps(moved: carver.MoveState, place: Place) -> str:
-    """The steps for the claim of a volume that moved."""
+    """The steps for the claim of a volume that moved: lines for a shell, with each value quoted."""
     new = rebinding.moved_name(moved.pv, place.handle)
-    return _STEPS.format(
-        pvc=moved.pvc,
-        namespace=moved.namespace,
-        name=moved.volume_id,
-        new=new,
-        pv_filter=_PV_FILTER.format(
-            new=new, handle=place.handle, key=place.topology_key, node=place.segment
-        ),
-        pvc_filter=_PVC_FILTER.format(new=new),
-    )
+    of_pv = {"new": new, "handle": place.handle, "key": place.topology_key, "node": place.segment}
+    given = {
+        "pvc": moved.pvc,
+        "namespace": moved.namespace,
+        "name": moved.volume_id,
+        "new": new,
+        "pv_filter": _PV_FILTER.format(**_as_json(of_pv)),
+        "pvc_filter": _PVC_FILTER.format(**_as_json({"new": new})),
+    }
+    return _STEPS.format(**{key: shlex.quote(text) for key, text in given.items()})
+
+
+def _as_json(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: json.dumps(text) for key, text in texts.items()}
 
 
 def say(text: str) -> None:

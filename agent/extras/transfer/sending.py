@@ -8,7 +8,7 @@ from agent.core import errors, records, tag
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
-from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters
+from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
 from agent.core.records import Snapshot
 from agent.core.requests import BLOCK, MOUNT
 from agent.extras.changed_blocks.activations import Activations
@@ -57,6 +57,7 @@ def tags_of(
         **({tag.RELEASE: header.release} if header.release else {}),
         **plan.of_class(one, size_bytes, group),
     }
+    require_object_names("stream.facts", sent)
     for key, value in own_tags.items():
         tag.require_fits(f"stream.facts[{key}]", key, value)
     return own_tags
