@@ -117,14 +117,20 @@ class Layout:
         return ":".join(texts)
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """The layout that `str` gave the text of; empty is linear.
+    def parse(cls, text: str) -> Self | None:
+        """The layout that `str` gave the text of; None for any other text, never a guess.
 
         Fields of a newer version are passed over: lvm2 keeps by itself what lvcreate was given, and
         what a volume is grown and repaired by is in the first. 0.2.0 took such a one for linear.
         """
-        kind, *numbers = (text or str(LINEAR)).split(":")
-        return cls(kind, *map(int, numbers[: len(cls.__match_args__) - 1]))
+        kind, *numbers = text.split(":")
+        own = numbers[: len(cls.__match_args__) - 1]
+        if not all(one.isascii() and one.isdecimal() for one in own):
+            return None
+        try:
+            return cls(kind, *map(int, own))
+        except (ValueError, KeyError):
+            return None
 
 
 LINEAR = Layout()

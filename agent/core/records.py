@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from agent.core import ids, tag
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from lvm import names, report
-from lvm.layout import LINEAR, Layout
+from lvm import layout, names, report
+from lvm.layout import Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
 UNKNOWN = "unknown"
@@ -57,13 +57,26 @@ class Volume:
 
     @property
     def layout(self) -> Layout:
-        """Its layout by its tag; if that is lost, thin or linear by the report."""
+        """Its layout by its tag, or, where that is lost or cannot be read, by lvm2's report.
+
+        It decides where a volume grows and what that takes, so it is never a guess. Raises
+        LayoutUnknown.
+        """
+        text = self.own_tags.get(tag.LAYOUT, "")
+        if (found := Layout.parse(text)) is not None:
+            return found
         logical = self.group.volumes.get(self.name)
-        plain = Layout("thin") if logical is not None and logical.pool else LINEAR
-        try:
-            return Layout.parse(self.own_tags.get(tag.LAYOUT) or str(plain))
-        except (ValueError, KeyError, TypeError):
-            return plain
+        found = layout.recognize(logical) if logical is not None else None
+        if found is None:
+            words = sorted(logical.layout) if logical is not None else ()
+            raise errors.LayoutUnknown(str(self.id), text, words)
+        return found
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether it lies in a pool: by lvm2's report, or by its tag while it is newer."""
+        logical = self.group.volumes.get(self.name)
+        return bool(logical.pool) if logical is not None else self.layout.is_thin
 
     @property
     def made_bytes(self) -> int:
@@ -155,8 +168,11 @@ class Volume:
 
         A RAID in use that gets other or more images has at least one whole image, so it is not.
         """
-        layout = self.layout
-        if not layout.is_raid or not self.group.is_bare(self.name, layout.disks):
+        try:
+            shape = self.layout
+        except errors.LayoutUnknown:
+            return False
+        if not shape.is_raid or not self.group.is_bare(self.name, shape.disks):
             return False
         return self.copying or not {tag.FORMATTED, tag.SEALED} & self.own_tags.keys()
 

@@ -333,7 +333,7 @@ class Copier:
             reading = self._inventory.activate_snapshot(source).path
             writing = self._inventory.activate(volume).path
         # Unwritten blocks of a thin volume read as zeroes.
-        blank = volume.layout.is_thin
+        blank = volume.is_thin
         work = self._paces.of(volume.group.name).work(
             "copy",
             reading,
@@ -401,4 +401,4 @@ class Copier:
 
 def _is_overwritten(volume: Volume) -> bool:
     """Whether the part without copied data is overwritten; not where blocks are shared."""
-    return tag.ZERO in volume.own_tags and not volume.layout.is_thin
+    return tag.ZERO in volume.own_tags and not volume.is_thin

@@ -79,7 +79,7 @@ class VolumeDeleter:
                 volumes.remove(lvm, group, growth)
             # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
             # of the pool is missing lvm2 cannot change it.
-            at_once = volume.layout.is_thin and not (
+            at_once = volume.is_thin and not (
                 volume.missing_disks or volume.wiping or volume.copy_on_write_snapshots
             )
             if volume.is_half_made:

@@ -175,7 +175,7 @@ class Eraser:
         users.require_unused(self._kernel, self._inventory, volume)
         if volume.is_encrypted:
             self._mappings.ensure_closed(volume)
-        is_kept = self.policy.erases(volume) or volume.layout.is_thin
+        is_kept = self.policy.erases(volume) or volume.is_thin
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(self._wipe_of(volume))

@@ -242,7 +242,7 @@ class Expander:
         group, allocator = volume.group, self._allocators.of_volume(volume)
         lvm = self._volume_groups.lvm(group.name)
         more = size_bytes - volume.size_bytes
-        if tag.ZERO in volume.own_tags and not volume.layout.is_thin:
+        if tag.ZERO in volume.own_tags and not volume.is_thin:
             self._deactivate_origin(known, volume)
             ranges = self._growth_zeroer.take(volume, more, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)

@@ -344,7 +344,7 @@ def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition
     if volume.health == "partial":
         yield _of_missing(volume, f"logical volume {name} is partial")
     elif volume.health and not has_status:
-        special = _REPORTED_OF_POOL if volume.layout.is_thin else _REPORTED_OF_CACHE
+        special = _REPORTED_OF_POOL if volume.is_thin else _REPORTED_OF_CACHE
         unknown = (Reason.LVM_REPORTS, _LOOK_CLOSER)
         reason, remedy = (_REPORTED | special).get(volume.health, unknown)
         yield Condition(reason, f"logical volume {name} is {volume.health}: {remedy.format(name)}")
@@ -412,7 +412,7 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     remedy = "restore the volume from a backup"
     cache = holder.own_tags.get(tag.CACHE, "")
-    if raid.level([volume.layout.kind]) is not None:
+    if raid.level(volume.group.volume(volume.name).layout) is not None:
         remedy = "replace it: `vgextend`, then `lvconvert --repair`"
     elif caches.is_copy(cache) and gone and all(one.fast for one in gone):
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost"

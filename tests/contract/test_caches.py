@@ -74,6 +74,28 @@ def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]
     assert free(host, group) == (sum(SLOW), sum(FAST))
 
 
+@pytest.mark.parametrize("text", chosen.kinds(["", "newer:1:1:0"], usual=["newer:1:1:0"]))
+def test_a_volume_whose_layout_nothing_tells_is_used_and_not_changed(
+    client: Client, host: AnyHost, group: str, text: str
+) -> None:
+    """Of a volume with a cache lvm2 reports the cache, and not how its data lie on disks."""
+    staging = host.directory / "staging"
+    volume = client.create("pvc-1", 48 * MIB, block(), parameters={"class": "cache"})
+    host.lvm("lvchange", "--deltag", "carver.layout=linear:1:0:0", "--", f"{group}/vol-pvc-1")
+    if text:
+        host.lvm("lvchange", "--addtag", f"carver.layout={text}", "--", f"{group}/vol-pvc-1")
+    before = report.read(host.lvm).group(group).volume("vol-pvc-1")
+    with expect.code("FAILED_PRECONDITION", "layout", "cache"):
+        client.expand(volume.volume_id, 96 * MIB)
+    assert report.read(host.lvm).group(group).volume("vol-pvc-1").ranges == before.ranges
+    # A pod starts with it as it is, and its node serves all else.
+    client.stage(volume, staging, block())
+    assert client.volumes() == [volume]
+    assert client.unhealthy() == []
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
 def mapping(host: AnyHost, group: str) -> str:
     """The dm-crypt device over the volume."""
     below = host.devices.find(group, "vol-pvc-1")

@@ -97,6 +97,25 @@ def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
+@pytest.mark.parametrize("text", ["", "raid7:1:1:0"], ids=["lost", "unreadable"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_its_tag_a_volume_grows_in_the_layout_that_it_has(
+    client: Client, host: AnyHost, group: str, name: str, text: str
+) -> None:
+    volume = create(client, name, SIZE)
+    before = report.read(host.lvm).group(group).volume("vol-pvc-1")
+    host.lvm("lvchange", "--deltag", f"carver.layout={LAYOUTS[name]}", "--", f"{group}/vol-pvc-1")
+    if text:
+        host.lvm("lvchange", "--addtag", f"carver.layout={text}", "--", f"{group}/vol-pvc-1")
+    # By a size that is whole extents on every stripe, or else it is rounded up to one.
+    assert client.expand(volume.volume_id, GROWN - 1).capacity_bytes == GROWN
+    after = report.read(host.lvm).group(group).volume("vol-pvc-1")
+    assert (after.layout, after.size_bytes) == (before.layout, GROWN)
+    assert LAYOUTS[name].is_linear or after.disks == before.disks
+    client.delete(volume.volume_id)
+
+
 def _write_tree(place: Path) -> None:
     """Files of many sizes, in directories of their own."""
     for number in range(20):

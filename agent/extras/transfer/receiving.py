@@ -329,7 +329,7 @@ def _state(volume: Volume) -> carver.ReceiveState:
         offset_bytes=volume.offset_bytes,
         received=own_tags.get(tag.RECEIVED, ""),
         finishing=tag.FINISHING in own_tags,
-        blank=volume.layout.is_thin,
+        blank=volume.is_thin,
         release=own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, "")),
     )
 

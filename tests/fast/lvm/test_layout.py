@@ -125,7 +125,30 @@ def test_a_reserve_is_rounded_up_to_extents(reserve: Reserve, extents: int) -> N
 @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
 def test_a_layout_survives_being_a_tag(shape: Layout) -> None:
     assert Layout.parse(str(shape)) == shape
-    assert Layout.parse("") == Layout()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "raid7:1:1:0",
+        "striped",
+        "striped:x:0:0",
+        "raid1:1:-1:0",
+        "linear:2",
+        "raid1",
+        "a:b:c",
+        ":1",
+    ],
+)
+def test_a_text_that_is_no_layout_is_never_taken_for_one(text: str) -> None:
+    assert Layout.parse(text) is None
+
+
+@given(st.text(max_size=30))
+def test_whatever_a_tag_has_only_the_text_of_a_layout_is_one(text: str) -> None:
+    found = Layout.parse(text)
+    assert found is None or text.split(":")[0] == found.kind
 
 
 @dataclass(frozen=True)
