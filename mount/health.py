@@ -58,12 +58,16 @@ def device_size_bytes(kernel: Kernel, device: str) -> int:
 
 
 class Kind(enum.Enum):
-    """Of what kind a problem is."""
+    """The kind of a problem, and whether a check and a new mount may mend it."""
 
-    READ_ONLY = "it takes no writes"
-    SILENT = "it does not answer"
-    ERRORS = "it has met errors in what it keeps"
-    MEDIUM_ERRORS = "its disk has failed it"
+    READ_ONLY = "it takes no writes", True
+    SILENT = "it does not answer", True
+    ERRORS = "it has met errors in what it keeps", True
+    MEDIUM_ERRORS = "its disk has failed it", False
+
+    def __init__(self, meaning: str, is_mended_by_mount: bool) -> None:
+        self.meaning = meaning
+        self.is_mended_by_mount = is_mended_by_mount
 
 
 @dataclass(frozen=True)
@@ -107,4 +111,4 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
     """Whether something is wrong that a check and a new mount may mend."""
     found = problems(kernel, mounts, mount)
-    return any(one.kind is not Kind.MEDIUM_ERRORS for one in found)
+    return any(one.kind.is_mended_by_mount for one in found)
