@@ -3,6 +3,9 @@
 Two commands: the tags, then the name, since a volume's name begins with `vol`. No data are
 written, and the tags of others stay. With a tag of its old name and not yet its new one it is no
 volume of Carver's; a repeated call, or an undo, finds it so. Undoing takes the steps backwards.
+
+What has not its new name yet is looked at as if for the first time by each call, since its old user
+may have gone on with it; and an adopted volume is the answer only to a call that asks for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +20,10 @@ from agent.core.ids import VolumeId
 from agent.core.inventory import require_own
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, MOUNT
+from agent.operations import plan
 from agent.operations.erase_free import reservation_name
-from lvm import layout, names, report, tags, volumes
+from lvm import layout, names, report, tags, tuning, volumes
+from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem
 
 # Names that mean something to Carver, with its tags.
@@ -81,24 +86,25 @@ class Adopter:
             raise errors.NotAllowed("made_by", asked.made_by, other_drivers.DRIVERS)
         with self._held(asked) as group:
             if (adopted := self._adopted(group, asked)) is not None:
-                require_own(adopted)
-                if not adopted.is_listed:
-                    raise errors.NotAdopted(asked.path, "it is being deleted")
+                self._require_asked(asked, adopted)
                 return Adoption(adopted)
             found = group.volume(asked.name)
-            own_tags = found.own_tags
-            steps = [f"rename {asked.path} to {asked.new_name}"]
-            is_tagged = own_tags.get(tag.ADOPTED) == asked.name
-            if not is_tagged:
-                own_tags = self._planned(asked, group, found)
-                words = " ".join(tags.encode(own_tags))
-                steps.insert(0, f"add the tags {words} to {asked.path}")
+            own_tags = self._planned(asked, group, found)
             if asked.new_name in group.volumes:
                 raise errors.NotAdopted(asked.path, f"there is a {asked.group}/{asked.new_name}")
+            # Those of a call that was cut off, or of an undo, if any.
+            old = dict(found.own_tags.items() - own_tags.items())
+            new = dict(own_tags.items() - found.own_tags.items())
+            steps = []
+            if old:
+                steps.append(f"remove the tags {_words(old)} from {asked.path}")
+            if new:
+                steps.append(f"add the tags {_words(new)} to {asked.path}")
+            steps.append(f"rename {asked.path} to {asked.new_name}")
             if not asked.dry_run:
                 lvm = self._volume_groups.lvm(asked.group)
-                if not is_tagged:
-                    volumes.mark(lvm, asked.group, asked.name, old={}, new=own_tags)
+                if old or new:
+                    volumes.mark(lvm, asked.group, asked.name, old=old, new=new)
                 # Crash point: tagged, not renamed: no volume yet; a repeated call renames it.
                 volumes.rename(lvm, asked.group, asked.name, asked.new_name)
                 self._holds.allow(str(VolumeId.of(group, asked.new_name)))
@@ -121,14 +127,22 @@ class Adopter:
                     raise errors.NotAdopted(asked.path, f"there is a {old} already", undo=True)
             if own_tags and own_tags.get(tag.ADOPTED) != old:
                 raise errors.NotAdopted(asked.path, "Carver made it", undo=True)
-            steps = []
+            steps, present, lacking = [], PLAIN, AS_IT_IS
             if adopted is not None:
+                present = group.volume(adopted.name).tuning
+                # A bound of Carver's on RAID recovery is none of the volume's own settings.
+                lacking = replace(AS_IT_IS, bound_recovery_kib=0).lacking_in(present)
+                if lacking != AS_IT_IS:
+                    kib = present.maximum_recovery_kib
+                    steps.append(f"set the maximum recovery rate to {kib} KiB a second, as it was")
                 steps.append(f"rename {asked.group}/{adopted.name} to {old}")
             if own_tags:
-                words = " ".join(tags.encode(own_tags))
-                steps.append(f"remove the tags {words} from {asked.group}/{old}")
+                steps.append(f"remove the tags {_words(own_tags)} from {asked.group}/{old}")
             if not asked.dry_run:
                 lvm = self._volume_groups.lvm(asked.group)
+                if lacking != AS_IT_IS and adopted is not None:
+                    tuning.change(lvm, asked.group, [adopted.name], lacking, present)
+                    # Crash point: without the bound, which the next start sets again.
                 if adopted is not None:
                     volumes.rename(lvm, asked.group, adopted.name, old)
                 # Crash point: as one that was tagged and not renamed; this call goes on with it.
@@ -152,13 +166,40 @@ class Adopter:
                 return one
         return None
 
+    def _require_asked(self, asked: Asked, adopted: Volume) -> None:
+        """Raise NotAdopted, Incompatible unless an adopted volume is the one that is asked for.
+
+        Raises Receiving, Moved as `require_own`.
+        """
+        require_own(adopted)
+        if not adopted.is_listed:
+            raise errors.NotAdopted(asked.path, "it is being deleted")
+        own_tags, name = adopted.own_tags, adopted.own_tags[tag.ADOPTED]
+        if asked.name != adopted.name and asked.name in adopted.group.volumes:
+            why = (
+                f"{asked.group}/{adopted.name} was adopted from another {name}; rename this one"
+                " first (`lvrename`)"
+            )
+            raise errors.NotAdopted(asked.path, why)
+        self._check_driver(asked, name, adopted.group.volume(adopted.name))
+        wanted = {**asked.claim, tag.ACCESS: BLOCK if asked.is_block else MOUNT}
+        if asked.device_class:
+            wanted[tag.CLASS] = asked.device_class
+        for key, value in wanted.items():
+            if (was := own_tags.get(key, "")) != value:
+                raise errors.Incompatible(
+                    f"cannot adopt {asked.path}: it was adopted as {adopted.id} with {key}"
+                    f" {was or 'none'!r}, not {value!r}; undo that first (`carver volume adopt"
+                    " --undo`)"
+                )
+
     def _planned(
         self, asked: Asked, group: report.Group, found: report.LogicalVolume
     ) -> Mapping[str, str]:
         """The tags that make it a volume of Carver's; raises NotAdopted, NotAllowed."""
         one = self._class(asked)
         self._check_name(asked, found)
-        self._check_driver(asked, found)
+        self._check_driver(asked, asked.name, found)
         shape = _shape(asked, group, found, one)
         volume = Volume(VolumeId.of(group, asked.name), group, asked.name, found.size_bytes, {})
         try:
@@ -177,6 +218,8 @@ class Adopter:
             tag.ADOPTED: asked.name,
             **asked.claim,
         }
+        # It has no cache, whatever its class makes.
+        own_tags |= plan.of_class(replace(one, cache=None), found.size_bytes, group)
         if fs_type:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}
         return own_tags
@@ -195,7 +238,7 @@ class Adopter:
 
     @staticmethod
     def _check_name(asked: Asked, found: report.LogicalVolume) -> None:
-        if found.own_tags:
+        if found.own_tags and found.own_tags.get(tag.ADOPTED) != asked.name:
             why = "it has tags of Carver's already; `carver volume list` shows its volumes"
             raise errors.NotAdopted(asked.path, why)
         is_own = any(names.is_of(one, asked.name) for one in _OWN_PREFIXES)
@@ -204,8 +247,8 @@ class Adopter:
             raise errors.NotAdopted(asked.path, why)
 
     @staticmethod
-    def _check_driver(asked: Asked, found: report.LogicalVolume) -> None:
-        made_by = other_drivers.maker(asked.name, found.tags)
+    def _check_driver(asked: Asked, name: str, found: report.LogicalVolume) -> None:
+        made_by = other_drivers.maker(name, found.tags)
         if made_by == asked.made_by:
             return
         why = f"by its name and tags it is of {made_by or 'none of these drivers'}"
@@ -260,6 +303,10 @@ class Adopter:
             users.require_unused(self._kernel, self._inventory, volume)
         except errors.VolumeInUse as error:
             raise errors.NotAdopted(asked.path, str(error), undo=True) from None
+
+
+def _words(own_tags: Mapping[str, str]) -> str:
+    return " ".join(tags.encode(own_tags))
 
 
 def _shape(

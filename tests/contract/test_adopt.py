@@ -5,7 +5,7 @@ They are made as each other driver makes its own: names, tags, layouts.
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from serving import served
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
+from agent.daemon import server
 from lvm import layout, report, thin, volumes
-from lvm.layout import Layout
+from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 from lvm.volumes import New
 from mount import filesystem, luks, mounts, options
@@ -56,6 +57,7 @@ MADE = {
 def config(config: Config, group: str, host: AnyHost) -> Config:
     classes = (
         DeviceClass(name="plain", group=group, default=True),
+        DeviceClass(name="clean", group=group, zero="fully"),
         DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
         DeviceClass(name="sealed", group=group, encryption="luks2"),
         DeviceClass(name="elsewhere", group=host.new_group(20)),
@@ -267,12 +269,17 @@ REFUSED: dict[str, tuple[Callable[[AnyHost, str], object], dict[str, object], st
         "FAILED_PRECONDITION",
         "rename it first",
     ),
-    "an unknown class": (blank, {"device_class": "x"}, "INVALID_ARGUMENT", "plain, thin, sealed"),
+    "an unknown class": (
+        blank,
+        {"device_class": "x"},
+        "INVALID_ARGUMENT",
+        "plain, clean, thin, sealed",
+    ),
     "another group's class": (
         blank,
         {"device_class": "elsewhere"},
         "INVALID_ARGUMENT",
-        "plain, thin, sealed",
+        "plain, clean, thin, sealed",
     ),
     "a class that encrypts": (
         formatted("data"),
@@ -405,6 +412,186 @@ def test_what_was_cut_off_goes_on_where_it_was(
         assert state(host, group) == before
         assert client.adopt(request).volume == volume
         assert state(host, group) == adopted
+
+
+@contextmanager
+def nothing_happens(host: AnyHost, group: str) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def grown(host: AnyHost, group: str) -> Iterator[None]:
+    host.lvm("lvextend", "--size", f"{96 * MIB}b", "--", f"{group}/data")
+    yield
+
+
+@contextmanager
+def formatted_anew(host: AnyHost, group: str) -> Iterator[None]:
+    host.lvm("lvextend", "--size", f"{320 * MIB}b", "--", f"{group}/data")
+    host.kernel.zero_out(device(host, group, "data"), 0, MIB)
+    host.write(device(host, group, "data"), "xfs")
+    yield
+
+
+@contextmanager
+def emptied(host: AnyHost, group: str) -> Iterator[None]:
+    host.kernel.zero_out(device(host, group, "data"), 0, MIB)
+    yield
+
+
+@contextmanager
+def snapshotted(host: AnyHost, group: str) -> Iterator[None]:
+    volumes.create_snapshot(host.lvm, group, "mine", origin="data", size_bytes=8 * MIB, own_tags={})
+    yield
+
+
+@contextmanager
+def opened(host: AnyHost, group: str) -> Iterator[None]:
+    with host.kernel.opened(device(host, group, "data")):
+        yield
+
+
+@contextmanager
+def taken_by_another(host: AnyHost, group: str) -> Iterator[None]:
+    host.lvm("lvchange", "--addtag", CSI_DRIVER_LVM[1], "--", f"{group}/data")
+    yield
+
+
+# What the old user does between a call that was cut off and its repetition: the size and the file
+# system that it then has, or a word of the refusal.
+HAPPENED: dict[str, tuple[Callable[..., AbstractContextManager[None]], int, str]] = {
+    "nothing": (nothing_happens, 64 * MIB, "ext4"),
+    "grown": (grown, 96 * MIB, "ext4"),
+    "formatted anew": (formatted_anew, 320 * MIB, "xfs"),
+    "emptied": (emptied, 0, "no file system"),
+    "snapshotted": (snapshotted, 0, "the snapshots mine"),
+    "opened": (opened, 0, "has its device open"),
+    "taken by another driver": (taken_by_another, 0, "--from csi-driver-lvm"),
+}
+
+
+@pytest.mark.parametrize("half", ["adopted", "undone", "not begun"])
+@pytest.mark.parametrize("kind", chosen.kinds(HAPPENED, usual=["formatted anew"]))
+def test_what_has_not_its_new_name_is_looked_at_anew_by_each_call(
+    client: Client, host: AnyHost, group: str, kind: str, half: str
+) -> None:
+    happens, size, word = HAPPENED[kind]
+    host.write(make(host, group, "data"), "ext4")
+    claim = {"pvc": "one", "namespace": "tenant-1"}
+    if half == "undone":
+        client.adopt(asked(group, "data", **claim))
+    host.intercept = cut_off(after="lvchange" if half == "adopted" else "lvrename")
+    if half != "not begun":
+        with expect.code("INTERNAL"):
+            if half == "adopted":
+                client.adopt(asked(group, "data", **claim))
+            else:
+                client.undo_adopt(asked(group, "data"))
+    host.intercept = lambda _words: None
+    assert names(host, group) == {"data"}
+    with happens(host, group):
+        before = state(host, group)
+        if not size:
+            with expect.code("FAILED_PRECONDITION", word):
+                client.adopt(asked(group, "data"))
+            assert state(host, group) == before
+            return
+        volume = client.adopt(asked(group, "data", pvc="two")).volume
+    own_tags = logical(host, group, "vol-data").own_tags
+    assert (volume.capacity_bytes, own_tags["size"]) == (size, str(size))
+    assert (own_tags["fsType"], own_tags["formatted"]) == (word, word)
+    # Nothing of the call before.
+    assert (own_tags["pvc"], own_tags.get("namespace")) == ("two", None)
+    client.undo_adopt(asked(group, "data"))
+    assert not logical(host, group, "data").own_tags
+
+
+def cut_off(after: str) -> Callable[[Sequence[str]], Result | None]:
+    """Fail each change after the first of that command."""
+    done = [False]
+
+    def cut(words: Sequence[str]) -> Result | None:
+        if done[0] and words[:2] in (("lvm", "lvchange"), ("lvm", "lvrename")):
+            return Result(5, "", "killed")
+        done[0] = done[0] or words[:2] == ("lvm", after)
+        return None
+
+    return cut
+
+
+# What another call says of the volume that was adopted, and a word of the refusal.
+OTHERWISE: dict[str, tuple[dict[str, object], str, str]] = {
+    "the same": ({}, "", ""),
+    "no claim": ({"pvc": "", "namespace": ""}, "", ""),
+    "its class": ({"device_class": "plain"}, "", ""),
+    "another claim": ({"pvc": "two"}, "ALREADY_EXISTS", "pvc 'one', not 'two'"),
+    "another tenant": ({"namespace": "tenant-2"}, "ALREADY_EXISTS", "tenant-2"),
+    "another volume object": ({"pv": "pv-2"}, "ALREADY_EXISTS", "pv 'none'"),
+    "another class": ({"device_class": "clean"}, "ALREADY_EXISTS", "clean"),
+    "raw": ({"block": True}, "ALREADY_EXISTS", "access 'mount'"),
+    "a driver": ({"made_by": "topolvm"}, "FAILED_PRECONDITION", "none of these drivers"),
+}
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(OTHERWISE, usual=["another tenant"]))
+@pytest.mark.parametrize("by_new_name", [False, True])
+def test_an_adopted_volume_is_the_answer_to_who_asks_for_it_and_to_no_other(
+    client: Client, host: AnyHost, group: str, kind: str, by_new_name: bool
+) -> None:
+    changed, code, word = OTHERWISE[kind]
+    host.write(make(host, group, "data"), "ext4")
+    claim: dict[str, str] = {"pvc": "one", "namespace": "tenant-1"}
+    volume = client.adopt(asked(group, "data", **claim)).volume
+    before = state(host, group)
+    again: dict[str, object] = {"made_by": "", **claim, **changed}
+    request = asked(group, "vol-data" if by_new_name else "data", **again)  # type: ignore[arg-type]
+    if not code:
+        assert client.adopt(request).volume == volume
+    else:
+        with expect.code(code, word):
+            client.adopt(request)
+    # Someone makes another of the old name: who asks for that gets neither.
+    make(host, group, "data")
+    others: list[dict[str, object]] = [{}, {**claim}, {"namespace": "tenant-2"}, {"block": True}]
+    for more in others:
+        with expect.code("FAILED_PRECONDITION", "adopted from another data", "lvrename"):
+            client.adopt(asked(group, "data", **more))  # type: ignore[arg-type]
+    host.lvm("lvremove", "--yes", "--", f"{group}/data")
+    assert state(host, group) == before
+
+
+def test_an_adopted_volume_grows_by_zeroes_where_its_class_promises_them(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    host.mark_free(group, MARK)
+    path = make(host, group, "data")
+    for at in range(0, 64 * MIB, MIB):
+        host.write_bytes(path, at, bytes(MIB))
+    volume = client.adopt(asked(group, "data", block=True, device_class="clean")).volume
+    client.stage(volume, staging, block())
+    client.expand(volume.volume_id, 96 * MIB)
+    path = device(host, group, "vol-data")
+    assert not any(any(host.read_bytes(path, at, MIB)) for at in range(64 * MIB, 96 * MIB, MIB))
+
+
+@pytest.mark.parametrize("own_kib", chosen.kinds([0, 4096], usual=[0]))
+def test_an_undone_adoption_leaves_no_bound_of_carver_s_on_a_raid(
+    host: AnyHost, config: Config, group: str, own_kib: int
+) -> None:
+    make(host, group, "data", "raid1")
+    if own_kib:
+        host.lvm("lvchange", "--maxrecoveryrate", str(own_kib), "--", f"{group}/data")
+    before, request = logical(host, group, "data").tuning, asked(group, "data", block=True)
+    bounded = replace(config, background_bandwidth=Reserve(size_bytes=2 * MIB))
+    with served(host, bounded) as (service, client):
+        client.adopt(request)
+        server.resume(service)
+        assert logical(host, group, "vol-data").tuning.bound_recovery_kib
+        planned = client.undo_adopt(asked(group, "data", block=True, dry_run=True))
+        assert len(planned.changes) == 3
+        assert client.undo_adopt(request) == planned
+        assert logical(host, group, "data").tuning == before
+        assert not logical(host, group, "data").own_tags
 
 
 @pytest.mark.variation
