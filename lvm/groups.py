@@ -7,6 +7,9 @@ from lvm.lvm2 import Lvm
 from lvm.report import Group
 from lvm.volumes import NO_TAGS
 
+# The command by which people give a group a disk. Without the option lvm2 makes an area of 1 MiB
+# there, and the smallest area bounds the metadata of the whole group.
+VGEXTEND = "vgextend --metadatasize 80m"
 # What lvm2 has on a disk before its metadata area: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
@@ -30,6 +33,34 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
 def text_room_bytes(group: Group) -> int:
     """The longest text that lvm2 writes into a group's metadata areas (_vg_write_raw)."""
     return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
+
+
+def widest_area_bytes(group: Group) -> int:
+    """The largest metadata area of its disks; what a further disk should have.
+
+    The smallest bounds the text of the whole group.
+    """
+    return max((group.metadata_bytes, *(one.metadata_bytes for one in group.disks)))
+
+
+def narrow_disks(group: Group) -> Mapping[str, int]:
+    """The disks whose metadata areas are smaller than others' by more than rounding, in bytes."""
+    widest = widest_area_bytes(group)
+    areas = {one.name: one.metadata_bytes for one in group.disks if one.metadata_bytes}
+    return {name: size for name, size in areas.items() if widest - size >= _MIB}
+
+
+def about_area(group: Group) -> str:
+    """The group's metadata area, with the disks that bound it, as the subject of a sentence."""
+    whole = f"the metadata area of volume group {group.name}"
+    if not (narrow := narrow_disks(group)):
+        return whole
+    disks = ", ".join(f"{name} has {_in_mib(size)}" for name, size in narrow.items())
+    return f"{whole} (the smallest counts: {disks}, others {_in_mib(widest_area_bytes(group))})"
+
+
+def _in_mib(size_bytes: int) -> str:
+    return f"{size_bytes / _MIB:.1f} MiB"
 
 
 def text_percent(group: Group) -> float:

@@ -58,6 +58,8 @@ class PhysicalVolume:
     fast: bool = False
     # What is free on it holds data that are to be overwritten before anyone gets it.
     unclean: bool = False
+    # Its metadata area, which has two copies of the group's text; 0 where none is in use.
+    metadata_bytes: int = 0
 
     @property
     def unallocated_extents(self) -> int:
@@ -278,7 +280,7 @@ _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type,"
     "vg_mda_size,vg_mda_free",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
-    "pv_tags,pe_start",
+    "pv_tags,pe_start,pv_mda_size,pv_mda_used_count",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
@@ -381,6 +383,7 @@ def _physical_volume(row: Row, unclean: bool) -> PhysicalVolume:
         allocatable=bool(row["pv_allocatable"]),
         fast=FAST in _words(row["pv_tags"]),
         unclean=unclean,
+        metadata_bytes=int(row["pv_mda_size"]) if int(row["pv_mda_used_count"]) else 0,
     )
 
 

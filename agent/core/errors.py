@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from lvm.groups import VGEXTEND
+
 # In a rollout the new pod comes before the old one is gone, and nothing is unstaged.
 UNSTAGE = (
     "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
@@ -268,7 +270,8 @@ class TooLarge(AgentError):
     def __init__(self, volume_id: str, problem: str) -> None:
         self.problem = problem
         super().__init__(
-            f"cannot grow volume {volume_id!r}: {problem}; ask for less, or make room (`vgextend`)"
+            f"cannot grow volume {volume_id!r}: {problem}; ask for less, or make room"
+            f" (`{VGEXTEND}`)"
         )
 
 

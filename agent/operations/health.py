@@ -15,6 +15,7 @@ from agent.core.requests import BLOCK
 from lvm import caches, raid, report, thin
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices
+from lvm.groups import VGEXTEND
 from mount import health, table
 from mount.kernel import Kernel
 
@@ -156,7 +157,7 @@ _REPORTED = {
         Reason.RAID_MISMATCHES,
         "its copies differ; run `lvchange --syncaction repair {0}`",
     ),
-    "out_of_data": (Reason.POOL_FULL, "add a disk to the group (`vgextend`), or delete volumes"),
+    "out_of_data": (Reason.POOL_FULL, f"add a disk to the group (`{VGEXTEND}`), or delete volumes"),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
 # The same words for two things: a thin pool, and a cache.
@@ -365,7 +366,7 @@ def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition
 def _pending_expansion(volume: Volume) -> str:
     """Why a volume, or its file system, is smaller than requested; empty if it is not."""
     no_room = f"volume group {volume.group.name}, or its pool, had no room for that, or"
-    make_room = "make room (`vgextend`), and scale its workload to 0 until it is unstaged"
+    make_room = f"make room (`{VGEXTEND}`), and scale its workload to 0 until it is unstaged"
     if volume.refused_bytes > volume.size_bytes:
         return (
             f"is smaller than the {volume.refused_bytes} bytes that its claim asks for: {no_room}"
@@ -413,7 +414,7 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     remedy = "restore the volume from a backup"
     cache = holder.own_tags.get(tag.CACHE, "")
     if raid.level(volume.group.volume(volume.name).layout) is not None:
-        remedy = "replace it: `vgextend`, then `lvconvert --repair`"
+        remedy = f"replace it: `{VGEXTEND}`, then `lvconvert --repair`"
     elif caches.is_copy(cache) and gone and all(one.fast for one in gone):
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost"
     why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"
@@ -468,7 +469,7 @@ def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
             Reason.RAID_DEGRADED if seen.survives else Reason.RAID_FAILED,
             f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
             f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
-            f" replace it: `vgextend`, then `lvconvert --repair {name}`",
+            f" replace it: `{VGEXTEND}`, then `lvconvert --repair {name}`",
         )
     elif seen.is_syncing:
         yield Condition(
@@ -497,8 +498,8 @@ def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition
             yield Condition(
                 Reason.POOL_NEARLY_FULL,
                 f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
-                " full: add a disk to the group (`vgextend`), to which Carver extends the pool"
-                " (`lvextend`), or delete volumes and snapshots",
+                f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the"
+                " pool (`lvextend`), or delete volumes and snapshots",
             )
     if pool.mode != "rw":
         yield Condition(

@@ -276,7 +276,8 @@ def _of_group(
         yield (
             WARN,
             f"{device} is listed for volume group {name}, and is not one of its disks",
-            f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
+            f"if nothing on it is needed, `{groups.VGEXTEND} {name} {device}`; else correct the"
+            " list",
         )
     blocks = _blocks(node.kernel, group)
     if len(blocks) > 1:
@@ -302,10 +303,15 @@ def _of_group(
     if fill >= _NEARLY_FULL_PERCENT:
         yield (
             WARN,
-            f"the metadata area of volume group {name} is {fill:.0f} % full: soon nothing new is"
-            " made there",
+            f"{groups.about_area(group)} is {fill:.0f} % full: soon nothing new is made there",
             "delete volumes or snapshots, or see `A group's metadata area is full` in"
             " docs/operations.md",
+        )
+    elif groups.narrow_disks(group):
+        yield (
+            WARN,
+            f"{groups.about_area(group)} has less room than it could have",
+            "see `A group's metadata area is full` in docs/operations.md",
         )
 
 

@@ -133,12 +133,17 @@ class Replacement:
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
         self._require_equal_blocks(group, new)
         extent = group.extent_size_bytes
-        before = groups.LABEL_BYTES + group.metadata_bytes
-        room = max(0, self._kernel.device_size_bytes(new) - before) // extent
-        if room < leaving.allocated_extents:
+        size_bytes = self._kernel.device_size_bytes(new)
+        # The widest area, so that a disk with a small one bounds the group's text no more, if there
+        # is room for it.
+        for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
+            room = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
+            if room >= leaving.allocated_extents:
+                break
+        else:
             raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
         lvm = self._volume_groups.lvm_with(group.name, path)
-        groups.extend(lvm, group.name, path, group.metadata_bytes)
+        groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
 
     def _require_equal_blocks(self, group: Group, new: str) -> None:

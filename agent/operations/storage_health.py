@@ -152,7 +152,7 @@ def _of_group(group: Group) -> Iterator[Condition]:
     if groups.is_text_full(group):
         yield Condition(
             Reason.GROUP_METADATA_FULL,
-            f"the metadata area of volume group {group.name} is {groups.text_percent(group):.0f} %"
+            f"{groups.about_area(group)} is {groups.text_percent(group):.0f} %"
             " full: nothing new is made there. Delete volumes or snapshots, or see `A group's"
             " metadata area is full` in docs/operations.md",
         )

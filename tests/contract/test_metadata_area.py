@@ -1,8 +1,9 @@
 """The room for a group's own metadata: made large enough, reported, and never used up."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import chosen
 import expect
 import pytest
 from csi_client import Client
@@ -75,7 +76,7 @@ def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
         lambda: client.create("pvc-2", EXTENT, block(), source=of_volume(volume.volume_id)),
         lambda: client.snapshot("snap-1", volume.volume_id),
     ):
-        with expect.code("RESOURCE_EXHAUSTED", "metadata area is 9", "docs/operations.md"):
+        with expect.code("RESOURCE_EXHAUSTED", "metadata area of", " is 9", "docs/operations.md"):
             call()
     # Existing volumes are served.
     assert client.create("pvc-1", EXTENT, block()) == volume
@@ -114,6 +115,47 @@ def test_a_disk_that_is_added_has_an_area_as_large_as_the_others(host: AnyHost) 
         found = report.read(host.lvm).group("room_two")
         assert len(found.disks) == 2
         assert found.metadata_bytes == area
+
+
+@contextmanager
+def of_two(host: AnyHost, name: str, *areas: int) -> Iterator[Sequence[str]]:
+    """A group of disks with areas of so many MiB; yields the disks."""
+    disks = [host.new_device(256 * MIB) for _ in areas]
+    with made(host, name, disks[0], areas[0] * MIB - groups.LABEL_BYTES):
+        for disk, area in zip(disks[1:], areas[1:], strict=True):
+            host.lvm("vgextend", "--metadatasize", f"{area * MIB - 4096}b", "--", name, disk)
+        yield disks
+
+
+AREAS = {"the second": (8, 1), "the first": (1, 8), "one of three": (8, 1, 16)}
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(AREAS, usual=["the second"]))
+def test_the_disk_whose_area_bounds_the_group_is_named(host: AnyHost, kind: str) -> None:
+    areas = AREAS[kind]
+    with of_two(host, "room_narrow", *areas) as disks:
+        group = report.read(host.lvm).group("room_narrow")
+        assert group.metadata_bytes == MIB - groups.LABEL_BYTES
+        widest = max(areas)
+        expected = {
+            disk: area * MIB - groups.LABEL_BYTES
+            for disk, area in zip(disks, areas, strict=True)
+            if area < widest
+        }
+        assert groups.narrow_disks(group) == expected
+        assert groups.widest_area_bytes(group) == widest * MIB - groups.LABEL_BYTES
+        about = groups.about_area(group)
+        assert all(disk in about for disk in expected)
+        assert "1.0 MiB" in about
+        host.lvm("vgreduce", "--", "room_narrow", disks[areas.index(1)])
+        if len(areas) == 2:
+            group = report.read(host.lvm).group("room_narrow")
+            assert groups.narrow_disks(group) == {}
+            assert "smallest" not in groups.about_area(group)
+
+
+def test_a_group_of_equal_areas_is_not_called_narrow(host: AnyHost, group: str) -> None:
+    assert groups.narrow_disks(report.read(host.lvm).group(group)) == {}
 
 
 @pytest.mark.variation

@@ -182,6 +182,13 @@ def new_disk(place: Place) -> None:
     place.list_disks("made", first, second)
 
 
+def narrow_disk(place: Place) -> None:
+    first, second = (place.host.new_device(1 << 30) for _ in range(2))
+    groups.create(place.host.lvm, "made", [first], {}, (8 << 20) - groups.LABEL_BYTES)
+    place.host.lvm("vgextend", "--", "made", second)
+    place.set_class(group="made")
+
+
 def encrypted(place: Place) -> None:
     place.set_class(encryption="luks2", key_file=Path("/etc/key"))
     place.program("cryptsetup")
@@ -231,6 +238,7 @@ LACKS: list[tuple[Sequence[Arrange], str, str, str]] = [
     ([do("list_disks", "group0", "/dev/sdx"), without_group], "groups", WARN, "makes of /dev/sdx"),
     ([other_group], "groups", FAIL, "which Carver did not make"),
     ([new_disk], "groups", WARN, "is not one of its disks"),
+    ([narrow_disk], "groups", WARN, "/dev/fake1 has 1.0 MiB, others 8.0 MiB"),
     ([without_disk], "groups", WARN, "misses 1 of its disks"),
     ([failing_lvm2], "groups", FAIL, "exit code 3"),
     ([do("set_kernel", OldKernel)], "kernel", WARN, "5.12"),

@@ -20,7 +20,7 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm import report
+from lvm import groups, report
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.command import Result
@@ -218,6 +218,35 @@ def test_a_new_disk_must_be_vacant_and_large_enough(client: Client, fake: FakeHo
         with expect.code(code, *words):
             client.replace_disk(old, new)
     assert len(disks(fake)) == 3
+
+
+def areas(fake: FakeHost) -> dict[str, int]:
+    return {one.name: one.metadata_bytes for one in fake.lvm2.groups["data"].disks}
+
+
+def test_a_disk_with_a_small_metadata_area_is_replaced_by_one_with_the_largest(
+    client: Client, fake: FakeHost
+) -> None:
+    make(client, fake, "a", "plain")
+    wide = 8 * MIB - groups.LABEL_BYTES
+    for one in fake.lvm2.groups["data"].disks[1:]:
+        one.metadata_bytes = wide
+    fake.lvm2.groups["data"].seqno += 1
+    new = fake.new_device(100 * EXTENT)
+    replaced(client, OLD, new)
+    assert set(areas(fake).values()) == {wide}
+
+
+def test_a_disk_without_room_for_the_largest_area_gets_the_smallest(
+    client: Client, fake: FakeHost
+) -> None:
+    make(client, fake, "a", "plain", 30)
+    for one in fake.lvm2.groups["data"].disks[1:]:
+        one.metadata_bytes = 400 * MIB - groups.LABEL_BYTES
+    fake.lvm2.groups["data"].seqno += 1
+    new = fake.new_device(40 * EXTENT)
+    replaced(client, OLD, new)
+    assert areas(fake)[new] == MIB - groups.LABEL_BYTES
 
 
 def test_a_labelled_disk_in_no_group_is_accepted(client: Client, fake: FakeHost, new: str) -> None:

@@ -236,6 +236,17 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
+def test_no_one_is_told_to_add_a_disk_without_the_size_of_its_metadata_area() -> None:
+    """lvm2 would make one of 1 MiB, which bounds the metadata of the whole group."""
+    documents = [one for one in DOCUMENTS if "decisions" not in one.parts]
+    sources = [one for room in ("agent", "mount") for one in (ROOT / room).rglob("*.py")]
+    lines = [line for file in (*documents, *sources) for line in file.read_text().splitlines()]
+    told = [line for line in lines if "vgextend" in line]
+    assert told
+    known = ("--metadatasize", "--restoremissing")
+    assert [line for line in told if not any(option in line for option in known)] == []
+
+
 def test_every_make_target_that_is_named_exists() -> None:
     lines = {line.split("#")[0].strip() for line in text_of("README.md").splitlines()}
     assert {"make demo", "make test"} <= lines

@@ -73,6 +73,8 @@ class Reports(KernelSide):
                     "pv_in_use": "used",
                     "pv_tags": ",".join(sorted(disk.tags)),
                     "pe_start": str(disk.pe_start_bytes),
+                    "pv_mda_size": str(0 if disk.name in missing else disk.metadata_bytes),
+                    "pv_mda_used_count": str(int(disk.name not in missing)),
                 }
                 for disk in group.disks
             ],
@@ -142,6 +144,8 @@ class Reports(KernelSide):
                 # A label of a group that is not there any more.
                 "pv_in_use": "used" if device.contents.label == "used" else "",
                 "pe_start": str(LABEL_BYTES + METADATA_BYTES),
+                "pv_mda_size": str(METADATA_BYTES),
+                "pv_mda_used_count": "1",
             }
             for device in self.devices
             if device.contents is not None
