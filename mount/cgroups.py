@@ -9,7 +9,6 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
 _DEPTH = 2
 _NO_LIMIT = "max"
 _NUMBER = re.compile(r"\d+:\d+")
-# What a write for a device that is not there fails with.
+# What a write fails with whose device, or whose cgroup, has gone.
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
@@ -117,8 +116,12 @@ class Cgroups:
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
         """Set a device's limits, all of them. No error for a device that is gone."""
-        with suppress(FileNotFoundError):
-            _write(self.prepare() / "io.max", f"{number[0]}:{number[1]} {io_max.words()}")
+        file = self.prepare() / "io.max"
+        try:
+            _write(file, f"{number[0]}:{number[1]} {io_max.words()}")
+        except _Gone:
+            if not file.exists():
+                raise
 
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
         """What the pods did on each device, since I/O is controlled.
@@ -149,13 +152,25 @@ class Cgroups:
         return every[0]
 
     def _named(self, directory: Path, depth: int) -> Iterator[Path]:
-        for one in directory.iterdir():
+        for one in _inside(directory):
             if not one.is_dir():
                 continue
             if _OF_PODS.fullmatch(one.name):
                 yield one
             elif depth > 1:
                 yield from self._named(one, depth - 1)
+
+
+class _Gone(errors.NoCgroup):
+    """What is written to, or for, has gone since it was looked at."""
+
+
+def _inside(directory: Path) -> list[Path]:
+    """The entries of a cgroup; none where it has gone since it was seen."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _words(path: Path) -> list[str]:
@@ -205,6 +220,5 @@ def _write(path: Path, text: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in _GONE:
-            raise FileNotFoundError(path) from None
-        raise errors.NoCgroup(f"cannot write {text!r} to {path}: {error.strerror}") from None
+        kind = _Gone if error.errno in _GONE else errors.NoCgroup
+        raise kind(f"cannot write {text!r} to {path}: {error.strerror}") from None

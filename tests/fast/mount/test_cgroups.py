@@ -1,5 +1,10 @@
 """The pods' cgroup: found by its name, controlled, its limits and counts read and written."""
 
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,8 +142,67 @@ def test_counts_of_devices_without_any_have_no_line_of_their_own(root: Path) -> 
 def test_a_device_that_is_gone_is_no_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (made(root, "kubepods.slice") / "io.max").touch()
 
-    def gone(path: Path, text: str) -> None:
-        raise FileNotFoundError(path)
+    def gone(_descriptor: int, _text: bytes) -> int:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
 
-    monkeypatch.setattr(cgroups, "_write", gone)
-    Cgroups("", root).limit((1, 2), UNLIMITED)
+    cgroup = Cgroups("", root)
+    cgroup.prepare()
+    monkeypatch.setattr(os, "write", gone)
+    cgroup.limit((1, 2), UNLIMITED)
+
+
+METHODS: dict[str, Callable[[Cgroups], object]] = {
+    "look": lambda one: one.look(),
+    "prepare": lambda one: one.prepare(),
+    "limits": lambda one: one.limits(),
+    "limit": lambda one: one.limit((1, 2), UNLIMITED),
+    "counts": lambda one: one.counts(),
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.ENOENT, errno.EIO])
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cgroup_that_vanishes_at_any_step_is_said_to_be_missing(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_prepared: bool,
+    at: int,
+    number: int,
+) -> None:
+    """What a call finds has gone by its next step: kubelet makes it anew when it starts."""
+    pods = made(root, "kubepods.slice")
+    (pods / "io.max").touch()
+    (pods / "io.stat").touch()
+    cgroup = Cgroups("", root)
+    if is_prepared:
+        cgroup.prepare()
+    left, read, write, inside = [at], Path.read_text, os.write, Path.iterdir
+
+    def step() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            shutil.rmtree(pods, ignore_errors=True)
+            raise OSError(number, os.strerror(number))
+
+    def reading(path: Path) -> str:
+        step()
+        return read(path)
+
+    def writing(descriptor: int, text: bytes) -> int:
+        step()
+        return write(descriptor, text)
+
+    def looking(path: Path) -> Iterator[Path]:
+        if left[0] <= 0:
+            shutil.rmtree(pods, ignore_errors=True)
+            return inside(pods)
+        return inside(path)
+
+    monkeypatch.setattr(Path, "read_text", reading)
+    monkeypatch.setattr(os, "write", writing)
+    monkeypatch.setattr(Path, "iterdir", looking)
+    with suppress(errors.NoCgroup):
+        METHODS[name](cgroup)
