@@ -57,6 +57,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.OperationPending, Code.ABORTED),
     (agent.core.errors.Copying, Code.ABORTED),
     (agent.core.errors.Reencrypting, Code.ABORTED),
+    (agent.core.errors.Unfinished, Code.ABORTED),
     (agent.core.errors.Overwriting, Code.ABORTED),
     (agent.core.errors.Receiving, Code.FAILED_PRECONDITION),
     (agent.core.errors.NeedsOther, Code.FAILED_PRECONDITION),
@@ -157,20 +158,32 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 
-# Codes after which a call may still be in progress: callers repeat it, or undo it. After any
-# other code kubelet forgets the call (isFinalError of pkg/volume/csi/csi_client.go).
-_NOT_FINAL = (
-    Code.CANCELLED,
-    Code.DEADLINE_EXCEEDED,
-    Code.UNAVAILABLE,
-    Code.RESOURCE_EXHAUSTED,
-    Code.ABORTED,
+# Codes after which a call may still be in progress: callers repeat it, or undo it.
+# agent/operations/leftovers.py has the table of what is left then, and whose it is.
+_IN_PROGRESS = (Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE, Code.ABORTED)
+# Codes that are about the request: what is there was made by another request.
+_OF_REQUEST = (
+    *(Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.OUT_OF_RANGE),
+    *(Code.UNIMPLEMENTED, Code.UNAUTHENTICATED),
 )
 
 
 def is_final(error: Exception) -> bool:
-    """Whether callers treat the call as finished, and may never undo it."""
-    return code_of(error) not in _NOT_FINAL
+    """Whether callers treat the call as finished, and may never undo it.
+
+    After such a code kubelet forgets the call (isFinalError of pkg/volume/csi/csi_client.go).
+    """
+    return code_of(error) not in (*_IN_PROGRESS, Code.RESOURCE_EXHAUSTED)
+
+
+def ends_create_volume(error: Exception) -> bool:
+    """Whether the external-provisioner gives the volume up, or has it made on another node."""
+    return code_of(error) not in _IN_PROGRESS
+
+
+def is_of_request(error: Exception) -> bool:
+    """Whether an error is about the request itself, whatever an earlier one made."""
+    return code_of(error) in _OF_REQUEST
 
 
 def code_of(error: Exception) -> grpc.StatusCode:

@@ -454,6 +454,16 @@ class Reencrypting(AgentError):
         )
 
 
+class Unfinished(AgentError):
+    """A call failed, and what it made so far is there: only a further call completes it."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(
+            f"cannot complete {what} yet: {why}; what is there of it is kept for the next call:"
+            " call again"
+        )
+
+
 class Overwriting(AgentError):
     """The extents that a volume will grow by are being overwritten."""
 

@@ -16,6 +16,7 @@ from agent.operations.attach import Attacher
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.expand import Expander
+from agent.operations.leftovers import Leftovers
 from agent.operations.listing import Listing
 from agent.operations.snapshot import Snapshotter
 from agent.operations.volume_health import VolumesHealth
@@ -75,6 +76,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self._health = health
         self._attacher = attacher
         self._locks = context.locks
+        self._leftovers = Leftovers(context)
 
     def CreateVolume(
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
@@ -83,10 +85,11 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         call = requests.CreateVolume.from_proto(request)
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
-        with self._locks.hold(name, *sources):
-            made = self._creator.create(call)
-        # Without the lock: the source is in use meanwhile, and its tags keep it.
-        volume = self._creator.complete(made, lambda: self._locks.hold(name))
+        with self._leftovers.of_volume(call):
+            with self._locks.hold(name, *sources):
+                made = self._creator.create(call)
+            # Without the lock: the source is in use meanwhile, and its tags keep it.
+            volume = self._creator.complete(made, lambda: self._locks.hold(name))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(
@@ -225,7 +228,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Take a snapshot, or find the one that an earlier call took."""
         call = requests.CreateSnapshot.from_proto(request)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
-        with self._locks.hold(name, ids.logical_name(call.source_id)):
+        with (
+            self._leftovers.of_snapshot(call),
+            self._locks.hold(name, ids.logical_name(call.source_id)),
+        ):
             snapshot = self._snapshotter.create(call)
         return csi.CreateSnapshotResponse(snapshot=self._snapshot(snapshot))
 

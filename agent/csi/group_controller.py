@@ -7,6 +7,7 @@ from agent.core import ids, requests
 from agent.core.context import Context
 from agent.csi import answers
 from agent.operations.group_snapshot import GroupSnapshot, GroupSnapshotter
+from agent.operations.leftovers import Leftovers
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -28,6 +29,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self._config = context.config
         self._snapshotter = snapshotter
         self._locks = context.locks
+        self._leftovers = Leftovers(context)
 
     def GroupControllerGetCapabilities(
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
@@ -41,7 +43,10 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         """Take snapshots of several volumes at one moment, or find those of an earlier call."""
         call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
-        with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
+        with (
+            self._leftovers.of_group_snapshot(call),
+            self._locks.hold(self._snapshotter.logical_name(call.name), *sources),
+        ):
             made = self._snapshotter.create(call)
         return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(made))
 

@@ -45,6 +45,9 @@ class Made:
 # No repeated call changes these: the source of a new volume is lost, or not on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
 
+# Nor does a repeated call find room that a volume lacks while it is filled; another node may.
+_NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
+
 # Called with the report that the group's lock keeps true, and the size of the volume to be made;
 # an exception of it prevents the volume.
 Admit = Callable[[report.Report, int], None]
@@ -135,7 +138,7 @@ class VolumeCreator:
             return made.volume
         try:
             return self._copier.wait(made.filling)
-        except _FOR_EVER:
+        except _NOT_HERE:
             with hold():
                 # Unless it was deleted meanwhile, or begun anew.
                 if self._copier.jobs.of(made.filling.key) is made.filling:

@@ -1,5 +1,7 @@
 """Volumes made of snapshots and of volumes: what they hold, what they cost, what is refused."""
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -354,3 +356,37 @@ def test_source_can_be_used_while_clones_are_filled(
         client.delete(one.volume_id)
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
+
+
+ERRORS = {"medium": errno.EIO, "full pool": errno.ENOSPC, "no answer": errno.ETIMEDOUT}
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(ERRORS, usual=["medium"]))
+@pytest.mark.parametrize("is_clone", chosen.kinds([False, True], usual=[False]))
+def test_a_copy_that_meets_an_error_is_completed_by_the_repeated_call(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    is_clone: bool,
+) -> None:
+    """To the external-provisioner a final code says that there is no volume to delete."""
+    volume = client.create("source", 24 * MIB, block())
+    taken = client.snapshot("s", volume.volume_id)
+    source = of_volume(volume.volume_id) if is_clone else of_snapshot(taken.snapshot_id)
+
+    def broken(*_where: object, **_more: object) -> None:
+        raise OSError(ERRORS[kind], os.strerror(ERRORS[kind]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.kernel, "copy", broken)
+        for _ in range(2):
+            with expect.code("ABORTED", "cannot complete volume 'restored'"):
+                client.create("restored", 24 * MIB, block(), source=source)
+    assert "vol-restored" in names(host, group)
+    restored = client.create("restored", 24 * MIB, block(), source=source)
+    client.delete(restored.volume_id)
+    client.delete_snapshot(taken.snapshot_id)
+    client.delete(volume.volume_id)
+    expect.soon(lambda: names(host, group) == set())

@@ -65,7 +65,8 @@ def test_any_lvs_error_taken_as_volume_gone(
     host.intercept = lvm_fails_with(stderr)
     with expect.code("INTERNAL"):
         client.delete(volume.volume_id)
-    with expect.code("INTERNAL"):
+    # Nothing is proved, so the caller must come again.
+    with expect.code("ABORTED", "fullreport"):
         client.create("pvc-1", 64 * MIB, mounted("ext4"))
     host.intercept = lambda words: None
     assert names_in(host, group) == {"vol-pvc-1"}

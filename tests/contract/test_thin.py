@@ -16,6 +16,7 @@ from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
+from mount.command import Result
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -371,3 +372,24 @@ def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger
     client.delete_snapshot(snapshot.snapshot_id)
     for name in ("vol-pvc-2", "vol-pvc-3"):
         assert host.read_bytes(device(host, group, name), 4 * MIB, 4096) == b"contents" * 512
+
+
+NO_ROOM = '  Volume group "x" has insufficient free space (0 extents): 6 required.'
+
+
+@pytest.mark.variation
+def test_a_volume_that_lacks_room_while_it_is_filled_is_made_on_another_node(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    """After RESOURCE_EXHAUSTED the external-provisioner asks another node, and never this one."""
+    of = client.create("source", 24 * MIB, block(), parameters=THIN)
+    before = set(report.read(host.lvm).group(group).volumes)
+
+    def full(words: Sequence[str]) -> Result | None:
+        return Result(5, "", NO_ROOM) if words[:2] == ("lvm", "lvextend") else None
+
+    host.intercept = full
+    with expect.code("RESOURCE_EXHAUSTED", "insufficient free space"):
+        client.create("copy", 48 * MIB, block(), parameters=THIN, source=of_volume(of.volume_id))
+    host.intercept = lambda _words: None
+    expect.soon(lambda: set(report.read(host.lvm).group(group).volumes) == before)

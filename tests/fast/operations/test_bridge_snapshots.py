@@ -91,7 +91,7 @@ def begin(config: Config, fake: FakeHost, group: str) -> None:
         chosen = {"class": CLASSES[group]}
         source = client.create(f"of-{group}", SIZE, block(), parameters=chosen)
         fake.write_bytes(f"/dev/mapper/{group}-vol--of--{group}", 0, words_of(group))
-        with expect.code("INTERNAL", "Input/output error"):
+        with expect.code("ABORTED", "Input/output error"):
             of = of_volume(source.volume_id)
             client.create("x", SIZE, block(), parameters=chosen, source=of)
     assert logical(fake, group) == {f"vol-of-{group}", "vol-x", "copy-x"}

@@ -249,7 +249,7 @@ def test_failed_copy_is_retried(
 ) -> None:
     disk.error = OSError(5, "Input/output error")
     disk.let(1)
-    with expect.code("INTERNAL", "Input/output error"):
+    with expect.code("ABORTED", "Input/output error"):
         client.create("pvc-2", 0, block(), source=source)
     assert patient.copier.jobs.counts()["failed"] == 1
     disk.error = None
@@ -264,7 +264,7 @@ def test_completed_copy_is_not_retried(
 ) -> None:
     disk.error = OSError(5, "Input/output error")
     disk.let()
-    with expect.code("INTERNAL"):
+    with expect.code("ABORTED", "cannot complete volume"):
         client.create("pvc-2", 0, block(), source=source)
     [failed] = patient.copier.jobs._jobs.values()
     disk.error = None
@@ -307,7 +307,7 @@ def test_volume_that_lost_its_source_is_removed(
 ) -> None:
     disk.error = OSError(5, "Input/output error")
     disk.let()
-    with expect.code("INTERNAL"):
+    with expect.code("ABORTED", "cannot complete volume"):
         client.create("pvc-2", 0, block(), source=source)
     fake.lvm("lvremove", "--yes", "--", "data/snap-1")
     retry(patient)

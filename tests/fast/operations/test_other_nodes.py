@@ -83,7 +83,7 @@ def test_incomplete_copy_of_a_missing_group_is_removed(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(fake.kernel, "copy", broken)
-    with expect.code("INTERNAL", "Input/output error"):
+    with expect.code("ABORTED", "Input/output error"):
         client.create("pvc-2", 8 * MIB, block(), source=source)
     gone = fake.lvm2.groups.pop("other")
     with expect.code("RESOURCE_EXHAUSTED", source.snapshot.snapshot_id):

@@ -1,0 +1,105 @@
+"""What a failed call leaves behind, and so the code that its caller gets.
+
+After a final code a caller takes a call for over. If the claim, or the snapshot's object, is
+deleted then, no call deletes what this one left. So an error that would be final is answered as
+Unfinished while something is left that only the caller removes: the caller repeats the call, which
+completes it, and deletes it by its id once it is not wanted.
+
+docs/decisions/32-failed-calls.md has the table: each call, its final codes, what may be left, and
+whose it is.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from agent.core import codes, errors, ids, requests, tag
+from agent.core.context import Context
+from agent.core.ids import VolumeId
+from agent.operations import plan
+from lvm import names, report
+
+# States of what is no caller's: erased by itself, or an operator's.
+_NOT_THE_CALLERS = (tag.WIPING, tag.RECEIVING, tag.MOVED)
+
+
+class Leftovers:
+    """Looks for what calls left that failed; no command where none fails."""
+
+    def __init__(self, context: Context) -> None:
+        self._config, self._inventory = context.config, context.inventory
+
+    @contextmanager
+    def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
+        """Raise Unfinished for what ends a CreateVolume within while its volume is there."""
+        name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
+
+        def left() -> bool:
+            one = plan.device_class(self._config, "parameters", call.parameters)
+            return any(logical.name == name for logical in self._logical({one.group}))
+
+        with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
+            yield
+
+    @contextmanager
+    def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
+        """Raise Unfinished for what ends a CreateSnapshot within while its snapshot is there."""
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
+
+        def left() -> bool:
+            every = self._logical({_group_of(call.source_id)})
+            return any(one.name == name and (one.origin or one.pool) for one in every)
+
+        with _unfinished(f"snapshot {call.name!r}", codes.is_final, left):
+            yield
+
+    @contextmanager
+    def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
+        """Raise Unfinished for what ends the call within while all its snapshots are there."""
+
+        def left() -> bool:
+            members = [
+                one.own_tags.get(tag.MEMBERS)
+                for one in self._logical({_group_of(one) for one in call.source_ids})
+                if tag.GROUP_SNAPSHOT in one.own_tags
+                and one.own_tags[tag.NAME] == call.name
+                and (one.origin or one.pool)
+            ]
+            return bool(members) and members[0] == str(len(members))
+
+        with _unfinished(f"group snapshot {call.name!r}", codes.is_final, left):
+            yield
+
+    def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
+        """What may be a caller's in these groups, by their fresh state."""
+        # An id that can be none has no group.
+        groups = [one for one in groups if one]
+        known = self._inventory.state(*groups).groups if groups else {}
+        for group in groups:
+            for one in known[group].volumes.values() if group in known else ():
+                state = one.own_tags.get(tag.STATE)
+                if tag.NAME in one.own_tags and state not in _NOT_THE_CALLERS:
+                    yield one
+
+
+def _group_of(identity: str) -> str:
+    parsed = VolumeId.parse(identity)
+    return "" if parsed is None else parsed.group
+
+
+@contextmanager
+def _unfinished(
+    what: str, ends: Callable[[Exception], bool], left: Callable[[], bool]
+) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not ends(error) or codes.is_of_request(error):
+            raise
+        try:
+            is_left = left()
+        except Exception:
+            # Nothing is proved; the error itself says more.
+            is_left = True
+        if not is_left:
+            raise
+        raise errors.Unfinished(what, str(error) or type(error).__name__) from error
