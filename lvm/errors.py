@@ -33,6 +33,100 @@ class NoSpace(CommandFailed):
     """
 
 
+class PoolKeptFree(NoSpace):
+    """The node's lvm.conf has lvm2 refuse new volumes of a thin pool that is so full."""
+
+    explained = (
+        "the thin pool is fuller than lvm.conf's activation/thin_pool_autoextend_threshold: make"
+        " room in the group, so that Carver extends the pool, or set the threshold to 100"
+    )
+
+
+class GroupLimited(NoSpace):
+    """The group has a limit of volumes or of disks, and has reached it."""
+
+    explained = (
+        "the volume group has a limit of its own (`vgs -o +max_lv,max_pv`): lift it by `vgchange"
+        " --logicalvolume 0` or `vgchange --maxphysicalvolumes 0`"
+    )
+
+
+class VolumeTooLarge(NoSpace):
+    """The volume would have more extents than lvm2 can count."""
+
+
+class GroupProtected(CommandFailed):
+    """The group, or lvm2 on this node, is set to be read only, or is another node's."""
+
+    explained = (
+        "lvm2 changes nothing in the volume group: see its permission, exported and system id by"
+        " `vgs -o +vg_permissions,vg_exported,vg_systemid`, and global/metadata_read_only in"
+        " lvm.conf(5)"
+    )
+
+
+class UnknownContents(CommandFailed):
+    """The group has a volume of a kind that this lvm2 does not know."""
+
+    explained = (
+        "the volume group has volumes of a kind that this node's lvm2 does not know, and it is not"
+        " changed: install a newer lvm2"
+    )
+
+
+class DuplicateDisks(CommandFailed):
+    """Two disks bear the same UUID, as a copied one does, and lvm2 changes the group of neither."""
+
+    explained = (
+        "two disks are copies of each other (`pvs --all`): detach the copy, or give it a UUID of"
+        " its own (`vgimportclone`)"
+    )
+
+
+class BeingMoved(CommandFailed):
+    """lvm2 keeps a volume as it is while its extents are moved."""
+
+    explained = (
+        "the volume is being moved to another disk (`lvs --all`, pvmove(8)): call again then"
+    )
+
+
+class PoolDamaged(CommandFailed):
+    """A thin pool's metadata do not pass thin_check(8), or are not those that LVM expects."""
+
+    explained = (
+        "the thin pool's metadata are damaged: see `A thin pool's metadata are damaged` in"
+        " docs/operations.md"
+    )
+
+
+class LockTaken(CommandFailed):
+    """Another lvm2 holds the group's lock, or lvm2 cannot make its file."""
+
+    explained = (
+        "lvm2 cannot lock the volume group: see what else runs lvm2, and whether /run/lock/lvm can"
+        " be written to"
+    )
+
+
+class NotArchived(CommandFailed):
+    """lvm2 cannot write its copy of the metadata, and so changes nothing."""
+
+    explained = (
+        "lvm2 cannot keep a copy of the metadata in /etc/lvm/archive: make room there, or make it"
+        " writable, or set backup/archive to 0 in lvm.conf(5)"
+    )
+
+
+class SemaphoresUsedUp(CommandFailed):
+    """The kernel has no semaphore left, by which lvm2 waits for udev."""
+
+    explained = (
+        "the node has no semaphores left: see `dmsetup udevcookies`, and raise the limit in"
+        " /proc/sys/kernel/sem"
+    )
+
+
 class MetadataFull(CommandFailed):
     """The group's metadata area has no room for one volume, snapshot or tag more."""
 
@@ -52,12 +146,10 @@ class DisksMissing(CommandFailed):
 class KeptInactive(CommandFailed):
     """The node's lvm.conf keeps the volume from being active, so that nothing can be done to it."""
 
-    def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
-        super().__init__(words, exit_code, stderr)
-        self.args = (
-            f"lvm.conf's activation/volume_list lacks the group ({self}): put it there, or have no"
-            " such list; see lvm.conf(5)",
-        )
+    explained = (
+        "lvm.conf's activation/volume_list lacks the group: put it there, or have no such list; see"
+        " lvm.conf(5)"
+    )
 
 
 class NoDeviceMapper(CommandFailed):
@@ -93,9 +185,14 @@ class Inactive(CommandError):
 # What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything. The first that
 # matches counts, so a kind of an error stands before its base.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
+    # Kinds of NoSpace.
+    (re.compile(r"reached threshold|is above threshold"), PoolKeptFree),
+    (re.compile(r"Maximum number of (logical|physical) volumes|holds max \d+"), GroupLimited),
+    (re.compile(r"Volume too large|exceeds 32 bits|exceeds limit \("), VolumeTooLarge),
     (
         re.compile(
-            r"insufficient (free|suitable)|No specified PVs have space"
+            r"insufficient (free|suitable|number of devices)|No specified PVs have space"
+            r"|Not enough (PVs with free space|space (for thin pool|available for metadata area))"
             r"|stripes \(\d+\) must not exceed number of physical volumes",
             re.I,
         ),
@@ -103,8 +200,28 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
     ),
     (re.compile(r"exceeds maximum metadata size|too large for circular buffer"), MetadataFull),
     (re.compile(r"already exists", re.I), NameTaken),
-    (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),
-    (re.compile(r"while PVs are missing", re.I), DisksMissing),
+    (
+        re.compile(
+            r"filesystem in use|used by another device| in use([.:]| by )|resource busy", re.I
+        ),
+        InUse,
+    ),
+    (re.compile(r"while PVs are missing|of partial LV", re.I), DisksMissing),
+    (re.compile(r"\block(ed)? (LV|logical volume|devices)\b", re.I), BeingMoved),
+    (
+        re.compile(
+            r"Volume group \S+ is (read-only|exported)|metadata_read_only|--readonly is set"
+            r"|with system ID|foreign VG",
+            re.I,
+        ),
+        GroupProtected,
+    ),
+    (re.compile(r"unknown segments in it|unrecognised segment"), UnknownContents),
+    (re.compile(r"duplicate PV", re.I), DuplicateDisks),
+    (re.compile(r"Manual repair required|transaction_id is \d+"), PoolDamaged),
+    (re.compile(r"Can't get lock for|Cannot open lockfile"), LockTaken),
+    (re.compile(r"Cannot archive volume group metadata"), NotArchived),
+    (re.compile(r"number of semaphores reached"), SemaphoresUsedUp),
     (re.compile(r"volume_list activation filter"), KeptInactive),
     (re.compile(r"device-mapper driver|/dev/mapper/control", re.I), NoDeviceMapper),
 )
@@ -129,8 +246,15 @@ def is_explained(stderr: str) -> bool:
 
 
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
-    """The error that says what a failed lvm2 command meant."""
-    return _meant(stderr)(words, exit_code, stderr)
+    """The error that says what a failed lvm2 command meant.
+
+    The class's `explained`, if it has one, says what to do, before lvm2's own words.
+    """
+    kind = _meant(stderr)
+    error = kind(words, exit_code, stderr)
+    if explained := getattr(kind, "explained", ""):
+        error.args = (f"{explained} ({error})",)
+    return error
 
 
 def _meant(stderr: str) -> type[CommandFailed]:

@@ -9,6 +9,7 @@ from fakes.images import GROUP_UUID, metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.core import codes
 from lvm import errors, layout, lvm2, names, tags
 from lvm.report import Group, PhysicalVolume
 from mount import errors as mount_errors
@@ -92,6 +93,84 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
             " bytes)\n  Failed to write VG d.",
             errors.MetadataFull,
         ),
+        (
+            "  Insufficient suitable contiguous allocatable extents for logical volume v",
+            errors.NoSpace,
+        ),
+        ("  Not enough PVs with free space available for parallel allocation.", errors.NoSpace),
+        ("  Not enough space for thin pool creation.", errors.NoSpace),
+        (
+            "  Not enough space available for metadata area with index 1 on PV /dev/a.",
+            errors.NoSpace,
+        ),
+        ("  Unable to create RAID(1)0 LV: insufficient number of devices.", errors.NoSpace),
+        (
+            "  Cannot create new thin volume, free space in thin pool d/p reached threshold.",
+            errors.PoolKeptFree,
+        ),
+        (
+            "  Free space in pool d/p is above threshold, new volumes are not allowed.",
+            errors.PoolKeptFree,
+        ),
+        (
+            "  Maximum number of logical volumes (3) reached in volume group d",
+            errors.GroupLimited,
+        ),
+        (
+            "  No space for '/dev/b' - volume group 'd' holds max 1 physical volume(s).",
+            errors.GroupLimited,
+        ),
+        (
+            "  Volume too large (8.00 EiB) for extent size 4.00 MiB. Upper limit is less than x.",
+            errors.VolumeTooLarge,
+        ),
+        (
+            "  Unable to extend d/v by 5 logical extents: exceeds limit (4294967295).",
+            errors.VolumeTooLarge,
+        ),
+        ("  Volume group d is read-only", errors.GroupProtected),
+        ("  Volume group d is exported", errors.GroupProtected),
+        (
+            "  Operation prohibited while global/metadata_read_only is set.",
+            errors.GroupProtected,
+        ),
+        (
+            "  lvcreate: Command not permitted while global/metadata_read_only is set.",
+            errors.GroupProtected,
+        ),
+        (
+            "  Cannot access VG d with system ID other with local system ID this.",
+            errors.GroupProtected,
+        ),
+        ("  Cannot activate LVs in a foreign VG.", errors.GroupProtected),
+        ("  Cannot change VG d with unknown segments in it!", errors.UnknownContents),
+        ("  Cannot update volume group d with duplicate PV devices.", errors.DuplicateDisks),
+        ("  Can't resize locked logical volume d/v.", errors.BeingMoved),
+        ("  Can't remove locked logical volume d/v.", errors.BeingMoved),
+        ("  Cannot rename locked LV v", errors.BeingMoved),
+        ("  Snapshots of locked devices are not supported.", errors.BeingMoved),
+        ("  Check of pool d/p failed (status:1). Manual repair required!", errors.PoolDamaged),
+        ("  Thin pool d/p transaction_id is 3, while expected 4.", errors.PoolDamaged),
+        ("  Can't get lock for d.", errors.LockTaken),
+        ("  Cannot open lockfile [/run/lock/lvm/V_d], error was [x]", errors.LockTaken),
+        (
+            "  Cannot archive volume group metadata for d to read-only filesystem.",
+            errors.NotArchived,
+        ),
+        (
+            "  Limit for the maximum number of semaphores reached. You can check and set the limits"
+            " in /proc/sys/kernel/sem.",
+            errors.SemaphoresUsedUp,
+        ),
+        ("  Logical volume d/v is already in use by d/pool.", errors.InUse),
+        (
+            "  device-mapper: remove ioctl on (254:3) failed: Device or resource busy",
+            errors.InUse,
+        ),
+        (
+            "  Refusing activation of partial LV d/v.  Use '--activationmode partial' to override.",
+            errors.DisksMissing,
+        ),
         ('  Logical Volume "v" already exists in volume group "d"', errors.NameTaken),
         ("  A volume group called d already exists.", errors.NameTaken),
         ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
@@ -108,6 +187,14 @@ def test_lvm_s_messages_are_understood(
     found = errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
     assert type(found) is error
     assert "WARNING" not in str(found) or not stderr
+    assert getattr(found, "explained", "") in str(found)
+
+
+def test_each_refusal_of_a_full_limited_or_protected_group_has_a_code_of_its_own() -> None:
+    """INTERNAL says that something is wrong inside Carver; with these nothing is."""
+    kinds = {kind for _, kind in errors._MESSAGES}
+    internal = {one for one in kinds if codes.code_of(one([], 5, "")) is codes.Code.INTERNAL}
+    assert internal == set()
 
 
 @pytest.mark.parametrize(
