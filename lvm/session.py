@@ -242,6 +242,11 @@ _LONGEST_TURN_SECONDS = 60.0
 _RENEWED = ("lvm", "exit")
 # lvm2 keeps memory that it once had: after so many commands, an idle shell is ended.
 _MANY_COMMANDS = 100
+# The most memory of a shell that is kept while it is idle. One that has just started has 10 MiB. To
+# suspend a device, as for each thin volume or snapshot, lvm2 locks all that it has mapped into
+# memory (mlock(2) in lib/mm/memlock.c): its buffer for I/O, of 8 MiB or of global/io_memory_size, a
+# reserve of 10 MiB, and its libraries; all that stays, and its heap does not shrink.
+_MOST_IDLE_BYTES = 40 << 20
 _IDLE_SECONDS = 60.0
 # Where there is no shell, there will hardly be one soon.
 _LACKING_RESTS = 10
@@ -307,16 +312,19 @@ class Session:
             self._hang_up()
 
     def rest(self) -> None:
-        """End a shell after many commands, when idle for a minute; the next command starts another.
+        """End a shell that is idle for a minute, if it has run many commands or takes much memory.
 
-        Its memory is as large as the largest report it ever made. A shell at work is left alone.
+        The next command starts another. Its memory is as large as the largest report it ever made,
+        and as what lvm2 ever locked. A shell at work is left alone.
         """
         if not self._turn.acquire(blocking=False):
             return
         try:
             is_idle = time.monotonic() - self._last_seconds >= _IDLE_SECONDS
-            if self._commands >= _MANY_COMMANDS and is_idle:
-                self._hang_up()
+            if self._shell is not None and is_idle:
+                is_large = self._shell.resident_bytes() > _MOST_IDLE_BYTES
+                if is_large or self._commands >= _MANY_COMMANDS:
+                    self._hang_up()
         finally:
             self._turn.release()
 

@@ -107,6 +107,9 @@ class Conversation(Protocol):
     def is_waiting(self) -> bool:
         """Whether it runs and waits at its prompt."""
 
+    def resident_bytes(self) -> int:
+        """How much memory it takes now; 0 where that is not known."""
+
     def end(self, seconds: float) -> bool:
         """End it, by SIGTERM and by hanging up; whether it ended within so many seconds.
 

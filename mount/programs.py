@@ -2,6 +2,7 @@
 
 import io
 import logging
+import mmap
 import os
 import select
 import signal
@@ -102,6 +103,14 @@ class Terminal:
         except ConversationOver:
             return False
         return self._is_running() and not unasked
+
+    def resident_bytes(self) -> int:
+        """How much memory it takes now (proc_pid_statm(5)); 0 once it has ended."""
+        try:
+            pages = Path(f"/proc/{self._running.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * mmap.PAGESIZE
 
     def end(self, seconds: float) -> bool:
         """End it; whether it ended within so many seconds."""

@@ -314,6 +314,24 @@ def test_an_idle_shell_is_replaced_after_many_commands(
     assert place.done("process") == []
 
 
+def test_an_idle_shell_that_takes_much_memory_is_replaced(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.session(*CHANGE)
+    monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
+    place.session.rest()
+    assert place.runs(), "it takes little"
+    monkeypatch.setattr(session, "_MOST_IDLE_BYTES", 1 << 20)
+    monkeypatch.setattr(session, "_IDLE_SECONDS", 60.0)
+    place.session.rest()
+    assert place.runs(), "it is not idle"
+    monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
+    place.session.rest()
+    assert not place.runs()
+    assert place.session(*CHANGE).exit_code == 0
+    assert len(place.done("shell")) == 2
+
+
 def test_rest_does_not_wait_for_a_busy_shell(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_MANY_COMMANDS", 1)
     monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)

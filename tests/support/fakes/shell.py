@@ -40,6 +40,9 @@ class FakeShell:
             self._memory, result = 0, _STARVED
         return answer(subcommand, result)
 
+    def resident_bytes(self) -> int:
+        return 0
+
     def is_waiting(self) -> bool:
         """Whether it was not ended: one that is stopped waits, as far as anyone sees."""
         return not self.ended

@@ -63,6 +63,7 @@ class Spoken:
     def __init__(self, one: Conversation, say: Callable[[str, float | None], str]) -> None:
         self._one, self._say = one, say
         self.is_waiting, self.end = one.is_waiting, one.end
+        self.resident_bytes = one.resident_bytes
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
         if line is None:

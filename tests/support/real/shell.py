@@ -19,6 +19,7 @@ class RealShell:
     def __init__(self, conversation: Conversation) -> None:
         self.exchange, self.end = conversation.exchange, conversation.end
         self.is_waiting = conversation.is_waiting
+        self.resident_bytes = conversation.resident_bytes
         self._conversation: Any = conversation
 
     @property
