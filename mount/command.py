@@ -129,23 +129,56 @@ class Converse(Protocol):
         """Start `words`, before its first prompt. Raises ProgramMissing."""
 
 
-_deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)
+@dataclass
+class _Limit:
+    """A time limit; `stall_seconds` is what progress extends it to, if that extends it."""
+
+    until_seconds: float
+    stall_seconds: float | None = None
+    # The limit around this one.
+    outer: "_Limit | None" = None
+
+
+_limit: contextvars.ContextVar[_Limit | None] = contextvars.ContextVar("limit", default=None)
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Limit the time of all programs that this thread starts inside; None sets no limit."""
-    token = _deadline.set(None if seconds is None else time.monotonic() + seconds)
+    limit = None if seconds is None else _Limit(time.monotonic() + seconds, outer=_limit.get())
+    token = _limit.set(limit)
     try:
         yield
     finally:
-        _deadline.reset(token)
+        _limit.reset(token)
+
+
+@contextmanager
+def stall_limit(seconds: float) -> Iterator[None]:
+    """Limit the time without progress (`progressed`) inside: for work that has no caller.
+
+    Of work that takes many steps a limit in all would end what moves, and begin it anew for ever.
+    """
+    token = _limit.set(_Limit(time.monotonic() + seconds, seconds, _limit.get()))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def progressed() -> None:
+    """Extend the stall limits of this thread: a step of its work was done."""
+    now, limit = time.monotonic(), _limit.get()
+    while limit is not None:
+        if limit.stall_seconds is not None:
+            limit.until_seconds = now + limit.stall_seconds
+        limit = limit.outer
 
 
 def remaining_seconds() -> float | None:
     """The seconds left of this thread's time limit, 0 if it is over; None without one."""
-    deadline = _deadline.get()
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    limit = _limit.get()
+    return None if limit is None else max(0.0, limit.until_seconds - time.monotonic())
 
 
 def patience_seconds(most_seconds: float, part: float = 1.0) -> float:

@@ -46,7 +46,8 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
         return ended
 
 
-_TIME_LIMIT_SECONDS = 60.0
+# How long deferred work may come no further before it is cut off, and retried.
+_STALL_SECONDS = 60.0
 _RETRY_SECONDS = 60.0
 # Work begins so long after it is asked for: the call that asked is answered first, and what others
 # ask for by then, such as twenty volumes staged at once, is done with it.
@@ -113,7 +114,7 @@ class DeferredWork:
 
     def _succeeds(self, is_ending: bool) -> bool:
         try:
-            with command.time_limit(_TIME_LIMIT_SECONDS):
+            with command.stall_limit(_STALL_SECONDS):
                 self._work(is_ending)
         except BaseException as error:
             self._log(str(error))

@@ -284,6 +284,8 @@ class VolumeGroup:
             # It may have failed half way, before a commit or after a device was suspended.
             if result.exit_code and is_change:
                 self.metadata.forget()
+            if not result.exit_code:
+                command.progressed()
             return result
         finally:
             # Not before: a read beside it may have seen the state before it.

@@ -81,7 +81,8 @@ class Watch:
 
 _FIRST_RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60.0
-# An attempt that waits for a disk must not hold what the next one needs.
+# How long an attempt may come no further: one that waits for a disk must not hold what the next
+# one needs.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -95,7 +96,7 @@ def startup(
 
     def attempt() -> None:
         try:
-            with command.time_limit(_PATIENCE_SECONDS):
+            with command.stall_limit(_PATIENCE_SECONDS):
                 begin()
         except Exception as error:
             admission.refuse(error)
@@ -178,7 +179,7 @@ class Recovery:
         # Before: a group that goes away meanwhile is waited for again.
         self._waiting.discard(name)
         try:
-            with command.time_limit(_PATIENCE_SECONDS):
+            with command.stall_limit(_PATIENCE_SECONDS):
                 was_there = self._recover(name)
         except Exception as error:
             self._waiting.add(name)

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 # After a boot kubelet has published every pod's volumes again within that time.
 _TURN_SECONDS = 600.0
-# The time limit of each report, and of each removal.
+# How long a report, or a removal, may come no further.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -195,7 +195,7 @@ class InlineVolumes:
         sweep.may_be_some = False
         found, is_here = [], False
         try:
-            with command.time_limit(_PATIENCE_SECONDS):
+            with command.stall_limit(_PATIENCE_SECONDS):
                 # Only a fresh report proves that there are none.
                 known = self._inventory.state(group)
             found, is_here = self._all(known, group), group in known.groups
@@ -254,7 +254,7 @@ class InlineVolumes:
     def _remove(self, volume_id: str, group: str) -> None:
         """Delete a volume whose pod was removed, unless a call for it is under way."""
         with (
-            command.time_limit(_PATIENCE_SECONDS),
+            command.stall_limit(_PATIENCE_SECONDS),
             suppress(errors.OperationPending),
             self._locks.hold(ids.logical_name(volume_id)),
         ):

@@ -259,7 +259,7 @@ class AutoRepair:
 
     def _repair(self, volume_id: str, seen: _Seen) -> None:
         try:
-            with command.time_limit(_PATIENCE_SECONDS):
+            with command.stall_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message
         except Exception as error:
             # The next volume may well be repaired.

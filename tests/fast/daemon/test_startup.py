@@ -4,9 +4,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import configured
 import expect
@@ -28,6 +29,8 @@ from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
+from lvm import report
+from mount import command
 from mount import errors as mount_errors
 from mount.command import Result, time_limit
 from proto import csi_pb2 as csi
@@ -356,6 +359,33 @@ def test_a_group_that_appears_during_an_attempt_is_recovered_by_a_later_step(
     expect.soon(step_until_both_are_recovered)
     own.step()
     assert len(tried) == 4
+
+
+def test_a_recovery_that_comes_further_is_not_cut_off_however_long_it_takes(
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off in the middle, it would begin anew each minute, and never end."""
+    now, done, cut = [1000.0], list[str](), list[str]()
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def recover(name: str) -> bool:
+        found = volume_groups.of(name)
+        assert found is not None
+        for _ in range(5 if name == "a" else 1):
+            # A command that takes long on its slow disk; that of the other group hangs.
+            now[0] += 40 if name == "a" else 90
+            if command.remaining_seconds() == 0:
+                cut.append(name)
+                raise errors.GroupBusy(name, "it does not answer")
+            report.read(found.lvm)
+        done.append(name)
+        return True
+
+    own = Recovery(volume_groups, recover)
+    for name in ("a", "b"):
+        with suppress(errors.GroupBusy):
+            own._run(name)
+    assert (done, cut) == (["a"], ["b"])
 
 
 def test_an_absent_group_is_not_taken_for_recovered(tmp_path: Path) -> None:
