@@ -70,8 +70,9 @@ class Inventory:
     ) -> report.Report:
         """The state of these groups now, or of all where none is named.
 
-        Other groups are in it as far as they can be read without a wait for a disk that hangs. One
-        command for each group that was written to since it was read. `quick`: all groups, with the
+        Other groups are in it as Carver left them: only one that it changed since it was read is
+        read, for three seconds at most. One command for each group that was written to since it was
+        read. `quick`: all groups, with the
         cached state of one that takes longer than three seconds; with `complete` an error where
         that state may lack something. `max_age` (seconds): the cached state where it is not
         older; see `_cached_state`. `resume`: before a change, resume devices that a killed lvm2
@@ -84,11 +85,12 @@ class Inventory:
         if quick:
             return _present(begin_states(self._volume_groups, complete=complete)())
         wanted = groups or self._groups
-        others = (one for one in self._volume_groups if one.name not in wanted)
-        end_others = begin_states(others)
+        others = [one for one in self._volume_groups if one.name not in wanted]
+        end_others = begin_states(one for one in others if not one.has_own_changes)
+        left = {one.name: one.cached for one in others}
         found = {name: self._volume_groups.of(name) for name in wanted}
         states = {name: one.state() for name, one in found.items() if one is not None}
-        known = _present(end_others() | states)
+        known = _present(left | end_others() | states)
         if resume:
             own = [one for one in self.own_groups(known) if one.name in wanted]
             self._resume(own)

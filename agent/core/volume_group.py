@@ -115,6 +115,11 @@ class VolumeGroup:
         """Whether something may have changed it since it was read with success."""
         return self._changed or bool(self._stuck) or self.problem is not None
 
+    @property
+    def has_own_changes(self) -> bool:
+        """Whether the cached state has all that Carver's commands did until now."""
+        return not (self._is_stale or self._stuck)
+
     def state(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
 
