@@ -10,6 +10,8 @@ More of them are shown elsewhere:
 - below, by the inactive volume: volumes are not active after a reboot
 """
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import chosen
 import expect
+import grpc
 import pytest
 from real.any import AnyHost
+from serving import served
 
-from agent.csi.client import Client, block, mounted
+from agent.core.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import report
 from mount import table
@@ -29,6 +35,12 @@ from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """A group with room for two file systems of each kind."""
+    return host.new_group(250, 60)
 
 
 def names_in(host: AnyHost, group: str) -> set[str]:
@@ -189,6 +201,260 @@ def test_mkfs_defaults_newer_than_the_node_s_kernel(host: AnyHost, staged: csi.V
     features = made[made.index("-O") + 1].split(",")
     assert features[0] == "none"
     assert not {"orphan_file", "metadata_csum_seed", "casefold"} & set(features)
+
+
+# Found later, in the drivers named, in kubelet and in the programs below.
+
+
+@pytest.mark.variation
+def test_unpublish_answered_ok_though_the_place_could_not_be_removed(
+    client: Client,
+    host: AnyHost,
+    staged: csi.Volume,
+    staging: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LocalPV-LVM: the next pod then found the device mounted already."""
+    client.publish(staged, staging, target)
+
+    def busy(_path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.kernel, "remove_directory", busy)
+        with pytest.raises(grpc.RpcError):
+            client.unpublish(staged.volume_id, target)
+    client.unpublish(staged.volume_id, target)
+    assert not target.exists()
+    client.publish(staged, staging, target)
+    client.unpublish(staged.volume_id, target)
+
+
+@pytest.mark.parametrize("fs_type", chosen.kinds(["xfs", "btrfs", "ext4"], usual=["xfs"]))
+def test_a_clone_is_refused_beside_its_source_for_the_same_uuid(
+    client: Client, host: AnyHost, fs_type: str
+) -> None:
+    """TopoLVM, ceph-csi, Longhorn and others: "Filesystem has duplicate UUID - can't mount"."""
+    how = mounted(fs_type)
+    source = client.create("pvc-1", 320 * MIB, how)
+    client.stage(source, host.directory / "source", how)
+    clone = client.create("pvc-2", 320 * MIB, how, source=of_volume(source.volume_id))
+    client.stage(clone, host.directory / "clone", how)
+    for one, place in ((clone, "clone"), (source, "source")):
+        client.unstage(one.volume_id, host.directory / place)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("fs_type", ["ext4", "xfs"])
+def test_a_restore_that_is_larger_keeps_the_old_size(
+    client: Client, host: AnyHost, target: Path, fs_type: str
+) -> None:
+    """LINSTOR: the volume had the snapshot's size, and the file system never grew."""
+    how, staging = mounted(fs_type), host.directory / "restored"
+    volume = client.create("pvc-1", 320 * MIB, how)
+    client.stage(volume, host.directory / "first", how)
+    client.unstage(volume.volume_id, host.directory / "first")
+    taken = client.snapshot("monday", volume.volume_id)
+    larger = client.create("pvc-2", 480 * MIB, how, source=of_snapshot(taken.snapshot_id))
+    assert larger.capacity_bytes == 480 * MIB
+    client.stage(larger, staging, how)
+    client.publish(larger, staging, target, how)
+    assert client.stats(larger.volume_id, target).usage[0].total > 400 * MIB
+
+
+@pytest.mark.variation
+def test_a_snapshot_has_no_size_or_that_of_its_volume_now(client: Client) -> None:
+    """LocalPV-LVM, open-local: a claim of a restore size of 0, or of a later one, is refused."""
+    volume = client.create("pvc-1", 64 * MIB, block())
+    first = client.snapshot("monday", volume.volume_id)
+    assert first.size_bytes == 64 * MIB
+    client.delete_snapshot(first.snapshot_id)
+    second = client.snapshot("tuesday", volume.volume_id)
+    client.expand(volume.volume_id, 96 * MIB)
+    third = client.snapshot("wednesday", volume.volume_id)
+    sizes = {one.snapshot_id: one.size_bytes for one in client.snapshots()}
+    assert sizes == {second.snapshot_id: 64 * MIB, third.snapshot_id: 96 * MIB}
+    client.create("pvc-2", 64 * MIB, block(), source=of_snapshot(second.snapshot_id))
+
+
+@pytest.mark.variation
+def test_a_restore_smaller_than_its_snapshot_is_made_and_cut_off(client: Client) -> None:
+    """LocalPV-LVM, ceph-csi: refused with INTERNAL, or made without the end of the data."""
+    volume = client.create("pvc-1", 64 * MIB, block())
+    taken = client.snapshot("monday", volume.volume_id)
+    before = client.volumes()
+    with expect.code("OUT_OF_RANGE", str(64 * MIB)):
+        client.create("pvc-2", 32 * MIB, block(), source=of_snapshot(taken.snapshot_id))
+    assert client.volumes() == before
+
+
+@pytest.mark.variation
+def test_a_volume_in_use_cannot_grow_once_the_driver_has_started_again(
+    host: AnyHost, config: Config, staging: Path, target: Path
+) -> None:
+    """TopoLVM: the device nodes that an earlier process had made were gone."""
+    with served(host, config) as (_, client):
+        volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+        client.stage(volume, staging)
+        client.publish(volume, staging, target)
+    with served(host, config) as (_, client):
+        assert client.node_expand(volume.volume_id, target, 96 * MIB).capacity_bytes == 96 * MIB
+        assert client.stats(volume.volume_id, target).usage[0].total > 64 * MIB
+        client.unpublish(volume.volume_id, target)
+        client.unstage(volume.volume_id, staging)
+
+
+@pytest.mark.variation
+def test_a_capacity_is_told_that_the_device_has_not(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    """LocalPV-LVM: what was asked was told, and lvm2 had rounded it up."""
+    for number, size in enumerate((1, 100_000_000, 64 * MIB + 1)):
+        volume = client.create(f"pvc-{number}", size, block())
+        device = host.devices.find(group, f"vol-pvc-{number}")
+        assert device is not None
+        assert host.kernel.device_size_bytes(device.path) == volume.capacity_bytes >= size
+
+
+@pytest.mark.parametrize("access", chosen.kinds(["mount", "block"], usual=["block"]))
+def test_files_are_left_in_kubelet_s_directories(
+    client: Client, host: AnyHost, access: str
+) -> None:
+    """kubelet: "orphaned pod found, but volume paths are still present on disk"."""
+    how = block() if access == "block" else mounted("ext4")
+    volume = client.create("pvc-1", 64 * MIB, how)
+    pods = host.directory / "pods"
+    place = pods / "a" / "volumes" / "pvc-1"
+    place.mkdir(parents=True)
+    staging = host.directory / "staging"
+    for read_only in (False, True):
+        client.stage(volume, staging, how)
+        client.publish(volume, staging, place / "mount", how, read_only=read_only)
+        client.unpublish(volume.volume_id, place / "mount")
+        client.unstage(volume.volume_id, staging)
+        assert list(place.iterdir()) == []
+        assert table.read(host.kernel).under(str(host.directory)) == ()
+
+
+@pytest.mark.variation
+def test_a_stale_directory_of_before_a_reboot_blocks_unpublish_or_publish(
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path, target: Path
+) -> None:
+    """LocalPV-ZFS, directpv: the directory is there still, and nothing is mounted on it."""
+    target.mkdir()
+    client.unpublish(staged.volume_id, target)
+    assert not target.exists()
+    target.mkdir()
+    client.publish(staged, staging, target)
+    client.unpublish(staged.volume_id, target)
+    staging_of_another = host.directory / "empty"
+    staging_of_another.mkdir()
+    client.unstage(staged.volume_id, staging_of_another)
+    assert table.read(host.kernel).at(str(staging))
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_errors_that_fsck_mended_keep_a_volume_from_being_mounted(
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path, exit_code: int
+) -> None:
+    """e2fsck(8): 1 says that errors were corrected, and 2 that a root should reboot."""
+    client.unstage(staged.volume_id, staging)
+
+    def mended(words: Sequence[str]) -> Result | None:
+        return Result(exit_code, "", "FIXED.") if words[0] == "fsck.ext4" else None
+
+    host.intercept = mended
+    client.stage(staged, staging)
+    client.unstage(staged.volume_id, staging)
+
+
+@pytest.mark.variation
+def test_a_damaged_file_system_is_formatted_or_repaired_with_loss(
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path
+) -> None:
+    """Longhorn: "UNEXPECTED INCONSISTENCY", a mount that failed, and then mkfs."""
+    client.unstage(staged.volume_id, staging)
+    host.commands.clear()
+
+    def damaged(words: Sequence[str]) -> Result | None:
+        if words[0] != "fsck.ext4":
+            return None
+        return Result(4, "", "UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.")
+
+    host.intercept = damaged
+    for _ in range(2):
+        with expect.code("FAILED_PRECONDITION", "damaged", "e2fsck"):
+            client.stage(staged, staging)
+    assert not any(words[0].startswith(("mkfs", "e2fsck")) for words in host.commands)
+    assert not table.read(host.kernel).at(str(staging))
+
+
+@pytest.mark.variation
+def test_a_pool_that_fails_its_check_is_an_internal_error(
+    client: Client, host: AnyHost, volume: csi.Volume, group: str, staging: Path
+) -> None:
+    """thin-provisioning-tools: status 64 since 1.0, for what older versions passed."""
+    host.deactivate(group, "vol-pvc-1")
+
+    def failed(words: Sequence[str]) -> Result | None:
+        if words[:2] != ("lvm", "lvchange"):
+            return None
+        return Result(5, "", "  Check of pool d/p failed (status:64). Manual repair required!")
+
+    host.intercept = failed
+    with expect.code("FAILED_PRECONDITION", "metadata are damaged", "status:64"):
+        client.stage(volume, staging)
+
+
+def test_two_volumes_at_once_get_the_same_room(client: Client, host: AnyHost, group: str) -> None:
+    """TopoLVM, LocalPV-LVM: both were scheduled on room for one, and one was left half made."""
+    size = client.capacity().available_capacity * 6 // 10
+
+    def create(name: str) -> str:
+        try:
+            client.create(name, size, block())
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    with ThreadPoolExecutor(2) as callers:
+        codes = list(callers.map(create, ("pvc-1", "pvc-2")))
+    assert "OK" in codes
+    assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "ABORTED"}
+    while "ABORTED" in codes:
+        codes = [create("pvc-1"), create("pvc-2")]
+    assert sorted(codes) == ["OK", "RESOURCE_EXHAUSTED"]
+    assert len(names_in(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_a_deleted_volume_takes_its_snapshots_along(
+    client: Client, host: AnyHost, volume: csi.Volume, group: str
+) -> None:
+    """LocalPV-LVM, LINSTOR: lvremove took the copy-on-write snapshots with their origin."""
+    taken = client.snapshot("monday", volume.volume_id)
+    with expect.code("FAILED_PRECONDITION", taken.snapshot_id):
+        client.delete(volume.volume_id)
+    assert names_in(host, group) == {"vol-pvc-1", "snap-monday"}
+    client.delete_snapshot(taken.snapshot_id)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.variation
+def test_the_parent_of_a_place_is_missing(
+    client: Client, host: AnyHost, staged: csi.Volume, staging: Path
+) -> None:
+    """Longhorn: "no such file or directory", answered OK, with the data on the node's own disk."""
+    place = host.directory / "pods" / "a" / "mount"
+    try:
+        client.publish(staged, staging, place)
+    except grpc.RpcError:
+        assert not place.exists()
+    else:
+        assert table.read(host.kernel).at(str(place))
+        client.unpublish(staged.volume_id, place)
 
 
 def test_lvm_commands_on_an_idle_node(host: AnyHost, service: Service) -> None:
