@@ -404,14 +404,20 @@ def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
 
 
 def _at_last(call: Callable[[], T]) -> T:
-    """Retry while the service works on it, and print its progress."""
+    """Retry while the service works on it, and print its progress, or what keeps it from going on.
+
+    A lasting error is printed once, as long as it is the same.
+    """
+    printed = ""
     while True:
         try:
             return call()
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.ABORTED:
                 raise
-            print(error.details(), file=sys.stderr)
+            if (message := error.details() or "") != printed:
+                print(message, file=sys.stderr)
+            printed = message
             sleep(_AGAIN_SECONDS)
 
 
