@@ -43,6 +43,16 @@ def widest_area_bytes(group: Group) -> int:
     return max((group.metadata_bytes, *(one.metadata_bytes for one in group.disks)))
 
 
+def vgextend(group: Group) -> str:
+    """The command by which people give this group a disk, whose area is as large as the widest."""
+    size_bytes = widest_area_bytes(group)
+    return (
+        f"vgextend --metadatasize {size_bytes >> 10}k {group.name}"
+        if size_bytes
+        else f"{VGEXTEND} {group.name}"
+    )
+
+
 def narrow_disks(group: Group) -> Mapping[str, int]:
     """The disks whose metadata areas are smaller than others' by more than rounding, in bytes."""
     widest = widest_area_bytes(group)

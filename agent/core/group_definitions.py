@@ -254,8 +254,8 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
             _log.warning("%s is listed for volume group %s: %s", device, group.name, error)
         else:
             _log.warning(
-                "%s is listed for volume group %s, and blank; add it with `%s %s %s`",
-                *(device, group.name, groups.VGEXTEND, group.name, device),
+                "%s is listed for volume group %s, and blank; add it with `%s %s`",
+                *(device, group.name, groups.vgextend(group), device),
             )
 
 

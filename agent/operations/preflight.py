@@ -276,7 +276,7 @@ def _of_group(
         yield (
             WARN,
             f"{device} is listed for volume group {name}, and is not one of its disks",
-            f"if nothing on it is needed, `{groups.VGEXTEND} {name} {device}`; else correct the"
+            f"if nothing on it is needed, `{groups.vgextend(group)} {device}`; else correct the"
             " list",
         )
     blocks = _blocks(node.kernel, group)

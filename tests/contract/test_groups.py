@@ -151,7 +151,8 @@ def test_a_device_that_is_listed_later_is_reported_and_not_added(
     host.write(full, "ext4")
     with caplog.at_level(logging.WARNING):
         lvm, laid = lay(host, of_devices(tmp_path, name, first, blank, full))
-    assert f"vgextend {name} {blank}" in caplog.text
+    [area] = {one.metadata_bytes for one in report.read(lvm).group(name).disks}
+    assert f"vgextend --metadatasize {area >> 10}k {name} {blank}" in caplog.text
     assert f"{full} holds ext4" in caplog.text
     known = report.read(lvm)
     assert laid.absent(laid.group(known, name)) == [blank, full]
