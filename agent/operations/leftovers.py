@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from agent.core import codes, errors, ids, requests, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
+from agent.core.records import unknown_needs
 from agent.operations import plan
 from lvm import names, report
 
-# States of what is no caller's: erased by itself, or an operator's.
+# States of what is no caller's: erased by itself, or an operator's. So is what only a newer version
+# of Carver knows how to use or delete.
 _NOT_THE_CALLERS = (tag.WIPING, tag.RECEIVING, tag.MOVED)
 
 
@@ -77,7 +79,8 @@ class Leftovers:
         for group in groups:
             for one in known[group].volumes.values() if group in known else ():
                 state = one.own_tags.get(tag.STATE)
-                if tag.NAME in one.own_tags and state not in _NOT_THE_CALLERS:
+                is_theirs = state not in _NOT_THE_CALLERS
+                if is_theirs and tag.NAME in one.own_tags and not unknown_needs(one.own_tags):
                     yield one
 
 
@@ -97,6 +100,9 @@ def _unfinished(
             raise
         try:
             is_left = left()
+        except errors.GroupRefused:
+            # What is in it is another node's, or no one's: no call here comes by it.
+            is_left = False
         except Exception:
             # Nothing is proved; the error itself says more.
             is_left = True
