@@ -5,7 +5,7 @@ deleted then, no call deletes what this one left. So an error that would be fina
 Unfinished while something is left that only the caller removes: the caller repeats the call, which
 completes it, and deletes it by its id once it is not wanted.
 
-docs/decisions/33-failed-calls.md has the table: each call, its final codes, what may be left, and
+docs/decisions/34-failed-calls.md has the table: each call, its final codes, what may be left, and
 whose it is.
 """
 
