@@ -378,7 +378,8 @@ class Cluster:
             images.make_store(
                 making,
                 _SERVED / "store",
-                *(self.programs.path(name) for name in ("containerd", "ctr")),
+                self.programs.path("containerd"),
+                self.programs.path("ctr"),
                 [folder / name for name in archives],
             )
         done.write_text(json.dumps(made_of))
