@@ -237,9 +237,13 @@ class BlockDevices(Calls):
                     return True
         return False
 
-    def signatures(self, device: str) -> Mapping[str, str]:
-        """What the device itself bears, as libblkid finds it there (libblkid.signatures)."""
-        return calls.signatures(device)
+    def signatures(self, device: str, length_bytes: int = 0) -> Mapping[str, str]:
+        """Everything that libblkid finds on a device, or in its first bytes (calls.signatures)."""
+        return calls.signatures(device, length_bytes=length_bytes)
+
+    def superblock(self, device: str, fs_type: str) -> Mapping[str, str]:
+        """What libblkid finds on a device of one file system (calls.signatures); else nothing."""
+        return calls.signatures(device, fs_type=fs_type)
 
     def stack(self, device: str) -> stacks.Stack:
         """What is below it, by sysfs; empty where sysfs does not show it."""

@@ -163,6 +163,7 @@ def _library() -> ctypes.CDLL:
         "blkid_probe_enable_superblocks": [probe, number],
         "blkid_probe_set_superblocks_flags": [probe, number],
         "blkid_probe_filter_superblocks_usage": [probe, number, number],
+        "blkid_probe_filter_superblocks_type": [probe, number, ctypes.POINTER(ctypes.c_char_p)],
         "blkid_do_safeprobe": [probe],
         "blkid_probe_lookup_value": [
             *(probe, ctypes.c_char_p),
@@ -173,11 +174,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def signatures(device: str) -> dict[str, str]:
+def signatures(device: str, *, fs_type: str = "", length_bytes: int = 0) -> dict[str, str]:
     """The tags TYPE, USAGE, UUID and LABEL, PTTYPE and PTUUID; none of a blank device.
 
-    Raises OSError: ENOSYS where there is no libblkid, ENOTUNIQ where the device bears the
-    signatures of more than one thing.
+    With `fs_type` only the superblock of that file system is looked for. With `length_bytes` the
+    device is taken to end there. Raises OSError: ENOSYS where there is no libblkid, ENOTUNIQ where
+    the device bears the signatures of more than one thing.
     """
     library = _library()
     descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -188,21 +190,27 @@ def signatures(device: str) -> dict[str, str]:
         if not probe:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), device)
         try:
-            return _probed(library, probe, descriptor, device)
+            if library.blkid_probe_set_device(probe, descriptor, 0, length_bytes):
+                raise OSError(ctypes.get_errno() or errno.EIO, "libblkid cannot read it", device)
+            return _probed(library, probe, device, fs_type)
         finally:
             library.blkid_free_probe(probe)
     finally:
         os.close(descriptor)
 
 
-def _probed(library: ctypes.CDLL, probe: int, descriptor: int, device: str) -> dict[str, str]:
-    usages = _FILE_SYSTEM | _RAID | _CRYPTO | _OTHER
+def _probed(library: ctypes.CDLL, probe: int, device: str, fs_type: str) -> dict[str, str]:
+    if fs_type:
+        names = (ctypes.c_char_p * 2)(fs_type.encode(), None)
+        filtered = library.blkid_probe_filter_superblocks_type(probe, _ONLY_IN, names)
+    else:
+        usages = _FILE_SYSTEM | _RAID | _CRYPTO | _OTHER
+        filtered = library.blkid_probe_filter_superblocks_usage(probe, _ONLY_IN, usages)
     prepared = (
-        library.blkid_probe_set_device(probe, descriptor, 0, 0),
-        library.blkid_probe_enable_partitions(probe, 1),
+        filtered,
+        library.blkid_probe_enable_partitions(probe, 0 if fs_type else 1),
         library.blkid_probe_enable_superblocks(probe, 1),
         library.blkid_probe_set_superblocks_flags(probe, _LABEL | _UUID | _TYPE | _USAGE),
-        library.blkid_probe_filter_superblocks_usage(probe, _ONLY_IN, usages),
     )
     ctypes.set_errno(0)
     result = library.blkid_do_safeprobe(probe) if not any(prepared) else -1

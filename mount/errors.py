@@ -76,7 +76,7 @@ class ProbeFailed(MountError):
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
             f"cannot find out what {device} holds: {why}; look with `blkid --probe {device}` "
-            f"and `wipefs {device}`, and at the kernel log"
+            f"and `wipefs --no-act {device}`, and at the kernel log"
         )
 
 
@@ -85,8 +85,8 @@ class UnexpectedContents(MountError):
 
     def __init__(self, device: str, found: str, wanted: str) -> None:
         super().__init__(
-            f"{device} holds {found}, not {wanted}; it is left untouched: ask for {found}, or "
-            "empty the volume yourself"
+            f"cannot use {device}: it holds {found}, not {wanted}; it is left untouched: ask for"
+            " what it holds, or use another volume"
         )
 
 
@@ -95,10 +95,10 @@ class MadeByOthers(MountError):
 
     def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
         super().__init__(
-            f"{device} holds {found} with the UUID {uuid}, which was not made for this volume: lvm2"
-            " was killed before it wiped older data, or it was made by hand. It is left"
-            f" untouched: `lvchange --addtag {tag}` on the volume if it is to be used, or"
-            " empty the volume (`wipefs --all`)"
+            f"cannot use {device}: it holds {found} with the UUID {uuid}, which was not made for"
+            " this volume: lvm2 was killed before it wiped older data, or it was made by hand."
+            f" It is left untouched: `lvchange --addtag {tag}` on the volume if it is to be used,"
+            " or use another volume"
         )
 
 
@@ -211,14 +211,14 @@ class NotADirectory(TargetError):
     """Something other than a directory lies where a directory is wanted."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, "exists and is not a directory; remove it, it is not Carver's")
+        super().__init__(path, "exists and is not a directory; it is not Carver's: move it away")
 
 
 class NotAFile(TargetError):
     """Something other than a plain file or device lies where a file is wanted."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, "exists and is not a file; remove it, it is not Carver's")
+        super().__init__(path, "exists and is not a file; it is not Carver's: move it away")
 
 
 class TargetInUse(TargetError):

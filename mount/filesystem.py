@@ -217,16 +217,64 @@ def known(fs_type: str) -> FileSystem:
         raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
 
 
-def probe(kernel: Kernel, device: str) -> Signature | None:
+def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
+    """Find the file system of one type on a device; None if it is not there. Raises ProbeFailed.
+
+    For a device that was formatted: its file system's users may fill any block with what some
+    other format has there, such as the last one, and no other signature counts.
+    """
+    try:
+        return _signature(device, kernel.superblock(device, fs_type))
+    except OSError as error:
+        raise errors.ProbeFailed(device, str(error.strerror)) from error
+
+
+def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | None:
     """Find what a device holds, by its superblocks; None if it is blank. Raises ProbeFailed.
 
-    By libblkid in this process, which takes a tenth of the time of a program; lvm2 and every mkfs
+    For a device that was never formatted; with `length_bytes` for its first bytes alone. By
+    libblkid in this process, which takes a tenth of the time of a program; lvm2 and every mkfs
     need that library too. Never by udev's database, which may be stale or absent.
     """
     try:
-        tags = kernel.signatures(device)
+        return _signature(device, kernel.signatures(device, length_bytes))
     except OSError as error:
         raise errors.ProbeFailed(device, str(error.strerror)) from error
+
+
+# ZFS has its labels in the last 512 KiB; MD, DRBD, DDF and a GPT are nearer to the end.
+_END_BYTES = 1 << 20
+
+
+def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | None:
+    """Probe a device that was made with that size, and never formatted or opened by a user.
+
+    lvm2 wipes signatures when it makes a volume, not when it extends one. Where the device is
+    blank without the extents that it grew by, their end is zeroed if it has the signature of an
+    earlier volume. Raises ProbeFailed.
+    """
+    size_bytes = kernel.device_size_bytes(device)
+    found, problem = None, None
+    try:
+        found = probe(kernel, device)
+    except errors.ProbeFailed as error:
+        problem = error
+    is_blank = found is None and problem is None
+    if is_blank or size_bytes <= made_bytes or probe(kernel, device, made_bytes) is not None:
+        if problem is not None:
+            raise problem
+        return found
+    start = max(made_bytes, size_bytes - _END_BYTES)
+    try:
+        # No volume has had these extents since they were free, and blank is all before them.
+        kernel.zero_out(device, start, size_bytes - start)
+        kernel.flush(device)
+    except OSError as error:
+        raise errors.ProbeFailed(device, str(error.strerror)) from error
+    return probe(kernel, device)
+
+
+def _signature(device: str, tags: Mapping[str, str]) -> Signature | None:
     uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
     if "TYPE" in tags:
         return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)

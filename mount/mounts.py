@@ -376,4 +376,6 @@ def require_blank(kernel: Kernel, device: str) -> None:
 
 
 def _emptied(device: str) -> str:
-    return f"if nothing on it is needed, empty it with `wipefs --all {device}`"
+    return (
+        f"name another; `A disk that held something` in docs/install.md has how to clear {device}"
+    )

@@ -76,8 +76,8 @@ def closed_to_new(group: report.Group) -> str:
     """
     if not (why := closed(group)) and groups.is_text_full(group):
         return (
-            f"while {groups.about_area(group)} is {groups.text_percent(group):.0f} % full; delete"
-            " volumes or snapshots, or see `A group's metadata area is full` in docs/operations.md"
+            f"while {groups.about_area(group)} is {groups.text_percent(group):.0f} % full; see"
+            " `A group's metadata area is full` in docs/operations.md"
         )
     return why
 

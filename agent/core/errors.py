@@ -223,7 +223,8 @@ class DiskTooSmall(AgentError):
     def __init__(self, disk: str, size_bytes: int, needed_bytes: int) -> None:
         super().__init__(
             f"cannot use disk {disk}: it has room for {size_bytes} bytes, and {needed_bytes} lie on"
-            " the disk to be replaced; take a larger one, or delete or move volumes first"
+            " the disk to be replaced; take a larger one, or move volumes to another node first"
+            " (`carver volume move`)"
         )
 
 
@@ -234,8 +235,8 @@ class WouldBeLost(AgentError):
         reasons = []
         if volumes:
             reasons.append(
-                f"{', '.join(volumes)} lie on it alone: attach it again, or delete them, and"
-                " restore them from a backup"
+                f"{', '.join(volumes)} lie on it alone: attach it again; if it is lost for good,"
+                " `A disk is replaced` in docs/operations.md says what to do"
             )
         if waiting:
             reasons.append(
@@ -325,8 +326,7 @@ class GrowsLater(AgentError):
         super().__init__(
             f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}, and with them it grows"
             f" only while it is not in use ({users}). Its new size, {wanted_bytes} bytes, is"
-            f" recorded: it grows when it is staged next, so {UNSTAGE}; or delete the snapshots and"
-            " expand it again"
+            f" recorded: it grows when it is staged next, so {UNSTAGE}"
         )
 
 
@@ -376,12 +376,13 @@ class NotStaged(AgentError):
 
 
 class ContentsLost(AgentError):
-    """A formatted volume is blank. It is not formatted again."""
+    """A formatted volume's file system is not found. It is not formatted again."""
 
-    def __init__(self, volume_id: str, fs_type: str) -> None:
+    def __init__(self, volume_id: str, fs_type: str, device: str) -> None:
         super().__init__(
-            f"volume {volume_id!r} was formatted with {fs_type} and has no file system now; its"
-            " data were overwritten. Restore it from a backup, or delete the volume"
+            f"cannot mount volume {volume_id!r}: it was formatted with {fs_type}, which is not"
+            f" found on {device}: its beginning was overwritten. It is left as it is: copy the"
+            f" device, try to repair the copy, or restore the data from a backup to another volume"
         )
 
 
@@ -404,7 +405,7 @@ class HeaderDamaged(AgentError):
         super().__init__(
             f"volume {volume_id!r} is encrypted, and {problem}; without its header its data cannot"
             " be read. It is left as it is: restore the header (`carver volume header restore`), or"
-            " the volume from a backup, or delete it"
+            " the data from a backup to another volume"
         )
 
 

@@ -143,6 +143,11 @@ class Volume:
         return bool({tag.FROM, tag.RECEIVED} & self.own_tags.keys())
 
     @property
+    def may_hold_btrfs(self) -> bool:
+        """Whether its tags let it have a btrfs; a crash may have come before `formatted`."""
+        return "btrfs" in (self.own_tags.get(tag.FORMATTED), self.own_tags.get(tag.FS_TYPE))
+
+    @property
     def header_bytes(self) -> int:
         """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
         return _number(self.own_tags, tag.HEADER)

@@ -291,7 +291,7 @@ class Adopter:
         if not volume.is_listed:
             why = "it is being deleted"
         elif made := volume.group.made_of(volume.name):
-            why = f"it has the snapshots {', '.join(one.name for one in made)}; delete them first"
+            why = f"it has the snapshots {', '.join(one.name for one in made)}, which Carver took"
         elif reservation_name(volume.name) in volume.group.volumes:
             why = "it is growing; call again"
         if why:
@@ -320,7 +320,7 @@ def _shape(
     elif found.origin:
         why = f"it is a snapshot of {found.origin}"
     elif snapshots:
-        why = f"it has the snapshots {', '.join(snapshots)}, which are not Carver's; remove them"
+        why = f"it has the snapshots {', '.join(snapshots)}, which are not Carver's"
     elif shape is None:
         is_now = ", ".join(sorted(found.layout))
         why = f"its layout is {is_now}; known are {', '.join(layout.KINDS)}"

@@ -72,7 +72,7 @@ class VolumeDeleter:
             self._inventory.require_not_copied(known, volume_id)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
-                    volume_id, held, "they are nothing without it; delete them first"
+                    volume_id, held, "they are nothing without it, so it is deleted after them"
                 )
             lvm = self._volume_groups.lvm(group)
             if (growth := reservation_name(volume.name)) in volume.group.volumes:

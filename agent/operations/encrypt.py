@@ -110,7 +110,8 @@ class EncryptedDevices:
             offset_bytes = self._header(volume, device).offset_bytes
             luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
         is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
-        if is_new_copy and filesystem.is_on(self._kernel, mapping.path):
+        # By the tags first: a raw block volume, or a file, may hold a btrfs that is its user's.
+        if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
             # A copied btrfs has the id of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
@@ -206,7 +207,7 @@ class EncryptedDevices:
     def _require_blank(self, volume: Volume, device: Device) -> None:
         if luks.bears_any(self._kernel, device.path):
             raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
-        found = filesystem.probe(self._kernel, device.path)
+        found = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
         if found is not None:
             raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
         if not volume.header_bytes:

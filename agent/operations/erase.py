@@ -279,7 +279,7 @@ class Eraser:
             volume = job.volume
             group = self._inventory.state(volume.group.name).group(volume.group.name)
             if volume.name in group.volumes:
-                why = "it is there, and not on record as deleted; delete it again"
+                why = "it is there, and not on record as deleted; call again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
     def _erase_and_remove(self, job: _Wipe) -> None:

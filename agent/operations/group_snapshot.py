@@ -385,12 +385,12 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
     if sources != list(call.source_ids):
         raise errors.Incompatible(
             f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
-            f" {', '.join(call.source_ids)}; delete it, or use another name"
+            f" {', '.join(call.source_ids)}; use another name"
         )
     if found.snapshots[0].own_tags.get(tag.ASKED, "") != _asked(call):
         raise errors.Incompatible(
-            f"cannot take group snapshot {call.name!r}: it exists with another size; delete it, or"
-            " use another name"
+            f"cannot take group snapshot {call.name!r}: it exists with another size; use"
+            " another name"
         )
     return found
 

@@ -157,7 +157,10 @@ _REPORTED = {
         Reason.RAID_MISMATCHES,
         "its copies differ; run `lvchange --syncaction repair {0}`",
     ),
-    "out_of_data": (Reason.POOL_FULL, f"add a disk to the group (`{VGEXTEND}`), or delete volumes"),
+    "out_of_data": (
+        Reason.POOL_FULL,
+        f"add a disk to the group (`{VGEXTEND}`), or move volumes away",
+    ),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
 # The same words for two things: a thin pool, and a cache.
@@ -401,7 +404,7 @@ def overflowed(snapshot: records.Snapshot) -> Condition:
     why = snapshot.problem or "its area for what the volume overwrites was full"
     return Condition(
         Reason.SNAPSHOT_OVERFLOWED,
-        f"snapshot {snapshot.id} of it is of no use: {why}; delete it. The volume itself is whole",
+        f"snapshot {snapshot.id} of it is of no use: {why}. The volume itself is whole",
     )
 
 
@@ -447,7 +450,7 @@ def by_device_mapper(
                 yield Condition(
                     Reason.SNAPSHOT_OVERFLOWED,
                     f"logical volume {name} is a snapshot whose store cannot be read any more"
-                    f" ({state}): its data are lost; delete it",
+                    f" ({state}): its data are lost",
                 )
             case Cache(mode=mode, needs_check=needs_check) if mode != "rw" or needs_check:
                 yield Condition(
@@ -498,8 +501,8 @@ def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition
             yield Condition(
                 Reason.POOL_NEARLY_FULL,
                 f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
-                f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the"
-                " pool (`lvextend`), or delete volumes and snapshots",
+                f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the pool"
+                " (`lvextend`), or move volumes away (`carver volume move`)",
             )
     if pool.mode != "rw":
         yield Condition(

@@ -47,7 +47,7 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
     held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
     if held and lacking.read_ahead_bytes is not None:
         raise errors.HasSnapshots(
-            str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
+            str(volume.id), held, "lvm2 changes its read-ahead only while it has none"
         )
     tuning.change(lvm, group.name, [volume.name], lacking, present)
     return wanted.over(present)

@@ -237,7 +237,7 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     if (was := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
             f"cannot make volume {call.name!r}: it exists, made of {was or 'nothing'}, not of"
-            f" {source or 'nothing'}; delete it, or use another name"
+            f" {source or 'nothing'}; use another name"
         )
     made_bytes = found.made_bytes
     # An incomplete volume may have to grow to the size of its request.
@@ -245,8 +245,8 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
             f"cannot make volume {call.name!r}: it exists with a size of {size_bytes} bytes, not of"
-            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; delete it,"
-            " or use another name"
+            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; use"
+            " another name"
         )
     # The rest is compared with a call for the size that the volume was made with.
     call = replace(call, size=SizeRange(made_bytes - header))
@@ -257,5 +257,5 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
         if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
             raise errors.Incompatible(
                 f"cannot make volume {call.name!r}: it exists with {key} {was or 'none'!r},"
-                f" not {wanted or 'none'!r}; delete it, or use another name"
+                f" not {wanted or 'none'!r}; use another name"
             )

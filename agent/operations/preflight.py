@@ -304,8 +304,7 @@ def _of_group(
         yield (
             WARN,
             f"{groups.about_area(group)} is {fill:.0f} % full: soon nothing new is made there",
-            "delete volumes or snapshots, or see `A group's metadata area is full` in"
-            " docs/operations.md",
+            "see `A group's metadata area is full` in docs/operations.md",
         )
     elif groups.narrow_disks(group):
         yield (

@@ -266,7 +266,7 @@ def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
     if str(found.source_id) != call.source_id:
         raise errors.Incompatible(
             f"cannot take snapshot {call.name!r}: it exists, of {found.source_id}, not of"
-            f" {call.source_id}; delete it, or use another name"
+            f" {call.source_id}; use another name"
         )
     if found.problem:
         _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)

@@ -33,6 +33,8 @@ DEFAULT_FS_TYPE = "ext4"
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
 # A copy may be larger than its file system, and so may a volume that is to grow.
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
+# What has one of these was in use, or holds another volume's data.
+_USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
 
 
 class Stager:
@@ -184,38 +186,56 @@ class Stager:
 
         Raises UnexpectedContents, ContentsLost, MadeByOthers.
         """
-        formatted = volume.own_tags.get(tag.FORMATTED)
-        found = filesystem.probe(self._kernel, device.path)
-        look = partial(self._require_same, volume, device, found)
-        if found is not None and found.fs_type != fs_type:
-            raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
-        if found is None and formatted:
-            raise errors.ContentsLost(call.volume_id, formatted)
-        words = call.parameters.mkfs_options
+        formatted, path = volume.own_tags.get(tag.FORMATTED), device.path
+        if formatted and formatted != fs_type:
+            raise mount_errors.UnexpectedContents(path, formatted, fs_type)
+        find = partial(filesystem.find, self._kernel, path, fs_type)
+        found, words = find(), call.parameters.mkfs_options
+        # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
+        is_own = formatted or volume.is_copied or (found and found.uuid == _own_uuid(device))
+        if found is None or not is_own:
+            # Only what was never formatted is judged by all that may be on it.
+            found = self._in_unformatted(volume, device)
+            if found is not None and found.fs_type != fs_type:
+                raise mount_errors.UnexpectedContents(path, str(found), fs_type)
+            if found is None and formatted:
+                raise errors.ContentsLost(call.volume_id, formatted, path)
         if found is None:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
+            probe = partial(filesystem.probe, self._kernel, path)
+            look = partial(self._require_same, volume, device, probe, found)
             # Blank by the probe, and never formatted by the tags: only then.
-            make = partial(filesystem.make, self._run, device.path, fs_type, words)
+            make = partial(filesystem.make, self._run, path, fs_type, words)
             make = partial(make, uuid=_own_uuid(device), oldest_kernel=self._oldest_kernel)
             self._detached.do(str(volume.id), volume.group.name, "mkfs", make, look)
             return {tag.FORMATTED: fs_type}
-        # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
-        is_known = bool(formatted) or volume.is_copied or found.uuid == _own_uuid(device)
-        if not is_known and not filesystem.gives_uuid(fs_type, words):
+        if not is_own and not filesystem.gives_uuid(fs_type, words):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
-            raise mount_errors.MadeByOthers(device.path, str(found), found.uuid, missing)
+            raise mount_errors.MadeByOthers(path, str(found), found.uuid, missing)
         if not table.read(self._kernel).of_device(device.number):
-            check = partial(filesystem.check, self._run, device.path, fs_type)
+            look = partial(self._require_same, volume, device, find, found)
+            check = partial(filesystem.check, self._run, path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {tag.FORMATTED: fs_type}
 
+    def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
+        """What is on a volume that has no file system by its tags; None if it is blank."""
+        made_bytes = volume.made_bytes - volume.header_bytes
+        if volume.own_tags.keys() & _USED:
+            return filesystem.probe(self._kernel, device.path)
+        return filesystem.probe_grown(self._kernel, device.path, made_bytes)
+
     def _require_same(
-        self, volume: Volume, device: Device, found: filesystem.Signature | None
+        self,
+        volume: Volume,
+        device: Device,
+        look: Callable[[], filesystem.Signature | None],
+        found: filesystem.Signature | None,
     ) -> None:
-        """Raise NoSuchVolume, UnexpectedContents where a volume changed since it was probed."""
+        """Raise NoSuchVolume, UnexpectedContents where a volume changed since `look` found that."""
         self._inventory.require_same(volume, device)
-        if (now := filesystem.probe(self._kernel, device.path)) != found:
+        if (now := look()) != found:
             raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
 
     def mount(

@@ -153,6 +153,6 @@ def _of_group(group: Group) -> Iterator[Condition]:
         yield Condition(
             Reason.GROUP_METADATA_FULL,
             f"{groups.about_area(group)} is {groups.text_percent(group):.0f} %"
-            " full: nothing new is made there. Delete volumes or snapshots, or see `A group's"
+            " full: nothing new is made there. See `A group's"
             " metadata area is full` in docs/operations.md",
         )

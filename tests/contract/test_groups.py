@@ -79,7 +79,7 @@ def test_a_device_that_holds_something_is_refused_and_no_other_is_touched(
     else:
         host.write(other, contents)
     why = refused(host, tmp_path, name, blank, other, last)
-    for word in (name, other, "restart Carver", f"holds {contents}", "wipefs --all"):
+    for word in (name, other, "restart Carver", f"holds {contents}", "docs/install.md"):
         assert word in why
     assert not [words for words in host.commands if "vgcreate" in words]
     assert name not in report.read(host.lvm).groups

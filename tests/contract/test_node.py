@@ -96,7 +96,7 @@ def test_a_file_system_that_a_killed_lvcreate_did_not_wipe_is_not_adopted(
     volume = client.create("pvc-2", 304 * MIB, mounted(fs_type))
     path = device(host, group, "vol-pvc-2")
     host.write(path, fs_type)
-    with expect.code("FAILED_PRECONDITION", f"{path} holds {fs_type}", "carver.formatted"):
+    with expect.code("FAILED_PRECONDITION", f"{path}: it holds {fs_type}", "carver.formatted"):
         client.stage(volume, staging, mounted(fs_type))
     assert mounts(host, staging) == ()
     # An operator who made it there may say so.

@@ -308,7 +308,7 @@ def test_overflow_is_detected_while_the_snapshot_is_inactive(
 @pytest.mark.variation
 def test_volume_with_snapshots_is_not_deleted(client: Client, volume: csi.Volume) -> None:
     snapshot = client.snapshot("1", volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "delete them first"):
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "deleted after them"):
         client.delete(volume.volume_id)
     assert client.snapshots() == [snapshot]
     client.delete_snapshot(snapshot.snapshot_id)

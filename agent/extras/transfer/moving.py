@@ -151,7 +151,9 @@ class Mover:
             if not (volume.moved or volume.wiping):
                 raise errors.NotMoved(volume_id, "it is still this node's")
             if held := volume.kept_snapshots:
-                raise errors.HasSnapshots(volume_id, held, "delete them first")
+                raise errors.HasSnapshots(
+                    volume_id, held, "the move is final only while it has none here"
+                )
             # Before its first byte is erased: an undo would take back an incomplete volume.
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: tag.WIPING})

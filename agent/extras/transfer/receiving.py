@@ -144,7 +144,7 @@ class Receiver:
                 self._holds.allow(volume_id)
                 return
             if not (volume.receiving or volume.wiping):
-                raise errors.NotReceived(volume_id, "it is finished; delete it instead")
+                raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
             if volume.receiving and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._inventory, volume)
                 # Before the first byte is erased: then it no longer holds what its tags say.
@@ -170,7 +170,7 @@ class Receiver:
                 why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
                 raise errors.NotReceived(volume_id, why)
             if held := volume.kept_snapshots:
-                raise errors.HasSnapshots(volume_id, held, "delete them first")
+                raise errors.HasSnapshots(volume_id, held, "it is withdrawn only while it has none")
             users.require_unused(self._kernel, self._inventory, volume)
             new = {tag.STATE: tag.RECEIVING, tag.FINISHING: _WITHDRAWN}
             self._holds.receiving(volume_id)
@@ -246,7 +246,7 @@ class Receiver:
             why = f"the stream continues {header.base_chain or 'nothing'} ({base_id}), it holds"
             raise errors.NotReceived(name, f"{why} {holds or 'nothing whole'}")
         if into and into != header.chain:
-            why = f"a stream to {into} was begun; send that again, or remove what is there"
+            why = f"a stream to {into} was begun; send that again, or end it with --abort"
             raise errors.NotReceived(name, why)
         if header.offset_bytes > (volume.offset_bytes if into else 0):
             received = f"after byte {volume.offset_bytes}, up to which it was received"
@@ -281,15 +281,16 @@ class Receiver:
         formatted = own_tags.get(tag.FORMATTED, "")
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
-        found = filesystem.probe(self._kernel, device.path)
-        if found is None:
-            if formatted:
-                raise errors.ContentsLost(identity, formatted)
-            return
-        if found.fs_type in filesystem.FILE_SYSTEMS:
-            check = partial(filesystem.check, self._run, device.path, found.fs_type)
-            proof = partial(self._inventory.require_same, volume, device)
-            self._detached.do(identity, volume.group.name, "fsck", check, proof)
+        if not formatted:
+            found = filesystem.probe(self._kernel, device.path)
+            if found is None or found.fs_type not in filesystem.FILE_SYSTEMS:
+                return
+            formatted = found.fs_type
+        elif filesystem.find(self._kernel, device.path, formatted) is None:
+            raise errors.ContentsLost(identity, formatted, device.path)
+        check = partial(filesystem.check, self._run, device.path, formatted)
+        proof = partial(self._inventory.require_same, volume, device)
+        self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
     def _coming(self, volume_id: str) -> Volume:
         """A volume that is being received; the group is held. Raises NotReceived."""

@@ -43,7 +43,7 @@ class Found(FakeKernel):
     def __init__(self, tags: dict[str, str]) -> None:
         self._tags = tags
 
-    def signatures(self, device: str) -> dict[str, str]:
+    def signatures(self, device: str, length_bytes: int = 0) -> dict[str, str]:
         return self._tags
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,101 @@ def test_without_the_library_no_device_is_blank(
     monkeypatch.setattr(calls, "_library", missing)
     with pytest.raises(errors.ProbeFailed, match="libblkid: no such file"):
         filesystem.probe(Kernel(), str(disk))
+
+
+def drbd(size: int) -> tuple[int, bytes]:
+    return size - 4096, struct.pack(">Q4QQQII", *range(1, 8), 0, 0x83740267 + 4)
+
+
+def md(size: int) -> tuple[int, bytes]:
+    """A superblock of MD, version 1.0, which says where it stands."""
+    at = ((size >> 9) - 16) & ~7
+    block = bytearray(256)
+    struct.pack_into("<II", block, 0, 0xA92B4EFC, 1)
+    struct.pack_into("<Q", block, 144, at)
+    return at << 9, bytes(block)
+
+
+def zfs(size: int) -> tuple[int, bytes]:
+    """Its last two labels."""
+    label = bytearray(0x80000)
+    for start in (0x20000, 0x60000):
+        for number in range(8):
+            struct.pack_into("<5Q", label, start + number * 1024, 0x00BAB10C, 28, 1, 1, 1)
+    return size - len(label), bytes(label)
+
+
+# libblkid looks for ZFS on no smaller device.
+LARGE = 64 * MIB
+At = Callable[[int], tuple[int, bytes]]
+AT_THE_END = pytest.mark.parametrize("left", [drbd, md, zfs])
+
+
+@AT_THE_END
+def test_a_formatted_device_has_its_file_system_whatever_is_at_its_end(
+    disk: Path, left: At
+) -> None:
+    os.truncate(disk, LARGE)
+    ext4(disk)
+    before = filesystem.find(Kernel(), str(disk), "ext4")
+    put(disk, *left(LARGE))
+    assert filesystem.find(Kernel(), str(disk), "ext4") == before
+    assert before is not None
+    assert before.uuid
+    assert filesystem.find(Kernel(), str(disk), "xfs") is None
+
+
+@pytest.mark.parametrize("write", [lambda _disk: None, swap, luks, partition])
+def test_no_file_system_is_found_where_none_is(disk: Path, write: Callable[[Path], None]) -> None:
+    write(disk)
+    for fs_type in filesystem.FILE_SYSTEMS:
+        assert filesystem.find(Kernel(), str(disk), fs_type) is None
+
+
+@AT_THE_END
+@pytest.mark.parametrize("made", [4, 8, 63])
+def test_the_end_of_what_a_blank_device_grew_by_is_zeroed(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, left: At, made: int
+) -> None:
+    os.truncate(disk, LARGE)
+    zeroed = of_file(monkeypatch)
+    put(disk, *left(LARGE))
+    assert filesystem.probe(Kernel(), str(disk)) is not None
+    assert filesystem.probe_grown(Kernel(), str(disk), made * MIB) is None
+    assert zeroed == [(63 * MIB, MIB)]
+
+
+@AT_THE_END
+@pytest.mark.parametrize(("write", "made"), [(ext4, 8), (swap, 8), (lambda _disk: None, 64)])
+def test_nothing_is_zeroed_on_a_device_that_holds_something_or_did_not_grow(
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: At,
+    write: Callable[[Path], None],
+    made: int,
+) -> None:
+    os.truncate(disk, LARGE)
+    zeroed = of_file(monkeypatch)
+    write(disk)
+    put(disk, *left(LARGE))
+    before = disk.read_bytes()
+    with suppress(errors.ProbeFailed):  # more than one thing
+        found = filesystem.probe_grown(Kernel(), str(disk), made * MIB)
+        assert found is not None
+    assert not zeroed
+    assert disk.read_bytes() == before
+
+
+def of_file(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have a file in a block device's place; what is zeroed of it."""
+    zeroed = []
+
+    def zero_out(_kernel: Kernel, device: str, offset_bytes: int, length_bytes: int) -> None:
+        zeroed.append((offset_bytes, length_bytes))
+        put(Path(device), offset_bytes, bytes(length_bytes))
+
+    monkeypatch.setattr(
+        Kernel, "device_size_bytes", lambda _kernel, path: Path(path).stat().st_size
+    )
+    monkeypatch.setattr(Kernel, "zero_out", zero_out)
+    return zeroed

@@ -61,7 +61,7 @@ VOLUME, REPAIR = "logical volume vol-a", "lvconvert --repair"
         (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
         (pool("fail"), "PoolDataLost", "the thin pool under the volume", REPAIR),
         (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
-        (Snapshot(MIB, "Invalid"), "SnapshotOverflowed", "any more (Invalid)", "delete it"),
+        (Snapshot(MIB, "Invalid"), "SnapshotOverflowed", "any more (Invalid)", "its data are lost"),
         (Cache(MIB, "ro"), "CacheFailing", f"cache of {VOLUME} failed (ro)", "--uncache vol-a"),
         (Cache(MIB, "rw", needs_check=True), "CacheFailing", "failed (rw)", "--uncache"),
         (WriteCache(MIB, 5, 10, 10, 0), "WriteCacheErrors", "met error 5", "back the data up"),

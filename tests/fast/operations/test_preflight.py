@@ -148,7 +148,7 @@ Arrange = Callable[[Place], object]
 class KernelWithoutLibblkid(FakeKernel):
     """On a node that has no such library."""
 
-    def signatures(self, device: str) -> Mapping[str, str]:
+    def signatures(self, device: str, length_bytes: int = 0) -> Mapping[str, str]:
         raise OSError(errno.ENOSYS, "libblkid: cannot open shared object file")
 
 

@@ -6,6 +6,7 @@ Carver fail the test: what is not faked was not meant.
 
 import errno
 import json
+import struct
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +30,17 @@ def tags(device: FakeDevice) -> dict[str, str]:
     return {"UUID": found.uuid, "TYPE": found.fs_type, "USAGE": found.usage, **label}
 
 
+def signatures(device: FakeDevice, length_bytes: int = 0) -> dict[str, str]:
+    """What libblkid finds on a device, or its first bytes; a RAID's signature comes first there."""
+    last = (length_bytes or device.size_bytes) - BLOCK_BYTES
+    if device.media.read(last, BLOCK_BYTES).startswith(DRBD[:_DRBD_BYTES]):
+        return {"TYPE": "drbd", "USAGE": "raid", "UUID": "1"}
+    return tags(device)
+
+
+# The metadata of a network mirror (struct md_on_disk_08 of drbd), in a device's last block.
+_DRBD_BYTES = 64
+DRBD = struct.pack(">Q4QQQII", *range(1, 8), 0, 0x83740267 + 4).ljust(BLOCK_BYTES, b"\0")
 _SUPERBLOCK = b"a file system, as a fake has it: "
 
 

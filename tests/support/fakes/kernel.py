@@ -52,7 +52,8 @@ LOOKING = frozenset(
     {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
-        *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
+        *("device_partitions", "device_holders", "signatures", "superblock"),
+        "physical_block_bytes",
         *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
         *("loop_devices", "loop_free", "loop_status", "error_counters"),
         *("disks_below", "disk_load", "transferred_bytes"),
@@ -291,12 +292,19 @@ class FakeKernel(Kernel):
     def device_is_swap(self, device: str) -> bool:
         return self._block_device(device).swap
 
-    def signatures(self, device: str) -> Mapping[str, str]:
+    def signatures(self, device: str, length_bytes: int = 0) -> Mapping[str, str]:
+        return filesystems.signatures(self._probed(device), length_bytes)
+
+    def superblock(self, device: str, fs_type: str) -> Mapping[str, str]:
+        found = filesystems.tags(self._probed(device))
+        return found if found.get("TYPE") == fs_type else {}
+
+    def _probed(self, device: str) -> FakeDevice:
         if not self.devices.knows(device):
             _fail(errno.ENOENT, device)
         if self.devices.get(device).unreadable:
             _fail(errno.EIO, device)
-        return filesystems.tags(self.devices.get(device))
+        return self.devices.get(device)
 
     def stack(self, device: str) -> Stack:
         return self._block_device(device).stack
