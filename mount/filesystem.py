@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 from mount import errors, table
 from mount.command import Result, Run
-from mount.kernel import Kernel
+from mount.kernel import OLDEST, Kernel, Version
 
 _MIB = 1024 * 1024
-
-Version = tuple[int, int]
-OLDEST_KERNEL: Version = (4, 18)
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,10 @@ def _grow_btrfs(kernel: Kernel, mount: table.Mount, _size_bytes: int) -> None:
 
 
 # The features are spelled out: a file system is the same on every node, whatever its mke2fs.conf,
-# and a kernel as old as 4.18 can mount it. All are older than e2fsprogs 1.44 and xfsprogs 5.1. What
-# newer tools switch on (orphan_file, rmapbt, …) a class may ask for; `features` has what mkfs.xfs
-# switches on by itself. The mount options are from the kernel's Documentation/filesystems/ext4/,
-# admin-guide/xfs.rst, and btrfs(5).
+# and any kernel that Carver runs on can mount it. All are older than e2fsprogs 1.44 and xfsprogs
+# 5.1. What newer tools switch on (orphan_file, rmapbt, …) a class may ask for; `features` has what
+# mkfs.xfs switches on by itself. The mount options are from the kernel's
+# Documentation/filesystems/ext4/, admin-guide/xfs.rst, and btrfs(5).
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(
         program="mkfs.ext4",
@@ -292,7 +289,7 @@ def make(
     options: Sequence[str] = (),
     *,
     uuid: str = "",
-    oldest_kernel: Version = OLDEST_KERNEL,
+    oldest_kernel: Version = OLDEST,
 ) -> None:
     """Make a file system on a device that `probe` has just found blank, with this UUID if any.
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import struct
 from collections.abc import Sequence, Set
@@ -100,12 +101,24 @@ _KEPT_BY_REMOUNT = 1 | 2 | 4 | 8 | 1024 | 2048
 _ST_NOSYMFOLLOW, _MS_NOSYMFOLLOW = 0x2000, 256
 
 
+Version = tuple[int, int]
+# The oldest Linux that Carver runs on. Before 5.8 (9f6c61f96f2d, "proc/mounts: add cursor") a mount
+# table that takes several read(2), as a page or so does, may lack a mount that is there all along,
+# if another one goes in between; LOOP_CONFIGURE is of 5.8, too.
+OLDEST: Version = (5, 8)
+
+
 class Kernel(DiskLoads, Growth):
     """The running kernel.
 
     Whatever looks at, makes, removes or mounts something at a path follows no symbolic link on the
     way: a path that was resolved before has none, so one that is met was put there since (ELOOP).
     """
+
+    def version(self) -> Version:
+        """The version of Linux; (0, 0) where its release is not of the usual form (uname(2))."""
+        found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
     # The mount table and paths
 
@@ -288,7 +301,7 @@ class Kernel(DiskLoads, Growth):
             self._new_calls()
             return calls.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
         except OSError as error:
-            # Linux before 5.6; containers of that time have a filter that answers EPERM.
+            # A filter of system calls that is older than this one (seccomp(2)).
             if error.errno not in (errno.ENOSYS, errno.EPERM):
                 raise
         return _walked(path)

@@ -13,7 +13,7 @@ from agent.core.classes import DeviceClass
 from agent.core.values import HALF, Address
 from lvm.layout import NO_RESERVE, Reserve
 from lvm.tuning import MOST_RECOVERY_KIB
-from mount.filesystem import OLDEST_KERNEL
+from mount.kernel import OLDEST
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "oldest_kernel": Setting(
         values.parse_kernel,
-        "4.18",
+        "5.8",
         "the oldest Linux that must be able to mount new file systems, such as 5.10",
     ),
     "header_backups": Setting(
@@ -336,7 +336,7 @@ class Config:
     inline_total_limit: Reserve = NO_RESERVE
     health_address: Address | None = None
     driver_name: str = DRIVER_NAME
-    oldest_kernel: tuple[int, int] = OLDEST_KERNEL
+    oldest_kernel: tuple[int, int] = OLDEST
     header_backups: Path | None = None
     pods_cgroup: str = ""
     kubeconfig: Path | None = None

@@ -115,6 +115,8 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
     Threads that wait for a disk and do not end in time are left behind.
     """
     secret.forbid_dumps()
+    if why := preflight.too_old(host.kernel):
+        raise errors.NotReady(f"cannot serve: {why}; use a newer kernel")
     # The exit stack stops what was started, the last first.
     with claimed(config.endpoint), contextlib.ExitStack() as ending:
         # The service, closed to calls that need LVM until the groups are recovered.

@@ -25,7 +25,7 @@ from mount import errors as mount_errors
 from mount.blocks import By
 from mount.cgroups import Cgroups
 from mount.command import Run
-from mount.kernel import Kernel
+from mount.kernel import OLDEST, Kernel
 from mount.programs import ENVIRONMENT, HOST_NAMESPACES
 
 PASS = "pass"  # noqa: S105 - no password
@@ -379,7 +379,10 @@ def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
 
 
 def _kernel(node: Node) -> Iterator[Seen]:
-    """The kernel's system calls for mounts."""
+    """The kernel's version, and its system calls for mounts."""
+    if why := too_old(node.kernel):
+        yield FAIL, why, "use a newer kernel"
+        return
     if node.kernel.has_new_mount_calls():
         yield _pass("the kernel makes read-only binds at once (mount_setattr, Linux 5.12)")
     else:
@@ -389,6 +392,17 @@ def _kernel(node: Node) -> Iterator[Seen]:
             " moment, until it is remounted",
             "use a newer kernel where that matters",
         )
+
+
+def too_old(kernel: Kernel) -> str:
+    """Why Carver does not serve with this kernel; empty where it does."""
+    version, least = (".".join(map(str, one)) for one in (kernel.version(), OLDEST))
+    if kernel.version() >= OLDEST:
+        return ""
+    return (
+        f"Linux {version} is too old: before {least} a mount table may lack mounts that are there,"
+        " so that volumes would be mounted twice, or called unmounted while they are in use"
+    )
 
 
 def _modules(node: Node) -> Iterator[Seen]:

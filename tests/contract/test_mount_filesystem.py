@@ -42,9 +42,9 @@ def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) 
     assert found.uuid
 
 
-@pytest.mark.parametrize("oldest_kernel", [(4, 18), (5, 10), (5, 19)])
+@pytest.mark.parametrize("oldest_kernel", [(5, 8), (5, 10), (5, 19)])
 def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
-    host: Any, oldest_kernel: filesystem.Version
+    host: Any, oldest_kernel: tuple[int, int]
 ) -> None:
     device = host.new_device(SIZE)
 

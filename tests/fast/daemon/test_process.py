@@ -137,6 +137,16 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
         process.serve(config, machine(fake))
 
 
+def test_the_service_does_not_start_on_a_kernel_whose_mount_table_may_lack_mounts(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake.kernel, "version", lambda: (5, 7))
+    with pytest.raises(errors.NotReady, match=r"Linux 5\.7 is too old: before 5\.8"):
+        process.serve(config, machine(fake))
+    assert not config.endpoint.exists()
+    assert fake.commands == []
+
+
 def test_the_service_is_ready_before_slow_checks_end(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

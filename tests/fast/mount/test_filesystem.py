@@ -117,7 +117,7 @@ def test_a_flag_has_no_value() -> None:
 @pytest.mark.parametrize(
     ("oldest_kernel", "off"),
     [
-        ((4, 18), ["bigtime=0", "inobtcount=0", "nrext64=0", "exchange=0", "parent=0"]),
+        ((5, 8), ["bigtime=0", "inobtcount=0", "nrext64=0", "exchange=0", "parent=0"]),
         ((5, 10), ["nrext64=0", "exchange=0", "parent=0"]),
         ((5, 19), ["exchange=0", "parent=0"]),
         ((6, 9), ["exchange=0", "parent=0"]),

@@ -159,6 +159,13 @@ class OldKernel(FakeKernel):
         return False
 
 
+class AncientKernel(FakeKernel):
+    """Linux before 5.8."""
+
+    def version(self) -> tuple[int, int]:
+        return (5, 7)
+
+
 def failing_lvm2(place: Place) -> None:
     place.host.intercept = lambda words: Result(3, "", "no") if words[0] == "lvm" else None
 
@@ -242,6 +249,7 @@ LACKS: list[tuple[Sequence[Arrange], str, str, str]] = [
     ([without_disk], "groups", WARN, "misses 1 of its disks"),
     ([failing_lvm2], "groups", FAIL, "exit code 3"),
     ([do("set_kernel", OldKernel)], "kernel", WARN, "5.12"),
+    ([do("set_kernel", AncientKernel)], "kernel", FAIL, "Linux 5.7 is too old: before 5.8"),
     ([RAID, NO_RAID], "modules", FAIL, "no dm-raid, which class plain needs"),
     ([do("set_class", cache=Cache())], "modules", FAIL, "no dm-cache, which class plain needs"),
     ([do("file", DEPENDENCIES)], "modules", WARN, "no dm-snapshot, which snapshots need"),

@@ -50,7 +50,7 @@ CHANGING = frozenset(
 DECIDING = frozenset({"zeroing", "is_distrusted", "distrust"})
 LOOKING = frozenset(
     {
-        *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
+        *("version", "mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
         *("device_partitions", "device_holders", "signatures", "superblock"),
         "physical_block_bytes",
@@ -107,6 +107,9 @@ class FakeKernel(Kernel):
         root = Mount(1, 1, (254, 0), "/", "/", ("rw",), shared, "ext4", "/dev/vda", ("rw",))
         dev = Mount(2, 1, _DEVTMPFS, "/", "/dev", ("rw",), (), "devtmpfs", "devtmpfs", ("rw",))
         self.mounts: list[Mount] = [root, dev]
+
+    def version(self) -> tuple[int, int]:
+        return (6, 1)
 
     # The mount table and paths
 
