@@ -84,6 +84,11 @@ class Volume:
         return _number(self.own_tags, tag.SIZE) or self.size_bytes
 
     @property
+    def requested_bytes(self) -> int:
+        """The size that its caller asked for; its capacity where that is not known."""
+        return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
+
+    @property
     def on_disks(self) -> report.LogicalVolume:
         """The logical volume that has disks and perhaps a cache: itself, or its pool."""
         return _lies_on(self.group, self.group.volume(self.name))
@@ -233,6 +238,11 @@ class Snapshot:
         return self.size_bytes - self.header_bytes
 
     @property
+    def requested_bytes(self) -> int:
+        """The size that the volume's caller asked for; its capacity where that is not known."""
+        return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
+
+    @property
     def header_bytes(self) -> int:
         """The bytes of the volume's LUKS2 header; 0 for none."""
         return _number(self.own_tags, tag.HEADER)
@@ -276,6 +286,20 @@ class Snapshot:
             f"its COW store of {self.area_bytes} bytes overflowed when {self.source_id} was written"
             " to, and its data are lost"
         )
+
+
+def requested(asked_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
+    """The tag of a volume that is larger, without its header, than its caller asked for."""
+    if not 0 < asked_bytes < size_bytes - header_bytes:
+        return {}
+    return {tag.REQUESTED: f"{asked_bytes}/{size_bytes}"}
+
+
+def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
+    """The bytes that were rounded up to this size, by the tag; 0 where there is none."""
+    asked, _, given = own_tags.get(tag.REQUESTED, "").partition("/")
+    is_known = given == str(size_bytes) and asked.isascii() and asked.isdigit()
+    return int(asked) if is_known else 0
 
 
 def unknown_needs(own_tags: Mapping[str, str]) -> set[str]:

@@ -7,6 +7,9 @@ from lvm import report, tags
 NAME = "name"
 STATE = "state"
 SIZE = "size"
+# Where that, or what an expansion gave, is more than the caller asked for: the bytes asked for, a
+# slash, and the size that they were rounded up to. Void for a volume of another size.
+REQUESTED = "requested"
 ACCESS = "access"
 CAPABILITIES = "capabilities"
 FORMATTED = "formatted"

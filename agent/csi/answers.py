@@ -71,9 +71,14 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
 
 
 def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
-    """A snapshot. Volumes of it can be made only on its node, so its topology is `here`."""
+    """A snapshot. Volumes of it can be made only on its node, so its topology is `here`.
+
+    Its size is what its volume's claim asked for, not what that was rounded up to: of a claim for
+    less than this size the external-provisioner makes no volume (RestoreSize in its
+    pkg/controller/controller.go), and CreateVolume rounds up again.
+    """
     return csi.Snapshot(
-        size_bytes=one.capacity_bytes,
+        size_bytes=one.requested_bytes,
         snapshot_id=str(one.id),
         source_volume_id=str(one.source_id),
         creation_time=time_of(one.time_nanoseconds),

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
-from agent.core import codes, errors, ids, secret, tag, users
+from agent.core import codes, errors, ids, records, secret, tag, users
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -122,6 +122,7 @@ class Expander:
             if wanted > volume.size_bytes:
                 try:
                     self._extend(known, volume, wanted)
+                    self._record_request(volume, call.size, wanted)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
                     self._record(volume, wanted)
                     held = volume.copy_on_write_snapshots
@@ -280,6 +281,15 @@ class Expander:
         elif volume.refused_bytes > volume.size_bytes:
             with self._logging_refusals(str(volume.id)):
                 self._record(volume, 0)
+
+    def _record_request(self, volume: Volume, size: SizeRange, size_bytes: int) -> None:
+        """Record what was asked for where it was rounded up; one command then."""
+        new = records.requested(size.required_bytes, size_bytes, volume.header_bytes)
+        if new:
+            old = {one: volume.own_tags[one] for one in new if one in volume.own_tags}
+            group = volume.group.name
+            with self._inventory.logging_refusals(str(volume.id), tag.REQUESTED):
+                volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
         """Replace the sizes on record by one; 0 removes them."""

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from agent.core import errors, tag
+from agent.core import errors, records, tag
 from agent.core.allocation import Allocator, Thin
 from agent.core.classes import DeviceClass
 from agent.core.inventory import require_own
@@ -90,9 +90,12 @@ def new(
             # It is overwritten in the background, as a copy is written.
             own_tags |= {tag.STATE: tag.COPYING}
         return size, own_tags
+    asked_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
     held = origin.own_tags.get(tag.FORMATTED, "")
     size, own_tags = _planned(call, one, group, origin.header_bytes, held)
+    own_tags.pop(tag.REQUESTED, None)
+    own_tags |= records.requested(asked_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
     if one.encryption and one.reencrypt:
         own_tags |= {tag.SHARED_KEY: "yes"}
@@ -100,15 +103,17 @@ def new(
 
 
 def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
-    """The requested size, by default the source's; raises BadSize for less than that."""
+    """The requested size, and no less than the source's; raises BadSize for a limit below that.
+
+    The source may have been rounded up, and what a caller requires is the least that it takes.
+    """
     least = origin.capacity_bytes
-    for name in ("required_bytes", "limit_bytes"):
-        if 0 < getattr(size, name) < least:
-            raise errors.BadSize(
-                f"capacity_range.{name}: {getattr(size, name)} is less than what"
-                f" {str(origin.id)!r} holds, {least} bytes"
-            )
-    return SizeRange(size.required_bytes or least, size.limit_bytes)
+    if 0 < size.limit_bytes < least:
+        raise errors.BadSize(
+            f"capacity_range.limit_bytes: {size.limit_bytes} is less than what"
+            f" {str(origin.id)!r} holds, {least} bytes"
+        )
+    return SizeRange(max(size.required_bytes, least), size.limit_bytes)
 
 
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
@@ -166,6 +171,7 @@ def _planned(
         tag.CAPABILITIES: capabilities,
         **parameters.own_tags(),
         **parameters.about,
+        **records.requested(call.size.required_bytes, size, header_bytes),
     }
     if header_bytes:
         own_tags[tag.HEADER] = str(header_bytes)

@@ -52,6 +52,8 @@ class Volume:
     key: str = ""
     # The size that it was created with.
     made_bytes: int = 0
+    # What was asked for, where it was rounded up, and to which size.
+    asked_bytes: tuple[int, int] = (0, 0)
     open_bytes: int = 0
     # Whether, where it is a copy, it was to get a master key of its own. Until it has it, which is
     # when it is opened first, nothing is made of it.
@@ -64,6 +66,17 @@ class Volume:
     def capacity_bytes(self) -> int:
         """What its user has."""
         return self.size_bytes - self.header_bytes
+
+    @property
+    def requested_bytes(self) -> int:
+        """The size of its snapshots to their callers: what has to be asked for a copy of it."""
+        asked, given = self.asked_bytes
+        return asked if given == self.size_bytes else self.capacity_bytes
+
+    def note(self, asked_bytes: int) -> None:
+        """Note what its present size was rounded up from."""
+        if 0 < asked_bytes < self.capacity_bytes:
+            self.asked_bytes = (asked_bytes, self.size_bytes)
 
 
 @dataclass(frozen=True)
@@ -203,7 +216,7 @@ class Model:
                 self.snapshots.pop(call.snapshot, None)
             case do.Snapshots():
                 return sorted(
-                    (name, one.source, one.was.capacity_bytes)
+                    (name, one.source, one.was.requested_bytes)
                     for name, one in self.snapshots.items()
                     if call.volume in ("", one.source)
                 )
@@ -261,13 +274,12 @@ class Model:
         encrypted = bool(header)
         if was is not None:
             held, least, header = was.formatted, was.capacity_bytes, was.header_bytes
-            if 0 < call.required_bytes < least or 0 < call.limit_bytes < least:
-                _refuse("OUT_OF_RANGE")
+            _refuse_if(0 < call.limit_bytes < least, "OUT_OF_RANGE")
         elif there is not None and call.source != do.NO_SOURCE:
             held = there.fs_type
         asked = call.use.fs_type or parameters.get("carver/fsType") or held or DEFAULT_FS_TYPE
         fs_type = "" if call.use.is_block else asked
-        wish = call.required_bytes or least
+        wish = max(call.required_bytes, least)
         if not wish:
             within = (call.limit_bytes + header) // EXTENT_BYTES * EXTENT_BYTES - header
             wish = min(DEFAULT_BYTES, max(0, within) or DEFAULT_BYTES)
@@ -277,6 +289,7 @@ class Model:
         _refuse_if(was is not None and encrypted != bool(header), "INVALID_ARGUMENT")
         made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
         made.made_bytes, made.reencrypts = planned, REENCRYPT in parameters
+        made.note(call.required_bytes)
         if there is None:
             if was is not None:
                 self._fill(made, was)
@@ -354,7 +367,7 @@ class Model:
             there = Snapshot(call.volume, copy.deepcopy(was), was.size_bytes)
             self.snapshots[call.snapshot] = there
         _refuse_if(there.source != call.volume, "ALREADY_EXISTS")
-        return there.was.capacity_bytes
+        return there.was.requested_bytes
 
     def has_snapshots(self, volume: str) -> bool:
         """Whether there are snapshots that need the volume."""
@@ -420,7 +433,9 @@ class Model:
         is_void = wanted < volume.wanted_bytes or volume.size_bytes < volume.refused_bytes
         if is_void and call.required_bytes:
             volume.wanted_bytes = volume.refused_bytes = 0
-        volume.size_bytes = wanted
+        if wanted > volume.size_bytes:
+            volume.size_bytes = wanted
+            volume.note(call.required_bytes)
 
     @staticmethod
     def _settle(volume: Volume) -> None:
@@ -553,8 +568,8 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         if kind == "fs":
             staged = self.places.get(call.staging)
-            if staged is None or (staged.volume, staged.kind) != (call.volume, "fs"):
-                _refuse("FAILED_PRECONDITION")
+        if kind == "fs":
+            assert staged is not None
             _refuse_if(staged.read_only and not read_only, "FAILED_PRECONDITION")
         there = self.places.get(call.path)
         repeated = there is not None and (there.volume, there.kind) == (call.volume, kind)
