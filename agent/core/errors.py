@@ -8,6 +8,12 @@ from lvm.groups import VGEXTEND
 UNSTAGE = (
     "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
 )
+# Only the call that stages an encrypted volume has its key, unless its class names another.
+STAGE_WITH_KEY = (
+    f"{UNSTAGE}; it is staged with its key next. Volumes of a StorageClass that names a secret for"
+    " publishing, too (csi.storage.k8s.io/node-publish-secret-name and -namespace), are opened by"
+    " this call"
+)
 
 
 class AgentError(Exception):
@@ -371,7 +377,7 @@ class QuiesceOver(AgentError):
 class NotStaged(AgentError):
     """The volume must be staged first."""
 
-    def __init__(self, volume_id: str, problem: str, remedy: str = "call NodeStageVolume") -> None:
+    def __init__(self, volume_id: str, problem: str, remedy: str) -> None:
         super().__init__(f"volume {volume_id!r} is not staged: {problem}; {remedy}")
 
 

@@ -72,7 +72,9 @@ class Node(csi_pb2_grpc.NodeServicer):
                 self._inline_volumes.publish(inline)
             return csi.NodePublishVolumeResponse()
         call = requests.PublishVolume.from_proto(request)
-        held = self._locks.hold(ids.logical_name(call.volume_id), call.target_path)
+        # The staging path, too: a volume that is not staged any more is staged there.
+        name = ids.logical_name(call.volume_id)
+        held = self._locks.hold(name, call.staging_path, call.target_path)
         with call.keys.used(), held:
             self._publisher.publish(call)
         return csi.NodePublishVolumeResponse()

@@ -17,6 +17,8 @@ from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health, loop, mounts, table, target
 
+_GROWS_WHEN_STAGED = "it grows when it is staged or published next"
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -80,19 +82,23 @@ class NodeVolumes:
         return health.device_size_bytes(self._kernel, device.path)
 
     def anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
-        """The volume's device, and its mount at the path or else any; raises NoSuchPath.
+        """The volume's device, and its mount at the path or else any; raises NotStaged.
 
         For growth: of a raw block volume that several pods have, kubelet sends the path of the
-        last pod, also after that pod ended (DevicePath in its actual state of the world).
+        last pod, also after that pod ended (DevicePath in its actual state of the world). Of a
+        volume that is mounted nowhere, NOT_FOUND would mark the claim as one that cannot grow.
         """
         try:
             return self._at(call, known)
         except (errors.NoSuchPath, errors.NotStaged):
             device = self._inventory.device(call.volume_id)
             found = [] if device is None else users.places(self._kernel, known, device)
-            if device is None or not found:
-                raise
-            return device, found[0]
+            if device is not None and found:
+                return device, found[0]
+            # A report, which tells it from a volume that does not exist.
+            self._inventory.require(call.volume_id)
+            why = "it is mounted and published nowhere on this node"
+            raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 
     def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
@@ -110,8 +116,8 @@ class NodeVolumes:
         if mounted is not None and mounted.is_stale_node:
             raise errors.NotStaged(
                 call.volume_id,
-                f"{mounted.path} shows a device that went away; look at `dmesg`, and have it"
-                " unpublished first",
+                f"{mounted.path} shows a device that went away",
+                "look at `dmesg`, and have it unpublished first",
             )
         raise errors.NoSuchPath(call.volume_id, call.path)
 

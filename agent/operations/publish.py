@@ -1,6 +1,11 @@
 """NodePublishVolume: the staged file system, or the device, bound to a pod's path; and the reverse.
 
-Neither starts a process, except where a file system that had errors is mounted again.
+Neither starts a process, except where a file system that had errors is mounted again, and where a
+volume is not staged any more. Kubelet stages each volume anew after its own start
+(MarkDeviceAsUncertain in pkg/kubelet/volumemanager/reconciler/reconstruct.go). While it runs it
+repeats a failed publish for ever without staging (GetDeviceMountState in
+pkg/volume/util/operationexecutor/operation_generator.go). So a publish stages what was unmounted,
+deactivated or closed by hand, or with a mount namespace that ended.
 """
 
 import logging
@@ -47,20 +52,40 @@ class Publisher:
             target_path=self._volumes.place(call.target_path),
         )
         device = self._volumes.device(call.volume_id)
-        if device is None:
-            self._inventory.require(call.volume_id)
-            raise errors.NotStaged(call.volume_id, "its logical volume is not active")
         if call.capability.is_block:
             self._publish_device(call, device)
         else:
             self._publish_directory(call, device)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
-    def _publish_directory(self, call: PublishVolume, device: Device) -> None:
-        known = self._without_errors(call, device, table.read(self._kernel))
+    def _staged_again(self, call: PublishVolume) -> Device:
+        """Stage a volume that is not staged any more; its device. Raises what staging raises."""
+        again = StageVolume(
+            call.volume_id, call.staging_path, call.capability, call.parameters, call.keys
+        )
+        try:
+            self._stager.stage(again)
+        except errors.KeyMissing:
+            why = "it is encrypted, and the call to publish it has no key to open it with"
+            raise errors.NotStaged(call.volume_id, why, errors.STAGE_WITH_KEY) from None
+        device = self._volumes.device(call.volume_id)
+        if device is None:
+            raise errors.NotStaged(call.volume_id, "it was deactivated meanwhile", "call again")
+        _log.warning("volume %s was not staged at %s any more", call.volume_id, call.staging_path)
+        return device
+
+    def _publish_directory(self, call: PublishVolume, device: Device | None) -> None:
+        known = table.read(self._kernel)
+        if device is not None:
+            known = self._without_errors(call, device, known)
         staged = known.top(call.staging_path)
-        if staged is None or staged.device != device.number:
-            raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
+        if device is None or staged is None or staged.device != device.number:
+            # Crash point: staged, and not published; the next call goes on.
+            device = self._staged_again(call)
+            known = table.read(self._kernel)
+            staged = known.top(call.staging_path)
+            if staged is None or staged.device != device.number:
+                raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
@@ -132,9 +157,13 @@ class Publisher:
     def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
         self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
 
-    def _publish_device(self, call: PublishVolume, device: Device) -> None:
-        if device.below is None:
-            self._require_plain(call.volume_id)
+    def _publish_device(self, call: PublishVolume, device: Device | None) -> None:
+        if device is None or (device.below is None and self._is_encrypted(call.volume_id)):
+            device = self._staged_again(call)
+        top = table.read(self._kernel).top(call.target_path)
+        if top is not None and top.is_stale_node:
+            # Of the device that the volume had before it was deactivated.
+            mounts.ensure_unmounted(self._kernel, call.target_path, [])
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
             self._require_single(call, device, table.read(self._kernel))
@@ -159,13 +188,11 @@ class Publisher:
             self._volumes.detach_unused(loop.over(self._kernel, device.number))
             raise
 
-    def _require_plain(self, volume_id: str) -> None:
-        """Raise NotStaged for the device of an encrypted volume that is not open."""
+    def _is_encrypted(self, volume_id: str) -> bool:
         volume = self._inventory.cached(volume_id)
         if volume is None or not volume.is_listed:
             volume = self._inventory.require(volume_id)
-        if volume.is_encrypted:
-            raise errors.NotStaged(volume_id, "it is encrypted, and not open")
+        return volume.is_encrypted
 
     def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
         """Raise VolumeInUse for a second target, unless the access mode allows several."""

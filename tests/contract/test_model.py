@@ -390,6 +390,8 @@ def _held(call: do.Call) -> set[str]:
     held = {getattr(call, "volume", "")}
     if isinstance(call, do.Stage | do.Publish | do.PublishInline):
         held.add(call.path)
+    if isinstance(call, do.Publish):
+        held.add(call.staging)
     if isinstance(call, do.Snapshot):
         held.add(call.snapshot)
     return held - {""}

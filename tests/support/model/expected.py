@@ -561,12 +561,17 @@ class Model:
 
     def _publish(self, call: do.Publish) -> None:
         volume = self._require(call.volume)
-        _refuse_if(not volume.active, "FAILED_PRECONDITION")
         read_only = call.read_only or call.use.reads
         kind = "block" if call.use.is_block else "fs"
-        if kind == "block" and volume.header_bytes and not volume.open_bytes:
-            _refuse("FAILED_PRECONDITION")
+        staged = self.places.get(call.staging)
+        is_staged = volume.active and (volume.open_bytes or not volume.header_bytes)
         if kind == "fs":
+            is_there = staged and (staged.volume, staged.kind) == (call.volume, "fs")
+            is_staged = bool(volume.active and is_there)
+        if not is_staged:
+            # The call has no key.
+            _refuse_if(bool(volume.header_bytes), "FAILED_PRECONDITION")
+            self._stage(do.Stage(call.volume, call.staging, call.use))
             staged = self.places.get(call.staging)
         if kind == "fs":
             assert staged is not None
@@ -614,7 +619,8 @@ class Model:
         every = self.of(call.volume)
         place = every.get(call.path) or next(iter(every.values()), None)
         if place is None:
-            _refuse("NOT_FOUND")
+            self._require(call.volume)
+            _refuse("FAILED_PRECONDITION")
         volume = self.volumes[call.volume]
         size_bytes = volume.open_bytes or volume.size_bytes
         enough = call.required_bytes <= size_bytes
