@@ -157,12 +157,20 @@ class NoDeviceMapper(CommandFailed):
 
 
 class GroupMissing(CommandError):
-    """No group of that name is on this node."""
+    """No group of that name is on this node.
 
-    def __init__(self, group: str) -> None:
-        super().__init__(
-            f"volume group {group} is not on this node; if its disks are attached, see `pvs`"
-        )
+    `absent` are the devices that lvm2 is confined to and that are not there.
+    """
+
+    def __init__(self, group: str, absent: Sequence[str] = ()) -> None:
+        why = "; if its disks are attached, see `pvs`"
+        if absent:
+            why = (
+                f": {', '.join(absent)}, which the setting `devices` names, is not there; attach"
+                " it, or if it has another name since a reboot (`lsblk`), name it by its link in"
+                " /dev/disk/by-id"
+            )
+        super().__init__(f"volume group {group} is not on this node{why}")
 
 
 class VolumeMissing(CommandError):

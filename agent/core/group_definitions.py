@@ -16,6 +16,7 @@ from agent.core import errors
 from agent.core.disks import locate
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.volume_groups import VolumeGroups
+from lvm import errors as lvm_errors
 from lvm import groups, lvm2, report
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
@@ -46,6 +47,8 @@ class GroupDefinitions:
     devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
+    # The setting `devices`, outside of which lvm2 sees no disk.
+    confined_to: Sequence[str] = ()
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def group(self, known: report.Report, name: str) -> report.Group:
@@ -55,6 +58,9 @@ class GroupDefinitions:
         """
         if name not in known.groups and name in self.failures:
             raise errors.GroupRefused(name, f"{self.failures[name]}. Then restart Carver")
+        if name not in known.groups:
+            absent = [one for one in self.confined_to if not _numbers(self.kernel, [one])]
+            raise lvm_errors.GroupMissing(name, absent)
         group = known.group(name)
         self.require_meant(group)
         return group
@@ -103,6 +109,7 @@ def begin(
     lvm: Lvm, definitions: GroupDefinitions, config: Config, volume_groups: VolumeGroups
 ) -> None:
     """Confine lvm2 to the devices, and note which groups are to be created. No command."""
+    definitions.confined_to = config.devices
     lvm.devices = _confined(definitions.kernel, config, definitions.devices)
     for one in config.definitions:
         _found_on(lvm, definitions, config, one, one.devices)

@@ -191,6 +191,19 @@ def _devices(node: Node) -> Iterator[Seen]:
                 f"{device}, which `devices` names, is not a block device here",
                 "attach the disk, or correct `devices`; names below /dev/disk/by-id stay the same",
             )
+    listed = [
+        *node.settings.devices,
+        *(d for one in node.settings.definitions for d in one.devices),
+    ]
+    # What udev and device-mapper name lies deeper: /dev/disk/by-id/…, /dev/mapper/…
+    if unstable := [one for one in dict.fromkeys(listed) if one.count("/") == 2]:
+        yield (
+            WARN,
+            f"{', '.join(unstable)}: the kernel gives such a name to whatever it finds first, so"
+            " after a reboot it may be another disk's, or none's",
+            "name the disk by its link in /dev/disk/by-id (`udevadm info --query=symlink"
+            f" {unstable[0]}`)",
+        )
     if not node.at("/dev/loop-control").exists():
         yield (
             FAIL if any(one.file for one in node.settings.definitions) else WARN,
