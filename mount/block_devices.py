@@ -227,6 +227,11 @@ class BlockDevices(Calls):
         """The names of the devices that are made of it, by sysfs: dm-0, md1."""
         return sorted(path.name for path in self._sysfs(device).glob("holders/*"))
 
+    def device_title(self, device: str) -> str:
+        """What people know a device by: its name in /dev/mapper, or its node."""
+        name = attribute(str(self._sysfs(device) / "dm/name"))
+        return f"/dev/mapper/{name}" if name else device
+
     def device_is_swap(self, device: str) -> bool:
         """Whether the kernel swaps to it (/proc/swaps)."""
         number = self.device_number(device)

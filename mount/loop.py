@@ -46,6 +46,29 @@ def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
     return tuple(device for device, _ in _own(kernel, number))
 
 
+def standing_on(kernel: Kernel, device: str) -> list[str]:
+    """Everything that stands on a block device, at any height: device-mapper, MD, loop devices.
+
+    Each by the name that people know it by, a device below those on it. No process.
+    """
+    found: list[str] = []
+    left = [device]
+    while left:
+        below = left.pop(0)
+        wanted = os.makedev(*kernel.device_number(below))
+        over_it = [f"/dev/{one}" for one in kernel.device_holders(below)]
+        for one in kernel.loop_devices():
+            status = _status(kernel, one)
+            if status is not None and status.backing_device == wanted:
+                over_it.append(one)
+        for one in over_it:
+            name = kernel.device_title(one)
+            if name not in found:
+                found.append(name)
+                left.append(one)
+    return found
+
+
 def attach(kernel: Kernel, file: str) -> str:
     """The path of a loop device on `file`; the one that is there already, or a new one.
 

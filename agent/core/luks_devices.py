@@ -13,7 +13,7 @@ from lvm import thin
 from lvm.devices import Device
 from mount import luks, table
 from mount.blocks import By
-from mount.errors import CryptFailed
+from mount.errors import CryptBusy, CryptFailed
 from mount.kernel import Kernel
 from mount.luks import Cryptsetup, Header
 
@@ -88,14 +88,17 @@ class Mappings:
     def close_unused(self, volume_id: str) -> None:
         """Close a volume that is open and unused; one command at most.
 
-        Raises CryptBusy if a process has it open.
+        Raises CryptBusy, which names who has it open.
         """
         device = self._inventory.device(volume_id)
         if device is None:
             return
         self._devices.close_leftovers(device.logical)
         if device.below is not None and not self.is_used(device):
-            self.cryptsetup.close(device.name)
+            try:
+                self.cryptsetup.close(device.name)
+            except CryptBusy as error:
+                raise CryptBusy(device.name, users.holders(self._kernel, device)) from error
 
     def ensure_closed(self, volume: Volume) -> None:
         """Close a volume; raises VolumeInUse if it is mounted or published."""

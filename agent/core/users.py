@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from agent.core import errors, trace
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from lvm.devices import Device
 from mount import command, loop, table, target
+from mount import errors as mount_errors
 from mount import mounts as nodes
 from mount.kernel import Kernel
 from mount.table import DeviceNumber, Mount, Table
@@ -100,5 +102,30 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
     with trace.step(trace.WAIT, "udev"):
         while known.is_open(volume):
             if time.monotonic() >= end:
-                raise errors.VolumeInUse(str(volume.id), "a process has its device open")
+                raise errors.VolumeInUse(str(volume.id), _holders(kernel, known, volume))
             time.sleep(_LOOK_SECONDS)
+
+
+def _holders(kernel: Kernel, known: Inventory, volume: Volume) -> str:
+    """Who has a volume's device open: the devices that stand on it, or else the processes."""
+    device = known.device(str(volume.id))
+    if device is None:
+        return "a process has its device open"
+    return holders(kernel, device)
+
+
+def holders(kernel: Kernel, device: Device) -> str:
+    """Who has a device open: the devices that stand on it, or else the processes; no command."""
+    found: list[str] = []
+    with suppress(OSError, mount_errors.MountError):
+        found = loop.standing_on(kernel, device.path)
+    if found:
+        return (
+            f"{', '.join(found)} stand on its device; `A guest's volume group` in"
+            " docs/operations.md says what to do where the node's lvm2 has activated volumes inside"
+            " it"
+        )
+    with suppress(OSError, ValueError):
+        found = list(nodes.processes(kernel, kernel.real_path(device.path)))
+    who = ", ".join(found) if found else "a process"
+    return f"{who} has its device open"

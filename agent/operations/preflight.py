@@ -222,6 +222,31 @@ def _udev(node: Node) -> Iterator[Seen]:
     yield _pass("udev runs, and lvm2 waits for it" if runs else without)
 
 
+def _guests(node: Node) -> Iterator[Seen]:
+    """Whether the node's lvm2 would activate a volume group inside a raw block volume."""
+    # kubelet has a loop device over each raw block volume, of which udev tells lvm2 (69-lvm.rules).
+    root = node.lvm_root
+    settings, accepts = lvm2.configured(root), blockdevices.read(root)
+    is_rejected = accepts is not None and not accepts("/dev/loop0")
+    is_filtered = is_rejected or lvm2.listed_disks(root) is not None
+    scans_volumes = settings.get(("devices", "scan_lvs"), "0") == "1"
+    is_manual = (
+        settings.get(("global", "event_activation")) == "0"
+        or ("activation", "auto_activation_volume_list") in settings
+        or not node.at("/run/udev/control").exists()
+    )
+    if is_manual or (is_filtered and not scans_volumes):
+        yield _pass("a guest's volume group inside a raw block volume is not activated here")
+        return
+    why = "scans logical volumes (devices/scan_lvs)" if scans_volumes else "scans loop devices"
+    yield (
+        WARN,
+        f"the node's lvm2 {why}: it activates a volume group that a guest has inside a raw block"
+        " volume, and keeps that volume in use",
+        "`Guests' volume groups` in docs/install.md has the settings for lvm.conf",
+    )
+
+
 def _lvm2(node: Node) -> Iterator[Seen]:
     """The version of lvm2."""
     if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
@@ -577,6 +602,7 @@ CHECKS: dict[str, Check] = {
     "devices": _devices,
     "udev": _udev,
     "lvm2": _lvm2,
+    "guests' groups": _guests,
     "groups": _groups,
     "kernel": _kernel,
     "modules": _modules,

@@ -101,7 +101,8 @@ def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     assert client.stats(volume.volume_id, box.target).usage[0].total > (size + 48 * MIB) * 0.5
 
     taken = client.snapshot("snap-1", volume.volume_id)
-    assert taken.size_bytes == grown
+    # What was asked for, where that was rounded up.
+    assert taken.size_bytes == size + 48 * MIB
     there = box.host.directory / "copy"
     for source in (of_snapshot(taken.snapshot_id), of_volume(volume.volume_id)):
         copy = client.create("copy", 0, capability, parameters={"class": name}, source=source)
@@ -201,7 +202,7 @@ def test_the_device_of_a_closed_encrypted_volume_is_not_published(client: Client
     bare = csi.Volume(volume_id=volume.volume_id)
     with expect.code("INVALID_ARGUMENT", "is encrypted"):
         box.stage(bare, None, block())
-    with expect.code("FAILED_PRECONDITION", "is encrypted, and not open"):
+    with expect.code("FAILED_PRECONDITION", "is encrypted", "no key"):
         client.publish(bare, box.staging, box.target, block())
     assert not box.target.exists()
     box.stage(bare, KEY, block())

@@ -3,6 +3,7 @@
 And what an earlier volume left in the extents that a volume grows by is no reason to refuse it.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import configured
@@ -41,6 +42,26 @@ def test_a_formatted_volume_is_staged_whatever_its_last_block_holds(
     client.unstage(staged.volume_id, staging)
     last = host.kernel.device_size_bytes(path) - len(DRBD)
     assert host.read_bytes(path, last, len(DRBD)) == DRBD, "it is the pod's"
+
+
+def test_a_pod_that_fills_its_file_system_has_it_again(
+    client: Client, host: AnyHost, group: str, staging: Path, target: Path, real: bool
+) -> None:
+    """On real LVM by an ordinary file, one of whose blocks is the device's last."""
+    volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    if real:
+        with suppress(OSError), (target / "file").open("wb") as file:  # until it is full
+            for _ in range(8192):
+                file.write(DRBD)
+    else:
+        path = device(host, group, "vol-pvc-1")
+        host.write_bytes(path, volume.capacity_bytes - len(DRBD), DRBD)
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
 
 
 def test_a_volume_whose_tag_was_lost_is_recognized_whatever_its_last_block_holds(

@@ -487,7 +487,7 @@ def test_a_loop_device_of_another_program_is_left_alone(
     client.publish(raw, staging, target, block())
     client.unpublish(raw.volume_id, target)
     assert foreign in host.kernel.loop_devices()
-    with expect.code("FAILED_PRECONDITION", "open"):
+    with expect.code("FAILED_PRECONDITION", f"{foreign} stand on its device"):
         client.delete(raw.volume_id)
     loop.detach(host.kernel, foreign)
     client.delete(raw.volume_id)

@@ -112,6 +112,7 @@ def place(tmp_path: Path) -> Place:
     made.file("/dev/mapper/control")
     made.file("/dev/loop-control")
     made.file("/run/udev/control")
+    made.file(CONF_FILE, f"activation/auto_activation_volume_list = [ {group!r} ]\n")
     made.file(f"{CGROUPS}/cgroup.controllers", "cpuset cpu io memory pids\n")
     (made.root / CGROUPS.lstrip("/") / "kubepods.slice").mkdir()
     modules = "".join(f"kernel/drivers/md/{one}.ko: kernel/x.ko\n" for one in MODULES)
@@ -123,7 +124,7 @@ def place(tmp_path: Path) -> Place:
     return made
 
 
-CGROUPS = "/sys/fs/cgroup"
+CGROUPS, CONF_FILE = "/sys/fs/cgroup", "/etc/lvm/lvm.conf"
 STATUS, DEPENDENCIES = "/proc/self/status", f"/lib/modules/{RELEASE}/modules.dep"
 
 
@@ -226,6 +227,16 @@ LOOP, PLUGINS = "/dev/loop-control", "/kubelet/plugins_registry"
 NO_KUBELET = do("remove", "/kubelet/pods", "/kubelet/plugins")
 NO_RAID = do("file", DEPENDENCIES, "kernel/drivers/md/dm-snapshot.ko:\n")
 NO_AES = do("file", "/proc/cpuinfo", "flags: fpu\n")
+REJECTS = 'devices {\n\tglobal_filter = [ "r|^/dev/loop|" ]\n'
+CASES_OF_GUESTS = [
+    ("", "scans loop devices"),
+    ('devices/filter = [ "a|.*|" ]\n', "scans loop devices"),
+    (f"{REJECTS}\tscan_lvs = 1\n}}\n", "scans logical volumes"),
+    (f"{REJECTS}\tscan_lvs = 0\n}}\n", ""),
+    (f"{REJECTS}}}\n", ""),
+    ("global/event_activation = 0\n", ""),
+    ("global/event_activation = 1\n", "scans loop devices"),
+]
 LACKS: list[tuple[Sequence[Arrange], str, str, str]] = [
     ([do("file", STATUS, f"CapEff:\t{0:016}\n")], "privileges", FAIL, "CAP_SYS_ADMIN"),
     ([do("remove", STATUS)], "privileges", WARN, "cannot be looked at"),
@@ -282,6 +293,23 @@ def test_what_is_missing_is_reported_with_a_remedy(
     assert {one.verdict for one in found} == {verdict}
     assert words in found[0].message
     assert found[0].remedy
+
+
+@pytest.mark.parametrize(("conf", "words"), CASES_OF_GUESTS)
+def test_a_node_that_would_activate_a_guests_group_is_warned_of(
+    place: Place, conf: str, words: str
+) -> None:
+    place.file(CONF_FILE, conf)
+    found = place.one("guests' groups")
+    assert found.verdict == (WARN if words else PASS)
+    assert words in found.message
+
+
+def test_a_devices_file_keeps_guests_groups_from_being_activated(place: Place) -> None:
+    place.file(CONF_FILE, "")
+    place.file("/etc/lvm/devices/system.devices")
+    place.file(CONF_FILE, "devices/use_devicesfile = 1\n")
+    assert place.one("guests' groups").verdict == PASS
 
 
 UUID = "abcdef00000000000000000000000000"

@@ -50,7 +50,16 @@ CHANGING = frozenset(
 DECIDING = frozenset({"zeroing", "is_distrusted", "distrust"})
 LOOKING = frozenset(
     {
-        *("version", "mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
+        *(
+            "version",
+            "device_title",
+            "mountinfo",
+            "lstat",
+            "real_path",
+            "statvfs",
+            "xfs_geometry",
+            "device_number",
+        ),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
         *("device_partitions", "device_holders", "signatures", "superblock"),
         "physical_block_bytes",
@@ -291,6 +300,9 @@ class FakeKernel(Kernel):
 
     def device_holders(self, device: str) -> list[str]:
         return self._block_device(device).holders
+
+    def device_title(self, device: str) -> str:
+        return self.devices.get(device).path if self.devices.knows(device) else device
 
     def device_is_swap(self, device: str) -> bool:
         return self._block_device(device).swap
