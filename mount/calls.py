@@ -139,7 +139,7 @@ def _error(path: str, other: str | None = None) -> OSError:
 _LABEL, _UUID, _TYPE, _USAGE = 1 << 1, 1 << 3, 1 << 5, 1 << 7
 _ONLY_IN = 2
 _FILE_SYSTEM, _RAID, _CRYPTO, _OTHER = 1 << 1, 1 << 2, 1 << 3, 1 << 4
-_NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "PTTYPE", "PTUUID")
+_NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "BLOCK_SIZE", "PTTYPE", "PTUUID")
 # What blkid_do_safeprobe() returns; anything else is a failure.
 _FOUND, _NOTHING, _AMBIVALENT = 0, 1, -2
 
@@ -175,7 +175,7 @@ def _library() -> ctypes.CDLL:
 
 
 def signatures(device: str, *, fs_type: str = "", length_bytes: int = 0) -> dict[str, str]:
-    """The tags TYPE, USAGE, UUID and LABEL, PTTYPE and PTUUID; none of a blank device.
+    """The tags TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID; none of a blank device.
 
     With `fs_type` only the superblock of that file system is looked for. With `length_bytes` the
     device is taken to end there. Raises OSError: ENOSYS where there is no libblkid, ENOTUNIQ where

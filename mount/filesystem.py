@@ -1,11 +1,12 @@
 """File systems: probe, make, check, grow, and a new UUID for a copy."""
 
 import errno
+import mmap
 import re
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mount import errors, table
 from mount.command import Result, Run
@@ -46,6 +47,11 @@ class FileSystem:
     `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
     counters are of the disk or of the structures (`errors_of_medium`);
     one that kernel.error_counters does not know has none.
+
+    `block_options` set the size of its blocks, each by an option and a key within its comma list.
+    By the first it is read and written; `least_block_bytes` are the default, 0 where that is the
+    device's. `needs` has for a mount option the mkfs option, and the word in its comma list,
+    without which the kernel refuses it.
     """
 
     program: str
@@ -65,6 +71,9 @@ class FileSystem:
     features: tuple[Feature, ...] = ()
     errors_of_medium: bool = False
     error_remedy: str = ""
+    block_options: tuple[tuple[str, str], ...] = ()
+    least_block_bytes: int = 0
+    needs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -126,6 +135,10 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         ),
         # s_error_count: what ext4 found wrong in its own structures.
         error_remedy="then have the volume unstaged and staged again, which checks it",
+        block_options=(("-b", ""),),
+        least_block_bytes=4096,
+        # "Project quota feature not enabled" (fs/ext4/super.c).
+        needs={"prjquota": ("-O", "project")},
     ),
     "xfs": FileSystem(
         program="mkfs.xfs",
@@ -147,6 +160,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         ),
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
+        block_options=(("-s", "size"), ("-b", "size")),
         # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
@@ -179,6 +193,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         # btrfs(5), device stats: failed reads, writes and flushes, and data with a wrong checksum.
         errors_of_medium=True,
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
+        block_options=(("-s", ""),),
+        least_block_bytes=4096,
     ),
 }
 
@@ -201,6 +217,8 @@ class Signature:
     usage: str
     uuid: str = ""
     label: str = ""
+    # In what size a file system is read and written (ext4: blocks, xfs: sectors); 0 if unknown.
+    block_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.fs_type} ({self.usage})"
@@ -274,7 +292,9 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
 def _signature(device: str, tags: Mapping[str, str]) -> Signature | None:
     uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
     if "TYPE" in tags:
-        return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)
+        blocks = tags.get("BLOCK_SIZE", "")
+        block_bytes = int(blocks) if blocks.isascii() and blocks.isdigit() else 0
+        return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label, block_bytes)
     if "PTTYPE" in tags:
         return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
     if tags:
@@ -366,7 +386,60 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
         if refused := keys.intersection(_REFUSED_WORDS.split()):
             raise errors.BadOption(f"{option} {value}", f"may not hold {', '.join(refused)}")
         checked[option] = value
+    _check_blocks(file_system, checked)
     return checked
+
+
+def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Sequence[str]) -> None:
+    """Raise BadOption for a mount option that needs an mkfs option that is not given."""
+    chosen = check_options(fs_type, options)
+    for word in mount_options:
+        option, feature = known(fs_type).needs.get(word, ("", ""))
+        if feature and feature not in chosen.get(option, "").split(","):
+            raise errors.BadOption(
+                word, f"needs a file system that is made with mkfs options `{option} {feature}`"
+            )
+
+
+def block_bytes(fs_type: str, options: Sequence[str]) -> int:
+    """The size in which a file system made with a user's options is read and written.
+
+    0 where that is its device's, or not known. Raises BadOption.
+    """
+    if fs_type not in FILE_SYSTEMS:
+        return 0
+    file_system, chosen = FILE_SYSTEMS[fs_type], check_options(fs_type, options)
+    option, key = file_system.block_options[0]
+    return _size(chosen.get(option, ""), key) or file_system.least_block_bytes
+
+
+def _check_blocks(file_system: FileSystem, chosen: Mapping[str, str]) -> None:
+    """Raise BadOption for blocks that are larger than this node's pages of memory.
+
+    Only new kernels mount some of those, and not with every file system.
+    """
+    for option, key in file_system.block_options:
+        value = chosen.get(option, "")
+        if (size_bytes := _size(value, key)) > mmap.PAGESIZE:
+            raise errors.BadOption(
+                f"{option} {value}",
+                f"makes blocks of {size_bytes} bytes, which the kernel cannot mount: this node's"
+                f" pages of memory have {mmap.PAGESIZE}",
+            )
+
+
+# mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8) take these after a number.
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_NUMBER = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE)
+
+
+def _size(value: str, key: str) -> int:
+    """The size in bytes that an option's value has, or a key of its comma list; 0 for none."""
+    words = dict(word.partition("=")[::2] for word in value.split(",")) if key else {"": value}
+    if key and words.get("log", "").isdigit():
+        return 1 << min(int(words["log"]), 60)
+    match = _NUMBER.fullmatch(words.get(key, ""))
+    return int(match[1]) * _UNITS[match[2].lower()] if match else 0
 
 
 def check_size(fs_type: str, size_bytes: int) -> None:

@@ -210,6 +210,16 @@ class Inventory:
             raise lvm_errors.Inactive(group, name)
         return found
 
+    @contextmanager
+    def activated(self, group: str, name: str) -> Iterator[devices.Device]:
+        """The device of a logical volume, which is left inactive if it was."""
+        was_active = self.is_active(group, name)
+        try:
+            yield self.ensure_active(group, name)
+        finally:
+            if not was_active:
+                volumes.deactivate(self._volume_groups.lvm(group), group, name)
+
     def is_active(self, group: str, name: str) -> bool:
         """Whether a logical volume, or a pool, is active; no command."""
         return bool(self._devices.find(group, name) or self._devices.status(group, name))

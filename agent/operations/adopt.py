@@ -258,8 +258,8 @@ class Adopter:
 
     def _contents(self, asked: Asked) -> str:
         """The file system on it; empty for a raw block volume. Raises NotAdopted."""
-        with self._active(asked) as device:
-            found = filesystem.probe(self._kernel, device)
+        with self._inventory.activated(asked.group, asked.name) as device:
+            found = filesystem.probe(self._kernel, device.path)
         if found is not None and found.fs_type == _LUKS:
             why = (
                 "it is encrypted (LUKS), and its key is not Carver's; make an encrypted volume,"
@@ -272,16 +272,6 @@ class Adopter:
             why = f"it holds {found or 'no file system'}, not {', '.join(filesystem.FILE_SYSTEMS)}"
             raise errors.NotAdopted(asked.path, f"{why}; for a raw block volume say --block")
         return found.fs_type
-
-    @contextmanager
-    def _active(self, asked: Asked) -> Iterator[str]:
-        """The device of a logical volume, which is left inactive if it was."""
-        was_active = self._inventory.is_active(asked.group, asked.name)
-        try:
-            yield self._inventory.ensure_active(asked.group, asked.name).path
-        finally:
-            if not was_active:
-                volumes.deactivate(self._volume_groups.lvm(asked.group), asked.group, asked.name)
 
     def _require_unneeded(self, asked: Asked, volume: Volume) -> None:
         """Raise NotAdopted, Receiving, Moved for a volume that Carver, or a user, still needs."""

@@ -15,7 +15,7 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange
-from agent.operations import clone, modify, plan
+from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
 from agent.operations.delete import VolumeDeleter
 from agent.operations.erase import Eraser
@@ -174,6 +174,8 @@ class VolumeCreator:
             raise errors.NoSuchVolume(str(origin.id))
         allocator = self._allocators.of(one)
         size_bytes, own_tags = plan.new(call, one, allocator, group, origin)
+        if origin is not None:
+            self._require_blocks(origin, group)
         tuning = modify.bounded(self._config, one, call.tuning)
         own_tags |= tuning.tags()
         if admit is not None:
@@ -208,6 +210,21 @@ class VolumeCreator:
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, group, name, size_bytes, own_tags), source
+
+    def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
+        """Raise BadField where what a source holds cannot be used on a group's disks.
+
+        A command or two only where the disks have larger blocks, and the source is inactive.
+        """
+        if origin.group.uuid == group.uuid:
+            return
+        wanted = block_sizes.of_group(self._kernel, group)
+        if wanted <= block_sizes.of_group(self._kernel, origin.group):
+            return
+        with self._inventory.activated(origin.group.name, origin.name) as device:
+            held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
+        if why := block_sizes.problem(held, group, wanted):
+            raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
     def capacity(self, call: GetCapacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command.

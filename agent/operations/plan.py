@@ -13,6 +13,7 @@ from agent.core.records import Snapshot, Volume
 from agent.core.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
 from agent.core.settings import Config
 from lvm import layout, report, tags
+from mount import errors as mount_errors
 from mount import filesystem
 
 LEAST_BYTES = 4 << 20
@@ -199,6 +200,15 @@ def _check_options(call: CreateVolume, parameters: Parameters) -> None:
             )
         one.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
     parameters.check_for(parameters.fs_type, "parameters")
+    if call.source is not None:
+        return  # its file system is there
+    flags = [word for one in call.capabilities for word in one.mount_flags]
+    try:
+        filesystem.check_mount_options(
+            parameters.fs_type, parameters.mkfs_options, [*parameters.mount_options, *flags]
+        )
+    except mount_errors.BadOption as error:
+        raise errors.BadField("volume_capabilities", str(error)) from None
 
 
 def size_bytes(

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Tags of the origin that a volume made of the snapshot needs.
 _INHERITED = (
-    tag.REQUESTED,
+    *(tag.REQUESTED, tag.MKFS_OPTIONS),
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
     *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.KEY_GENERATION),
 )

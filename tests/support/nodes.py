@@ -126,10 +126,12 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
 
 
 @contextmanager
-def made(host: AnyHost, config: Config, directory: Path, name: str) -> Iterator[Node]:
-    """A node of that name, which ends in the end."""
+def made(
+    host: AnyHost, config: Config, directory: Path, name: str, group: str = ""
+) -> Iterator[Node]:
+    """A node of that name, which ends in the end, with a group of its own unless one is given."""
     # Each of another size: the lab gives the same group again for the same disks.
-    group = host.new_group(60, 60 + sum(name.encode()) % 30)
+    group = group or host.new_group(60, 60 + sum(name.encode()) % 30)
     own_directory = directory / name
     own_directory.mkdir()
     classes = histories.sealed(configured.classes(group, LAYOUTS))

@@ -27,7 +27,7 @@ from agent.core.records import Volume
 from agent.core.requests import BLOCK
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
-from agent.operations import clone, modify
+from agent.operations import block_sizes, clone, modify
 from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
 from lvm import layout, names, report, volumes
@@ -186,6 +186,7 @@ class Receiver:
             why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
         group = self._inventory.group(known, one.group)
+        self._require_blocks(name, group, sending.blocks_of(header))
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
         own_tags = sending.tags_of(name, one, header, size_bytes, group)
         tuning = modify.bounded(self._config, one)
@@ -286,11 +287,19 @@ class Receiver:
             if found is None or found.fs_type not in filesystem.FILE_SYSTEMS:
                 return
             formatted = found.fs_type
-        elif filesystem.find(self._kernel, device.path, formatted) is None:
+        elif (found := filesystem.find(self._kernel, device.path, formatted)) is None:
             raise errors.ContentsLost(identity, formatted, device.path)
+        # A stream of an earlier version, or of a file system that was made since, does not tell.
+        self._require_blocks(own_tags[tag.NAME], volume.group, found.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
         proof = partial(self._inventory.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)
+
+    def _require_blocks(self, name: str, group: report.Group, held_bytes: int) -> None:
+        """Raise NotReceived where the contents cannot be used on a group's disks."""
+        wanted = block_sizes.of_group(self._kernel, group)
+        if why := block_sizes.problem(held_bytes, group, wanted):
+            raise errors.NotReceived(name, why)
 
     def _coming(self, volume_id: str) -> Volume:
         """A volume that is being received; the group is held. Raises NotReceived."""

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from agent.core import errors, records, tag
@@ -14,8 +15,9 @@ from agent.core.requests import BLOCK, MOUNT
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
-from agent.operations import plan
+from agent.operations import block_sizes, plan
 from lvm import report
+from mount import errors as mount_errors
 from mount import filesystem, luks
 
 # Tags of the parameters that staging needs, and of the limits of I/O.
@@ -25,6 +27,15 @@ SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
 )
+
+# The largest logical block that the contents can lie on, 0 for any; no tag.
+BLOCKS = "blocks"
+
+
+def blocks_of(header: Header) -> int:
+    """The largest logical block that a stream's contents can lie on; 0 for any, or if unknown."""
+    blocks = header.facts.get(BLOCKS, "")
+    return int(blocks) if blocks.isascii() and blocks.isdigit() else 0
 
 
 def tags_of(
@@ -91,6 +102,7 @@ class Sender:
 
     def __init__(self, context: Context, activations: Activations) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._kernel = context.kernel
         self._activations = activations
 
     def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
@@ -103,7 +115,16 @@ class Sender:
             known = self._inventory.state(group_of(snapshot_id), resume=True)
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
-            return header, self._activations.lease(snapshot)
+            lease = self._activations.lease(snapshot)
+            return self._with_blocks(header, snapshot), lease
+
+    def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
+        """Add the largest logical block that the contents can lie on, if that can be found."""
+        with suppress(OSError, mount_errors.CommandError, mount_errors.MountError):
+            device = self._inventory.ensure_active(snapshot.group.name, snapshot.name)
+            held = block_sizes.of_contents(self._kernel, header.facts, device.path)
+            return replace(header, facts={**header.facts, BLOCKS: str(held)})
+        return header
 
     def chain(self, snapshot_id: str) -> str:
         """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""

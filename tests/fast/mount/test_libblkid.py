@@ -86,6 +86,15 @@ def test_a_label_and_an_id_are_found(disk: Path) -> None:
     assert found.uuid
 
 
+@pytest.mark.parametrize("blocks", [1024, 2048, 4096])
+def test_the_size_of_its_blocks_is_found(disk: Path, blocks: int) -> None:
+    ended = RUN("mkfs.ext4", "-q", "-b", str(blocks), "--", str(disk))
+    assert ended.exit_code == 0, ended.stderr
+    for found in (by_both(disk), filesystem.find(Kernel(), str(disk), "ext4")):
+        assert found is not None
+        assert found.block_bytes == blocks
+
+
 def test_two_things_in_one_place_are_an_error(disk: Path) -> None:
     ext4(disk)
     put(disk, 0, b"hsqs" + bytes(24) + struct.pack("<2H", 4, 0))  # squashfs

@@ -183,6 +183,7 @@ class FakeCryptsetup:
         size = device.size_bytes - offset
         made = self._devices.add(f"/dev/mapper/{name[0]}", size, inner)
         made.of, made.read_only = device, device.read_only
+        made.block_bytes = max(device.block_bytes, int(header["segments"]["0"]["sector_size"]))
         device.held += 1
         return _DONE
 

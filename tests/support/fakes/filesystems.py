@@ -27,7 +27,8 @@ def tags(device: FakeDevice) -> dict[str, str]:
     if found.usage == "partition table":
         return {"PTUUID": found.uuid, "PTTYPE": found.fs_type}
     label = {"LABEL": found.label} if found.label else {}
-    return {"UUID": found.uuid, "TYPE": found.fs_type, "USAGE": found.usage, **label}
+    blocks = {"BLOCK_SIZE": str(found.block_bytes)} if found.block_bytes else {}
+    return {"UUID": found.uuid, "TYPE": found.fs_type, "USAGE": found.usage, **label, **blocks}
 
 
 def signatures(device: FakeDevice, length_bytes: int = 0) -> dict[str, str]:
@@ -141,7 +142,9 @@ def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
     option = label_option(fs_type)
     label = options[options.index(option) + 1] if option in options else ""
     identity = _uuid(options) or uuid.uuid4()
-    device.contents = Signature(fs_type, "filesystem", str(identity), label)
+    given = [word for pair in pairwise(options) for word in pair if pair[0] in ("-b", "-s")]
+    blocks = filesystem.block_bytes(fs_type, given[:2]) or device.block_bytes
+    device.contents = Signature(fs_type, "filesystem", str(identity), label, blocks)
     if fs_type == "btrfs":
         device.media.write(BTRFS_SUPERBLOCK_AT, _superblock(identity))
     device.media.fs_size_bytes = device.size_bytes

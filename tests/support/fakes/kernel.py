@@ -192,6 +192,8 @@ class FakeKernel(Kernel):
             _fail(errno.EINVAL, device)
         if found.read_only and "ro" not in parameters:
             _fail(errno.EACCES, device)
+        if 0 < found.contents.block_bytes < found.block_bytes:
+            _fail(errno.EINVAL, device)
         if found.media.damage:
             _fail(errno.EUCLEAN, device)
         access = "ro" if "ro" in parameters else "rw"

@@ -136,6 +136,10 @@ class Machine:
             device = self.devices.add(node, size, volume.media)
             listed = self._told.settings.get("activation/read_only_volume_list") == group.name
             device.read_only = volume.read_only or listed
+            below = [one.name for one in group.disks if self.devices.knows(one.name)]
+            device.block_bytes = max(
+                (self.devices.get(one).block_bytes for one in below), default=512
+            )
             device.missing = lost_ranges(group, volume)
             self._stand(device, group, volume)
             volume.active = True
