@@ -168,8 +168,7 @@ def test_project_quotas_need_a_file_system_with_projects(client: Client, staging
     client.create("pvc-2", SIZE, mounted("xfs", ["prjquota"]))
 
 
-def test_the_kernel_refuses_what_is_refused(host: AnyHost, tmp_path: Path) -> None:
-    """So that the rule is the kernel's, on either machine."""
+def test_a_file_system_with_blocks_of_4_kib_lies_on_such_a_disk(host: AnyHost) -> None:
     place = host.directory / "place"
     place.mkdir()
     with host.disk("4 KiB", 64 * MIB) as disk:

@@ -17,7 +17,11 @@ MIB = 1 << 20
 KEY = {"passphrase": "correct horse battery staple"}
 # 100 MB is no whole number of extents; 100 MiB is, but below the least xfs; 1 is below everything.
 ASKED = (100_000_000, 100 * MIB, 1)
-CLASSES = ("linear", "striped", "sealed")
+CLASSES = (
+    "linear",
+    pytest.param("striped", marks=pytest.mark.variation),
+    pytest.param("sealed", marks=pytest.mark.variation),
+)
 
 
 @pytest.fixture
