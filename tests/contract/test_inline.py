@@ -467,7 +467,7 @@ def test_volume_with_data_is_kept_after_a_failure(
     client.publish_inline(VOLUME, target, SMALL)
     host.kernel.unmount(str(target))
     with monkeypatch.context() as patch:
-        patch.setattr(host.kernel, "signatures", refuse)
+        patch.setattr(host.kernel, "superblock", refuse)
         with expect.code("INTERNAL", "no luck"):
             client.publish_inline(VOLUME, target, SMALL)
     assert len(volumes(host, group)) == 1
