@@ -209,7 +209,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
         config,
         host.kernel,
         host.run,
-        lambda: known().state(max_age=MONITOR_AGE_SECONDS),
+        lambda: known().seen(MONITOR_AGE_SECONDS),
         refused=lambda: known().refused,
         ignored=lambda: known().ignored,
     )

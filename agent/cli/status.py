@@ -157,7 +157,7 @@ class Overview:
 def read(settings: Config, host: Host) -> Overview:
     """Read everything once; raises NotReady, what lvm2's report raises."""
     known = known_to(settings, host)
-    now, allocators = known.state(max_age=MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
+    now, allocators = known.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
     mounts = table.read(host.kernel)
     is_serving = sockets.is_served(settings.endpoint)
@@ -179,9 +179,9 @@ def read(settings: Config, host: Host) -> Overview:
                 ),
                 progress=progress.get(str(one.id), ""),
             )
-            for one in known.present(now)
+            for one in known.seen_volumes(now)
         ),
-        snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
+        snapshots=tuple(_snapshot(one) for one in known.seen_snapshots(now) if not one.is_bridge),
     )
 
 

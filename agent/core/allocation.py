@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import ids, tag
+from agent.core import errors, ids, records, tag
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
@@ -52,7 +52,8 @@ def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether it has the tags of a pool of Carver's, and the name that they imply."""
     own_tags = pool.own_tags
     made_for = pool_name(own_tags.get(tag.CLASS, ""))
-    return pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
+    is_tagged = pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
+    return is_tagged and not records.unknown_needs(pool)
 
 
 def closed(group: report.Group) -> str:
@@ -278,6 +279,8 @@ class Thin:
             return why
         pool = self.pool(group)
         made = group.volumes.get(pool.name)
+        if made is not None and (needs := records.unknown_needs(made)):
+            return f"{errors.NeedsOther(f'{group.name}/{made.name}', needs)}"
         if made is not None and not (is_own_pool(made) or is_half_made_pool(made)):
             return (
                 f"{group.name}/{pool.name} is there and is no pool of Carver's, or lost a tag that"

@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from agent.core import errors, trace
 from mount import command
@@ -34,6 +35,31 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
             _log.warning("%s has not ended after %g s, and is left to itself", name, seconds)
         elif (error := ended.exception()) is not None:
             _log.error("%s has not ended well: %s", name, error)
+
+
+class Attempts:
+    """Several attempts, of which none that fails keeps the next from being made.
+
+    Leaving the `with` raises an ExceptionGroup of what failed.
+    """
+
+    def __init__(self) -> None:
+        self._failed: list[Exception] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is None and self._failed:
+            raise ExceptionGroup("not all attempts succeeded", self._failed)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Keep the error of one attempt."""
+        try:
+            yield
+        except Exception as error:
+            self._failed.append(error)
 
 
 def _begun(name: str, work: Callable[[], object]) -> Future[object]:

@@ -98,13 +98,15 @@ class Holds:
                 return False
             return snapshot_uuid not in found.before
 
-    def resume(self, inventory: Inventory, *groups: str) -> None:
+    def resume(self, inventory: Inventory, *groups: str) -> int:
         """Read from tags which volumes of these groups, or of all, are received or moved."""
-        for one in inventory.present(inventory.state(*groups)):
+        every = list(inventory.present(inventory.state(*groups)))
+        for one in every:
             if one.receiving:
                 self.receiving(str(one.id))
             elif one.moved:
                 self.moved(str(one.id), one.own_tags.get(tag.MOVE_TO, "another node"))
+        return sum(one.receiving or one.moved for one in every)
 
     def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
         """The hold of a volume, of that word if given, if it has not ended."""

@@ -13,7 +13,8 @@ from agent.core import errors, group_definitions, ids, locks, records, tag
 from agent.core.background import Probes
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
-from agent.core.records import Snapshot, Volume
+from agent.core.records import Newer, Snapshot, Volume
+from agent.core.states import Every, Fresh, Known, Seen
 from agent.core.volume_group import begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import devicemapper, devices, names, report, thin, volumes
@@ -24,7 +25,7 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-_Record = TypeVar("_Record", Volume, Snapshot, Volume | None, Snapshot | None)
+_Record = TypeVar("_Record", Volume, Snapshot)
 
 # How long a call waits for the status of a pool, which takes a moment as a rule.
 _POOL_SECONDS = 5.0
@@ -56,55 +57,91 @@ class Inventory:
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
         # The volumes of each group's last state, by its name: lists are frequent.
-        self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
+        self._seen: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] = {}
         # The groups whose cached state was used since `refresh` had them read.
         self._in_use: set[str] = set()
 
-    def state(
-        self,
-        *groups: str,
-        max_age: float = 0.0,
-        quick: bool = False,
-        complete: bool = False,
-        resume: bool = False,
-    ) -> report.Report:
-        """The state of these groups now, or of all where none is named.
+    def state(self, *groups: str, resume: bool = False) -> Fresh:
+        """The state of these groups now, or of all where none is named; of no other group.
 
-        Other groups are in it as Carver left them: only one that it changed since it was read is
-        read, for three seconds at most. One command for each group that was written to since it was
-        read. `quick`: all groups, with the
-        cached state of one that takes longer than three seconds; with `complete` an error where
-        that state may lack something. `max_age` (seconds): the cached state where it is not
-        older; see `_cached_state`. `resume`: before a change, resume devices that a killed lvm2
-        left suspended, and remove thin volumes that it recorded and did not make. Raises
-        CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        One command for each group that was written to since it was read. `resume`: before a change,
+        resume devices that a killed lvm2 left suspended, and remove thin volumes that it recorded
+        and did not make. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
-        if max_age:
-            return self._cached_state(max_age)
         locks.enter(*groups)
-        if quick:
-            return _present(begin_states(self._volume_groups, complete=complete)())
         wanted = groups or self._groups
-        others = [one for one in self._volume_groups if one.name not in wanted]
-        end_others = begin_states(one for one in others if not one.has_own_changes)
-        left = {one.name: one.cached for one in others}
         found = {name: self._volume_groups.of(name) for name in wanted}
         states = {name: one.state() for name, one in found.items() if one is not None}
-        known = _present(left | end_others() | states)
+        known = Fresh(_present(states), asked=frozenset(wanted))
         if resume:
-            own = [one for one in self.own_groups(known) if one.name in wanted]
+            own = list(self.own_groups(known))
             self._resume(own)
             if self._remove_unmade(own):
                 return self.state(*groups)
         return known
 
-    def search(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
-        """What `find` finds in the fresh state of the group that has it, or of all groups.
+    def everywhere(self, known: Fresh) -> Every:
+        """All groups, where any may matter: the fresh ones, and the others as Carver left them.
+
+        No command and no wait for a group that Carver did not change since it was read: an idle
+        group that hangs keeps no call of another. A changed one is read, for three seconds at most,
+        and is `silent` where it does not answer. One that this process never read has nothing that
+        this process did.
+        """
+        others = [one for one in self._volume_groups if one.name not in known.asked]
+        changed = [one for one in others if not one.has_own_changes]
+        read = begin_states(changed)()
+        left = {one.name: one.cached for one in others}
+        silent = frozenset(one.name for one in changed if not one.has_own_changes)
+        return Every({**_present(left | read), **known.groups}, silent=silent)
+
+    def lists(self) -> Every:
+        """All groups for a list: fresh, or as Carver left one that takes longer than three seconds.
+
+        Raises GroupBusy, GroupSilent, GroupAwaited where that lacks something, GroupRefused.
+        """
+        locks.enter()
+        return Every(_present(begin_states(self._volume_groups, complete=True)()))
+
+    def hint(self) -> Seen:
+        """All groups as they are, or were when one that takes longer was read last."""
+        locks.enter()
+        return Seen(_present(begin_states(self._volume_groups)()))
+
+    def seen(self, max_age: float) -> Seen:
+        """The cached state, refreshed where it is older than `max_age` (seconds).
+
+        However many ask, each group is read once in that time, and not at all where calls read it
+        anyway. A group that does not answer has its last state. Where no group answers, the error
+        is raised, again for as long. Raises CommandTimedOut after five seconds, GroupSilent.
+        """
+        every = list(self._volume_groups)
+        refreshing = [
+            one.refresh() for one in every if not 0 <= time.time() - one.tried_seconds < max_age
+        ]
+        wait(refreshing, _MONITOR_WAIT_SECONDS)
+        # A group that is refused was read, and is as good as absent.
+        refused = errors.GroupRefused
+        problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
+        answers = any(one.cached is not None and one.problem is None for one in every)
+        if problems and not answers:
+            # The same error each time: without the traces of earlier callers.
+            raise problems[0].with_traceback(None)
+        if every and not any(one.time_seconds for one in every):
+            raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
+        return self._cached_report()
+
+    def search(self, is_it: Callable[[Volume], bool]) -> Volume | None:
+        """The volume that `is_it` is true of, by the fresh state of its group, or of all groups.
 
         So a volume in one group is found while another group hangs. Raises as `state` does.
         """
-        seen = find(self.state(quick=True))
-        return find(self.state() if seen is None else self.state(seen.group.name))
+        hint = next(filter(is_it, self.seen_volumes(self.hint())), None)
+        if hint is not None:
+            known = self.state(hint.group.name)
+            if (found := next(filter(is_it, self.present(known)), None)) is not None:
+                return found
+        return next(filter(is_it, self.present(self.state())), None)
 
     def _resume(self, groups: Collection[report.Group]) -> None:
         """Resume devices that a killed lvm2 left suspended; one command for each.
@@ -342,29 +379,6 @@ class Inventory:
             with self._guard:
                 self._held -= own
 
-    def _cached_state(self, max_age: float) -> report.Report:
-        """The cached state, refreshed where it is older than `max_age` (seconds).
-
-        However many ask, each group is read once in that time, and not at all where calls read it
-        anyway. A group that does not answer has its last state. Where no group answers, the error
-        is raised, again for as long. Raises CommandTimedOut after five seconds, GroupSilent.
-        """
-        every = list(self._volume_groups)
-        refreshing = [
-            one.refresh() for one in every if not 0 <= time.time() - one.tried_seconds < max_age
-        ]
-        wait(refreshing, _MONITOR_WAIT_SECONDS)
-        # A group that is refused was read, and is as good as absent.
-        refused = errors.GroupRefused
-        problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
-        answers = any(one.cached is not None and one.problem is None for one in every)
-        if problems and not answers:
-            # The same error each time: without the traces of earlier callers.
-            raise problems[0].with_traceback(None)
-        if every and not any(one.time_seconds for one in every):
-            raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
-        return self._cached_report()
-
     @property
     def time_seconds(self) -> float:
         """When the oldest cached state of a group was read (epoch); 0 where none was."""
@@ -395,16 +409,19 @@ class Inventory:
     def cached(self, volume_id: str) -> Volume | None:
         """A volume by the cached state, which is refreshed when it is due; None proves nothing."""
         self.keep_fresh()
-        known = self._cached_report()
-        try:
-            if VolumeId.parse(volume_id) is None:
-                return self.named(known, volume_id, ids.INLINE_PREFIX)
-            return self.get(known, volume_id)
-        except (errors.NoSuchVolume, errors.OtherGroup, errors.NeedsOther):
-            return None
+        seen, parsed = self._cached_report(), VolumeId.parse(volume_id)
+        own_name = ids.logical_name(volume_id)
+        for group in seen.groups.values():
+            if parsed is not None and (group.name != parsed.group or not parsed.is_of(group.uuid)):
+                continue
+            logical = group.volumes.get(own_name)
+            found = None if logical is None else records.volume(group, logical)
+            if isinstance(found, Volume):
+                return found
+        return None
 
-    def _cached_report(self) -> report.Report:
-        return _present({one.name: one.cached for one in self._volume_groups})
+    def _cached_report(self) -> Seen:
+        return Seen(_present({one.name: one.cached for one in self._volume_groups}))
 
     def is_kept_suspended(self, group: str, name: str) -> bool:
         """Whether a logical volume is suspended on purpose (`keep_suspended`)."""
@@ -433,9 +450,9 @@ class Inventory:
                 self._in_use.discard(one.name)
         return begun
 
-    def require_group_of(self, known: report.Report, identity: str) -> None:
+    def require_group_of(self, known: Known, identity: str) -> None:
         """Raise OtherGroup for an id of a group that is not here: nothing is proved."""
-        _find(known, identity)
+        self._find(known, identity)
 
     def group(self, known: report.Report, name: str) -> report.Group:
         """A group to create volumes in; raises GroupMissing, GroupRefused."""
@@ -446,21 +463,38 @@ class Inventory:
         for name in self._groups:
             self.group(known, name)
 
-    def all(self, known: report.Report) -> list[Volume]:
-        """Every volume in Carver's groups, also those that are being erased.
+    def listed(self, known: report.Report) -> list[Volume]:
+        """What the CO has as volumes, to be shown; also those that only newer versions use."""
+        return [one for one in self.shown(known) if one.is_listed]
 
-        Raises GroupMissing: a list without a group's volumes would say that they are gone.
-        """
-        for name in self._groups:
-            known.group(name)
-        return list(self.present(known))
-
-    def present(self, known: report.Report) -> Iterator[Volume]:
-        """Every volume in Carver's groups that are present."""
+    def shown(self, known: report.Report) -> Iterator[Volume]:
+        """Every volume, also those that only newer versions use: what they stand on stays."""
         for group in self.own_groups(known):
-            yield from self._volumes_of(group)
+            for one in self._volumes_of(group):
+                yield one.shown if isinstance(one, Newer) else one
 
-    def _volumes_of(self, group: report.Group) -> Sequence[Volume]:
+    def present(self, known: Known) -> Iterator[Volume]:
+        """Every volume that this version uses, also those that are being erased."""
+        yield from self._used(known)
+
+    def seen_volumes(self, seen: Seen) -> Iterator[Volume]:
+        """Every volume by a state that may be old: for monitoring, and for hints."""
+        yield from self._used(seen)
+
+    def seen_snapshots(self, seen: Seen) -> Iterator[Snapshot]:
+        """Every snapshot by a state that may be old."""
+        return (one for one in self._snapshots(seen) if isinstance(one, Snapshot))
+
+    def seen_volume(self, seen: Seen, volume_id: str) -> Volume:
+        """The volume of an id by a state that may be old; raises as `usable` does."""
+        # Its groups are asked as if they were fresh: this is for what is shown alone.
+        return self.usable(Fresh(seen.groups, asked=frozenset(seen.groups)), volume_id)
+
+    def _used(self, known: report.Report) -> Iterator[Volume]:
+        for group in self.own_groups(known):
+            yield from (one for one in self._volumes_of(group) if isinstance(one, Volume))
+
+    def _volumes_of(self, group: report.Group) -> Sequence[Volume | Newer[Volume]]:
         """The volumes of a group; its state is the same object until something changes."""
         seen, found = self._seen.get(group.name, (None, ()))
         if seen is not group:
@@ -475,68 +509,88 @@ class Inventory:
 
     def fresh_groups(self, *groups: str) -> list[report.Group]:
         """The fresh state of these groups, or of all; without those that are absent."""
-        every = self.own_groups(self.state(*groups))
-        return [one for one in every if one.name in (groups or self._groups)]
+        return list(self.own_groups(self.state(*groups)))
 
-    def named(
-        self, known: report.Report, name: str, prefix: str = ids.VOLUME_PREFIX
-    ) -> Volume | None:
+    def named(self, known: Every, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is.
 
         Raises NeedsOther.
         """
-        own_name = names.logical_volume(prefix, name)
-        found = ((one, one.volumes.get(own_name)) for one in self.own_groups(known))
-        every = (records.volume(group, one) for group, one in found if one is not None)
-        return _known(next(filter(None, every), None))
+        every = (self.named_in(group, name, prefix) for group in self.own_groups(known))
+        return next(filter(None, every), None)
 
-    def get(self, known: report.Report, volume_id: str) -> Volume:
+    def named_in(
+        self, group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX
+    ) -> Volume | None:
+        """The volume of a group that the CO calls `name`; raises NeedsOther."""
+        logical = group.volumes.get(names.logical_volume(prefix, name))
+        found = None if logical is None else records.volume(group, logical)
+        return None if found is None else _usable(found)
+
+    def get(self, known: Known, volume_id: str) -> Volume:
         """The volume of an id, even one that is being erased.
 
         Raises NoSuchVolume where the report proves its absence, OtherGroup where its group is not
         here, so that nothing is proved, and NeedsOther.
         """
-        found = _find(known, volume_id)
-        volume = _known(None if found is None else records.volume(*found))
+        found = self._find(known, volume_id)
+        volume = None if found is None else records.volume(*found)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
-        return volume
+        return _usable(volume)
 
-    def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
-        """The snapshot of an id; raises NoSuchSnapshot, OtherGroup or NeedsOther, as `get` does."""
-        found = _find(known, snapshot_id)
-        snapshot = _known(None if found is None else records.snapshot(*found))
+    def snapshot(self, known: Known, snapshot_id: str) -> Snapshot:
+        """The snapshot of an id; raises NoSuchSnapshot, OtherGroup or NeedsOther, as `get` does.
+
+        One of a group snapshot that is not on record as complete is looked at with all groups.
+        """
+        found = self._find(known, snapshot_id)
+        either = None if found is None else records.snapshot(*found)
+        snapshot = None if either is None else _usable(either)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         own = snapshot.group_snapshot_id
-        if own and own in self.half_made(known):
-            raise errors.NoSuchSnapshot(snapshot_id)
+        if own and tag.COMMITTED not in snapshot.own_tags:
+            every = known if isinstance(known, Every) else self.everywhere(known)
+            if self.is_half_made(every, self.members(every, own)):
+                raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
-    def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
-        """Every snapshot that a caller asked for, in Carver's groups that are present."""
-        half_made = self.half_made(known)
-        for one in self.all_snapshots(known):
-            if not one.is_bridge and one.group_snapshot_id not in half_made:
-                yield one
+    def snapshots(self, known: Known) -> Iterator[Snapshot]:
+        """Every snapshot that a caller asked for, also those that only newer versions use.
 
-    def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+        Those of group snapshots that are not on record as complete are looked at with all groups.
+        """
+        half_made: set[str] | None = None
+        for one in self._snapshots(known):
+            snapshot = one.shown if isinstance(one, Newer) else one
+            if snapshot.is_bridge:
+                continue
+            if snapshot.group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
+                if half_made is None:
+                    every = known if isinstance(known, Every) else self.everywhere(known)
+                    half_made = self.half_made(every)
+                if snapshot.group_snapshot_id in half_made:
+                    continue
+            yield snapshot
+
+    def members(self, known: Known, group_snapshot_id: str) -> list[Snapshot]:
         """The snapshots of a group snapshot that are present, be it complete or not.
 
         Raises NeedsOther.
         """
-        every = self.all_snapshots(known)
-        return [_known(one) for one in every if one.group_snapshot_id == group_snapshot_id]
+        return [_usable(one) for one in self.group_snapshots(known).get(group_snapshot_id, ())]
 
-    def group_snapshots(self, known: report.Report) -> Mapping[str, list[Snapshot]]:
+    def group_snapshots(self, known: Known) -> Mapping[str, list[Snapshot | Newer[Snapshot]]]:
         """The snapshots of each group snapshot that are present, by its id."""
-        found: defaultdict[str, list[Snapshot]] = defaultdict(list)
-        for one in self.all_snapshots(known):
-            if one.group_snapshot_id:
-                found[one.group_snapshot_id].append(one)
+        found: defaultdict[str, list[Snapshot | Newer[Snapshot]]] = defaultdict(list)
+        for one in self._snapshots(known):
+            shown = one.shown if isinstance(one, Newer) else one
+            if shown.group_snapshot_id:
+                found[shown.group_snapshot_id].append(one)
         return found
 
-    def half_made(self, known: report.Report) -> set[str]:
+    def half_made(self, known: Every) -> set[str]:
         """The group snapshots that never were complete; callers do not get their snapshots.
 
         That is proved: no snapshot has the tag that all were taken, and no group is absent that may
@@ -545,16 +599,17 @@ class Inventory:
         return {
             identity
             for identity, members in self.group_snapshots(known).items()
-            if self.is_half_made(known, members)
+            if (own := [one for one in members if isinstance(one, Snapshot)]) == members
+            and self.is_half_made(known, own)
         }
 
-    def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
+    def is_half_made(self, known: Every, members: Sequence[Snapshot]) -> bool:
         """Whether these snapshots of a group snapshot are not all, and never were."""
         if records.is_whole(members) or any(tag.COMMITTED in one.own_tags for one in members):
             return False
         return not self._away(known, members)
 
-    def awaited(self, known: report.Report, members: Sequence[Snapshot]) -> list[str]:
+    def awaited(self, known: Every, members: Sequence[Snapshot]) -> list[str]:
         """The groups that may hold further snapshots of a group snapshot, and may yet appear here.
 
         Not a group that no class names any more, nor one replaced by another of its name.
@@ -562,7 +617,7 @@ class Inventory:
         away = self._away(known, members)
         return sorted(one for one in away if (one in self._groups) != self._volume_groups.has(one))
 
-    def _away(self, known: report.Report, members: Sequence[Snapshot]) -> set[str]:
+    def _away(self, known: Every, members: Sequence[Snapshot]) -> set[str]:
         """The groups that may hold further snapshots of a group snapshot, and are absent."""
         here = {
             records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
@@ -577,39 +632,63 @@ class Inventory:
             away |= set(self._groups) - set(known.groups)
         return away
 
-    def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
-        """Every snapshot, also those that volumes are copied from."""
+    def all_snapshots(self, known: Known) -> Iterator[Snapshot]:
+        """Every snapshot that this version uses, also those that volumes are copied from."""
+        return (one for one in self._snapshots(known) if isinstance(one, Snapshot))
+
+    def _snapshots(self, known: report.Report) -> Iterator[Snapshot | Newer[Snapshot]]:
         for group, logical in self._logical(known):
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
-    def require_not_copied(self, known: report.Report, source_id: str) -> None:
-        """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied."""
-        copying = (one for one in self.present(known) if one.copying)
+    def require_not_copied(self, known: Every, source_id: str) -> None:
+        """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied.
+
+        The source's group is held, which each new copy takes as well.
+        """
+        copying = (one for one in self.shown(known) if one.copying)
         copies = [str(one.id) for one in copying if one.own_tags.get(tag.FROM) == source_id]
         if copies:
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
-    def doomed(self, known: report.Report) -> Iterator[Volume]:
+    def doomed(self, known: Known) -> Iterator[Volume]:
         """Every volume that is recorded as deleted, and has yet to be erased.
 
         Without those that only a newer version knows how to erase.
         """
         for group, logical in self._logical(known):
             volume = records.volume(group, logical) or records.remains(group, logical)
-            if volume is None or not volume.wiping:
-                continue
-            if not records.unknown_needs(volume.own_tags):
+            if isinstance(volume, Volume) and volume.wiping:
                 yield volume
 
-    def doomed_one(self, known: report.Report, identity: str) -> Volume:
+    def doomed_one(self, known: Known, identity: str) -> Volume:
         """The volume recorded as deleted under an id; raises as `get` does."""
-        found = _find(known, identity)
+        found = self._find(known, identity)
         either = None if found is None else records.volume(*found) or records.remains(*found)
-        volume = _known(either)
+        volume = None if either is None else _usable(either)
         if volume is None or not volume.wiping:
             raise errors.NoSuchVolume(identity)
         return volume
+
+    def _find(
+        self, known: Known, identity: str
+    ) -> tuple[report.Group, report.LogicalVolume] | None:
+        """The logical volume of an id; None for an impossible id, and where its absence is proved.
+
+        Raises OtherGroup where the group is not here: nothing is proved then.
+        """
+        parsed = VolumeId.parse(identity)
+        if parsed is None:
+            return None
+        if isinstance(known, Fresh) and parsed.group in {*self._groups} - known.asked:
+            raise AssertionError(f"{identity}: {parsed.group} was not read")
+        group = known.groups.get(parsed.group)
+        if group is None:
+            raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
+        if not parsed.is_of(group.uuid):
+            raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
+        logical = group.volumes.get(parsed.name)
+        return None if logical is None else (group, logical)
 
     def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
         for group in self.own_groups(known):
@@ -650,7 +729,7 @@ class Inventory:
         except (errors.AgentError, mount_errors.CommandError) as error:
             _log.warning("volume %s: its tag `%s` is not changed: %s", volume_id, key, error)
 
-    def usable(self, known: report.Report, volume_id: str) -> Volume:
+    def usable(self, known: Known, volume_id: str) -> Volume:
         """The volume of that id, as CreateVolume made it; one that was deleted is not there.
 
         Raises NoSuchVolume, OtherGroup, Copying for one that is not complete, Receiving, Moved.
@@ -672,29 +751,12 @@ def require_own(volume: Volume) -> None:
         raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
 
 
-def _known(found: _Record) -> _Record:
-    """A volume or snapshot, or none; raises NeedsOther for one that only newer versions know."""
-    if found is not None and (unknown := records.unknown_needs(found.own_tags)):
-        raise errors.NeedsOther(str(found.id), unknown)
+def _usable(found: _Record | Newer[_Record]) -> _Record:
+    """A volume or snapshot; raises NeedsOther for one that only newer versions know."""
+    if isinstance(found, Newer):
+        raise errors.NeedsOther(str(found.shown.id), found.needs)
     return found
 
 
-def _present(groups: Mapping[str, report.Group | None]) -> report.Report:
-    return report.Report({name: one for name, one in groups.items() if one is not None})
-
-
-def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-    """The logical volume of an id; None for an impossible id, and where its absence is proved.
-
-    Raises OtherGroup where the group is not here: nothing is proved then.
-    """
-    parsed = VolumeId.parse(identity)
-    if parsed is None:
-        return None
-    group = known.groups.get(parsed.group)
-    if group is None:
-        raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
-    if not parsed.is_of(group.uuid):
-        raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
-    logical = group.volumes.get(parsed.name)
-    return None if logical is None else (group, logical)
+def _present(groups: Mapping[str, report.Group | None]) -> dict[str, report.Group]:
+    return {name: one for name, one in groups.items() if one is not None}

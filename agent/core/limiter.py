@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agent.core import users
-from agent.core.background import PeriodicTask
+from agent.core.background import Attempts, PeriodicTask
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from lvm.devices import Device
@@ -175,13 +175,17 @@ class Limiter:
         After a start, or when a group is back. What a process set that was killed, and the tags do
         not say, is removed.
         """
-        own = [
-            one
-            for one in self._inventory.present(self._inventory.state(*groups))
-            if not groups or one.group.name in groups
-        ]
-        for volume in own:
-            self.apply(volume)
+        own = list(self._inventory.present(self._inventory.state(*groups)))
+        with Attempts() as attempts:
+            for volume in own:
+                with attempts.one():
+                    self.apply(volume)
+            with attempts.one():
+                self._lift_others(own)
+        return sum(1 for one in own if any(self._of(str(one.id))))
+
+    def _lift_others(self, own: Sequence[Volume]) -> None:
+        """Remove limits of these volumes that no tag has: a killed process left them."""
         try:
             present = self._cgroups.limits()
         except mount_errors.NoCgroup:
@@ -193,7 +197,6 @@ class Limiter:
                     continue
                 if device.number in present:
                     self._set(Limited(str(volume.id), device.number, PLAIN, 0), UNLIMITED)
-        return sum(1 for one in own if any(self._of(str(one.id))))
 
     def check(self) -> None:
         """Set again what others took away, and measure who is at a limit. Raises NoCgroup."""

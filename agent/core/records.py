@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
@@ -302,9 +302,35 @@ def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
     return int(asked) if is_known else 0
 
 
-def unknown_needs(own_tags: Mapping[str, str]) -> set[str]:
-    """What this version would have to know, and does not, to use what has these tags."""
-    return {one for one in own_tags.get(tag.NEEDS, "").split(",") if one} - tag.KNOWN_NEEDS
+_Record = TypeVar("_Record", Volume, Snapshot)
+
+
+@dataclass(frozen=True)
+class Newer(Generic[_Record]):
+    """A volume or snapshot that only a newer version may use, with the properties it `needs`.
+
+    No call uses it, no background work continues it. It is listed as `shown`, and what it stands on
+    stays. Records are made here alone, so that no reader can forget it.
+    """
+
+    shown: _Record
+    needs: frozenset[str]
+
+
+def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
+    """What this version would have to know, and does not, to use a logical volume or pool."""
+    needs = logical.own_tags.get(tag.NEEDS, "").split(",")
+    return frozenset(filter(None, needs)) - tag.KNOWN_NEEDS
+
+
+def _guarded(
+    group: report.Group, logical: report.LogicalVolume, made: _Record
+) -> _Record | Newer[_Record]:
+    """The record, or the one that says that this version must not use it, or its pool."""
+    needs = unknown_needs(logical)
+    if logical.pool in group.volumes:
+        needs |= unknown_needs(group.volumes[logical.pool])
+    return Newer(made, needs) if needs else made
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
@@ -319,7 +345,7 @@ def is_encrypted(own_tags: Mapping[str, str]) -> bool:
     return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & own_tags.keys())
 
 
-def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
     """A logical volume as a volume; None if Carver did not make it."""
     own_tags = logical.own_tags
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
@@ -328,10 +354,10 @@ def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     if names.is_part(logical.name):
         # lvm2 copies the tags of a RAID to its images.
         return None
-    return _as_volume(group, logical, own_tags)
+    return _guarded(group, logical, _as_volume(group, logical, own_tags))
 
 
-def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
     """A logical volume as one to erase; None if it is not.
 
     It is a snapshot that was split from its origin, or killed before it got one, or extents that a
@@ -345,17 +371,20 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None
         return None
     if (logical.origin or logical.pool) and not is_deferred:
         return None
-    return _as_volume(group, logical, {**own_tags, tag.STATE: tag.WIPING})
+    made = _as_volume(group, logical, {**own_tags, tag.STATE: tag.WIPING})
+    return _guarded(group, logical, made)
 
 
-def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
+def snapshot(
+    group: report.Group, logical: report.LogicalVolume
+) -> Snapshot | Newer[Snapshot] | None:
     """A logical volume as a snapshot; None if it is not, or has neither origin nor pool."""
     own_tags = logical.own_tags
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
     if not (logical.origin or logical.pool) or own_tags.get(tag.STATE) == tag.WIPING:
         return None
-    return Snapshot(
+    made = Snapshot(
         id=VolumeId.of(group, logical.name),
         group=group,
         name=logical.name,
@@ -368,12 +397,13 @@ def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | N
         overflowed=logical.overflowed,
         pool=logical.pool,
     )
+    return _guarded(group, logical, made)
 
 
 def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
     """The snapshots of a volume, by the volume's report."""
     every = (snapshot(volume.group, one) for one in volume.group.made_of(volume.name))
-    return (one for one in every if one is not None and one.source_id == volume.id)
+    return (one for one in every if isinstance(one, Snapshot) and one.source_id == volume.id)
 
 
 def next_sequence(group: report.Group) -> int:

@@ -123,6 +123,11 @@ class TaskQueue(Generic[J]):
         with self._guard:
             return self._jobs.get(key)
 
+    def unfinished(self) -> list[J]:
+        """The jobs that have not succeeded yet."""
+        with self._guard:
+            return list(self._jobs.values())
+
     def progress(self) -> Mapping[str, str]:
         """How far jobs that have not succeeded yet are, by their keys."""
         with self._guard:

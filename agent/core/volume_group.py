@@ -175,7 +175,8 @@ class VolumeGroup:
         if time.monotonic() < self._rests_until:
             needs_refresh = complete and (self.cached is None or self._is_stale)
         else:
-            needs_refresh = complete or not self._readers.is_taken
+            # A read under way may be older than a change that the caller's decision is about.
+            needs_refresh = complete or not self._readers.is_taken or not self.has_own_changes
         return self.refresh() if needs_refresh else None
 
     def _end(

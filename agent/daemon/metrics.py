@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from agent.core import records, trace
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS
+from agent.core.states import Seen
 from agent.core.trace import Trace
 from agent.daemon.extra import Gauge
 from agent.daemon.registration import Registration, State
@@ -168,10 +169,10 @@ class Scrape:
         self.allocators = service.context.allocators
 
     @cached_property
-    def known(self) -> report.Report:
+    def known(self) -> Seen:
         """LVM's report. Raises NotReady, what lvm2's report raises."""
         self.service.context.admission.require_open()
-        return self._inventory.state(max_age=MONITOR_AGE_SECONDS)
+        return self._inventory.seen(MONITOR_AGE_SECONDS)
 
     @cached_property
     def groups(self) -> dict[str, report.Group | None]:
@@ -181,12 +182,12 @@ class Scrape:
     @cached_property
     def volumes(self) -> list[records.Volume]:
         """Carver's volumes."""
-        return list(self._inventory.present(self.known))
+        return list(self._inventory.seen_volumes(self.known))
 
     @cached_property
     def snapshots(self) -> list[records.Snapshot]:
         """Carver's snapshots, also those that it makes for itself."""
-        return list(self._inventory.all_snapshots(self.known))
+        return list(self._inventory.seen_snapshots(self.known))
 
     @cached_property
     def pools(self) -> list["PoolSeen"]:

@@ -56,7 +56,6 @@ from agent.operations.storage_health import Readiness, StorageHealth
 from agent.operations.volume_health import VolumesHealth
 from lvm.lvm2 import Lvm
 from lvm.session import Session
-from mount import errors as mount_errors
 from mount.command import Converse, Run
 from proto import carver_pb2_grpc, csi_pb2_grpc
 
@@ -80,6 +79,8 @@ class Service:
         definitions: GroupDefinitions = group_definitions.NONE,
     ) -> None:
         self.traces = Traces()
+        # The last problem of each step of `resume` that failed: the same is not logged again.
+        self.unrecovered: dict[tuple[str, ...], str] = {}
         # Each operation is a step in the trace of its call.
         lvm = replace(lvm, run=trace.traced_run(lvm.run))
         host = replace(
@@ -98,7 +99,7 @@ class Service:
             config,
             host.kernel,
             host.run,
-            lambda: known.state(max_age=MONITOR_AGE_SECONDS),
+            lambda: known.seen(MONITOR_AGE_SECONDS),
             refused=lambda: known.refused,
             ignored=lambda: known.ignored,
         )
@@ -123,7 +124,10 @@ class Service:
             given_up=self.freed_eraser.start,
         )
         self.autoextender = Autoextender(context)
-        snapshotter = Snapshotter(context, self.eraser, self.pool_remover)
+        snapshotter = Snapshotter(
+            *(context, self.eraser, self.pool_remover),
+            readers=lambda snapshot_id: self.copier.reading(snapshot_id),
+        )
         self.group_snapshotter = GroupSnapshotter(context, snapshotter, self.eraser)
         self.copier = Copier(context, snapshotter)
         self.reencrypter = Reencrypter(context)
@@ -237,15 +241,18 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
 def resume(service: Service, *groups: str) -> bool:
     """Resume the work that is left in these groups, or in all, from their tags.
 
-    Return False if a group is absent or refused. Raises what reading the groups raises. A step that
-    lvm2 refuses is logged and left to the next start, as it must not hold up all calls.
+    Return whether all of it is resumed; else, as where a group is absent or refused, the caller
+    repeats it. Raises what reading the groups raises. No error of a volume, pool or snapshot keeps
+    another, or the next step, from being tried: it is logged, once.
     """
     try:
         seen = service.inventory.state(*groups)
     except errors.GroupRefused:
         return False  # logged by the volume group, and reported by each call
-    service.context.holds.resume(service.inventory, *groups)
     steps: dict[str, Callable[..., int]] = {
+        "volumes that are received or were moved": partial(
+            service.context.holds.resume, service.inventory
+        ),
         "wipes": service.eraser.resume,
         "empty pools": service.pool_remover.resume,
         "groups to be swept": service.freed_eraser.resume,
@@ -257,14 +264,23 @@ def resume(service: Service, *groups: str) -> bool:
     }
     for extra in service.extras.values():
         steps |= extra.recoveries()
+    is_done = all(one in seen.groups for one in groups or service.volume_groups.names)
     for what, step in steps.items():
+        key, problem = (what, *groups), ""
         try:
             count = step(*groups)
-        except mount_errors.OutcomeUnknown:
-            raise
-        except mount_errors.CommandError as error:
-            _log.error("%s that were left are not seen to before the next start: %s", what, error)
-            continue
-        if count:
-            _log.info("going on with %d %s that were left", count, what)
-    return all(one in seen.groups for one in groups or service.volume_groups.names)
+        except ExceptionGroup as several:
+            problem = "; ".join(str(one) or repr(one) for one in several.exceptions)
+        except Exception as error:
+            problem = str(error) or repr(error)
+        else:
+            if count:
+                _log.info("going on with %d %s that were left", count, what)
+        if problem:
+            is_done = False
+            if service.unrecovered.get(key) != problem:
+                _log.error("%s that were left are not seen to yet: %s", what, problem)
+            service.unrecovered[key] = problem
+        else:
+            service.unrecovered.pop(key, None)
+    return is_done

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.core import errors, ids, other_drivers, tag, users
+from agent.core import errors, ids, other_drivers, records, states, tag, users
 from agent.core.allocation import is_own_pool, pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -119,7 +119,10 @@ class Adopter:
         with self._held(asked) as group:
             adopted = self._adopted(group, asked)
             if adopted is None:
-                old, own_tags = asked.name, group.volume(asked.name).own_tags
+                logical = group.volume(asked.name)
+                old, own_tags = asked.name, logical.own_tags
+                if needs := records.unknown_needs(logical):
+                    raise errors.NeedsOther(asked.path, needs)
             else:
                 old, own_tags = adopted.own_tags[tag.ADOPTED], adopted.own_tags
                 self._require_unneeded(asked, adopted)
@@ -160,10 +163,11 @@ class Adopter:
             yield self._inventory.group(known, asked.group)
 
     def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
-        """The adopted volume that had that name, or has it."""
-        for one in self._inventory.present(report.Report({group.name: group})):
+        """The adopted volume that had that name, or has it. Raises NeedsOther."""
+        known = states.fresh([group])
+        for one in self._inventory.shown(known):
             if (old := one.own_tags.get(tag.ADOPTED)) and asked.name in (old, one.name):
-                return one
+                return self._inventory.get(known, str(one.id))
         return None
 
     def _require_asked(self, asked: Asked, adopted: Volume) -> None:
@@ -287,9 +291,8 @@ class Adopter:
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
         try:
-            self._inventory.require_not_copied(
-                report.Report({volume.group.name: volume.group}), volume_id
-            )
+            every = self._inventory.everywhere(states.fresh([volume.group]))
+            self._inventory.require_not_copied(every, volume_id)
             users.require_unused(self._kernel, self._inventory, volume)
         except errors.VolumeInUse as error:
             raise errors.NotAdopted(asked.path, str(error), undo=True) from None

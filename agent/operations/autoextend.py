@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.core import errors, ids
+from agent.core import errors, ids, states
 from agent.core.allocation import pool_name
 from agent.core.background import GroupTasks
 from agent.core.context import Context
@@ -181,7 +181,7 @@ class Autoextender:
 
     def _extend_area(self, name: str, lvm: Lvm, group: report.Group, percent: float) -> int | None:
         """Extend the COW store of a snapshot, at most to what it can use."""
-        known = report.Report({group.name: group})
+        known = states.fresh([group])
         found = (one for one in self._inventory.all_snapshots(known) if one.name == name)
         if (snapshot := next(found, None)) is None:
             return None

@@ -25,6 +25,7 @@ from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
+from agent.core.states import Every, Known
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import Snapshotter, require_settled
@@ -36,7 +37,7 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Groups that answered a moment ago need no longer.
+# Time limit of a report within a hold: a group that answered a moment ago needs no longer.
 _LOOK_SECONDS = 10.0
 # How long a call waits until an unused bridge is removed.
 _DISMISS_SECONDS = 10.0
@@ -53,7 +54,7 @@ def source_of(own_tags: Mapping[str, str]) -> Source | None:
     return Source(SNAPSHOT if is_snapshot else VOLUME, str(parsed))
 
 
-def find(within: Inventory, known: report.Report, source: Source) -> Snapshot | Volume:
+def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
     """The snapshot or volume that a new volume is to be made of, if it can be.
 
     Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted.
@@ -111,11 +112,14 @@ class Copy(Job):
     """A volume that is being filled."""
 
     volume: Volume
-    # None for a volume that shares the blocks of its source, or has no source.
-    source: Snapshot | None
+    # The id of the snapshot to copy from; empty for a volume that shares the blocks of its source,
+    # or has none.
+    source_id: str
+    # The snapshot itself, from when its group was held and it was found until it is read no more.
+    source: Snapshot | None = None
 
     def __str__(self) -> str:
-        if self.source is None and not _is_overwritten(self.volume):
+        if not self.source_id and not _is_overwritten(self.volume):
             return "it is not grown yet"
         return str(self.progress)
 
@@ -144,7 +148,7 @@ class Copier:
         # When this process took each bridge that has no volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
 
-    def prepare(self, known: report.Report, name: str, origin: Snapshot | Volume) -> Snapshot:
+    def prepare(self, known: Known, name: str, origin: Snapshot | Volume) -> Snapshot:
         """The snapshot from which to copy the volume called `name`: the source, or a new bridge.
 
         To be called with the source's group held, and a report that was read within. One command
@@ -171,14 +175,27 @@ class Copier:
         self._unused[identity] = taken.time_nanoseconds
         return taken
 
-    def dismiss(self, bridge: Snapshot) -> None:
-        """Have a bridge removed in the background, and wait a moment for it."""
+    def dismiss(self, *bridge_ids: str) -> None:
+        """Have bridges removed in the background where unused, and wait a moment for it."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
-        wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
+        wait([self.bridges.start(Job(one)).ended for one in bridge_ids], patience)
+
+    def reading(self, snapshot_id: str) -> list[str]:
+        """The ids of the volumes that are being filled from a snapshot; its group is held."""
+        every = ((one.key, one.source) for one in self.jobs.unfinished())
+        return [key for key, source in every if source and str(source.id) == snapshot_id]
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
-        """Fill a volume in the background; the job, or the one that is under way."""
-        return self.jobs.start(self._copy_of(volume, source))
+        """Fill a volume in the background; the job, or the one that is under way.
+
+        The groups of the volume and of its source are held, so that the source is not deleted
+        before it is known to be read.
+        """
+        if source is None:
+            return self.jobs.start(self._copy_of(volume, ""))
+        job = self._copy_of(volume, str(source.id))
+        job.source = replace(source, group=source.group.only(source.name))
+        return self.jobs.start(job)
 
     def wait(self, job: Copy) -> Volume:
         """Wait until a volume is filled; to be called with no lock held.
@@ -199,16 +216,19 @@ class Copier:
         own_tags = {**volume.own_tags, tag.STATE: tag.READY}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
-    def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+    def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
         """The snapshot from which an incomplete volume is copied; None if it needs none.
 
-        Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
+        `known` has its source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost where it can
+        never be completed.
         """
-        if volume.group.volume(volume.name).origin or tag.FROM not in volume.own_tags:
-            return None
-        source = source_of(volume.own_tags)
-        if source is not None and source.kind == SNAPSHOT:
-            found = self._inventory.snapshot(known, source.id)
+        source_id = _source_id(volume)
+        return self._source(known, volume, source_id) if source_id else None
+
+    def _source(self, known: Known, volume: Volume, source_id: str) -> Snapshot:
+        """The snapshot of that id, as it was when the volume was made; raises as `source_of`."""
+        if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
+            found = self._inventory.snapshot(known, source_id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
             found = bridge
         else:
@@ -218,14 +238,24 @@ class Copier:
             raise errors.SourceLost(str(found.id), found.problem)
         return found
 
-    def clear(self, known: report.Report, volume: Volume) -> None:
-        """Remove the bridge of a volume that is deleted, if it has one still."""
-        if (bridge := self._bridge_of(known, volume)) is None:
+    def clear(self, volume: Volume) -> None:
+        """Have the bridge of a volume that was deleted removed, if it has one still.
+
+        By the volume's tags: the source may be in another group, whose cached state may lack the
+        bridge. A complete volume seldom has one, so there a hint decides whether to look.
+        """
+        if not (bridge_id := _bridge_id(volume)):
             return
         if volume.copying:
-            self._snapshotter.discard(bridge)
-        else:
-            self.bridges.start(Job(str(bridge.id)))
+            self.dismiss(bridge_id)
+        elif self._is_seen(bridge_id):
+            self.bridges.start(Job(bridge_id))
+
+    def _is_seen(self, bridge_id: str) -> bool:
+        """Whether the state read last has it; one that is left is removed by its own retry."""
+        found = self._volume_groups.known(ids.group_of(bridge_id))
+        seen = None if found is None else found.cached
+        return seen is not None and ids.logical_name(bridge_id) in seen.volumes
 
     def resume(self, *groups: str) -> int:
         """Begin the unfinished copies of these groups, or of all, anew; returns how many."""
@@ -234,18 +264,12 @@ class Copier:
         with self._volume_groups.hold(*own):
             known = self._inventory.state(*own)
             every = self._inventory.present(known)
-            left = [one for one in every if one.copying and one.group.name in own]
+            left = [one for one in every if one.copying]
             for volume in left:
-                try:
-                    self.start(volume, self.source_of(known, volume))
-                except errors.AgentError as error:
-                    # The caller has no volume yet: it repeats the call and gets the error.
-                    _log.error("cannot complete volume %s: %s", volume.id, error)
-        wanted = self._wanted(known)
-        for snapshot in self._inventory.all_snapshots(known):
-            is_own = snapshot.group.name in own
-            if is_own and snapshot.is_bridge and str(snapshot.id) not in wanted:
-                self.dismiss(snapshot)
+                self.jobs.start(self._copy_of(volume, _source_id(volume)))
+        wanted = self._wanted(self._inventory.everywhere(known))
+        bridges = (str(one.id) for one in self._inventory.all_snapshots(known) if one.is_bridge)
+        self.dismiss(*(one for one in bridges if one not in wanted))
         return len(left)
 
     def stop(self) -> None:
@@ -253,57 +277,58 @@ class Copier:
         self.jobs.stop()
         self.bridges.stop()
 
-    def _copy_of(self, volume: Volume, source: Snapshot | None) -> Copy:
+    def _copy_of(self, volume: Volume, source_id: str) -> Copy:
         # Many jobs may wait, and each would keep a report of all volumes in memory.
         volume = replace(volume, group=volume.group.only(volume.name))
-        if source is not None:
-            self._unused.pop(str(source.id), None)
-            source = replace(source, group=source.group.only(source.name))
-        return Copy(key=str(volume.id), volume=volume, source=source, size_bytes=volume.made_bytes)
+        self._unused.pop(source_id, None)
+        made_bytes = volume.made_bytes
+        return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
     def _find(self, volume_id: str) -> Copy:
         known = self._inventory.state(ids.group_of(volume_id))
         volume = self._inventory.get(known, volume_id)
         if not volume.copying:
             # The tag was written by a command that seemed to fail. The volume may be in use.
-            if (bridge := self._bridge_of(known, volume)) is not None:
-                self.bridges.start(Job(str(bridge.id)))
+            if bridge_id := _bridge_id(volume):
+                self.bridges.start(Job(bridge_id))
             raise errors.NoSuchVolume(volume_id)
-        source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
-        groups = {volume.group.name, volume.group.name if source is None else source.group}
-        known = self._inventory.state(*groups)
-        volume = self._inventory.get(known, volume_id)
-        return self._copy_of(volume, self.source_of(known, volume))
+        return self._copy_of(volume, _source_id(volume))
 
-    def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+    def _bridge_of(self, known: Known, volume: Volume) -> Snapshot | None:
         """The bridge from which a volume is or was copied; another volume's may have its name."""
-        source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
-        if source is None:
-            return None
-        name = names.logical_volume(ids.BRIDGE_PREFIX, volume.own_tags[tag.NAME])
-        bridge = self._bridge(known, str(replace(source, name=name)))
-        if bridge is None or bridge.source_id != source:
+        bridge = self._bridge(known, bridge_id) if (bridge_id := _bridge_id(volume)) else None
+        if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
         taken = str(bridge.time_nanoseconds)
         # Older versions did not record the time.
         return bridge if volume.own_tags.get(tag.BRIDGE, taken) == taken else None
 
-    def _bridge(self, known: report.Report, identity: str) -> Snapshot | None:
+    def _bridge(self, known: Known, identity: str) -> Snapshot | None:
         """The bridge of that id, if it is there."""
         own_name = ids.logical_name(identity)
         for group in self._inventory.own_groups(known):
             if group.name == ids.group_of(identity) and own_name in group.volumes:
                 found = records.snapshot(group, group.volumes[own_name])
-                return found if found is not None and str(found.id) == identity else None
+                return found if isinstance(found, Snapshot) and str(found.id) == identity else None
         return None
 
     def _copy(self, job: Copy) -> None:
-        if job.source is not None:
-            self._copy_all(job, job.volume, job.source)
+        try:
+            source = self._fill(job)
+        finally:
+            job.source = None
+        if source is not None:
+            self._drop(source)
+
+    def _fill(self, job: Copy) -> Snapshot | None:
+        """Fill a volume, and tag it as ready; the snapshot that it was filled from, if any."""
+        source = None
+        if job.source_id:
+            source = self._copy_all(job, job.volume)
         elif not _is_overwritten(job.volume):
             self._grow(job.volume)
         if _is_overwritten(job.volume):
-            self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
+            self._overwrite(job, 0 if source is None else source.size_bytes)
         if may_hold_btrfs(job.volume.own_tags):
             self._renew(job.volume)
         self.jobs.check(job)
@@ -311,8 +336,7 @@ class Copier:
         with self._volume_groups.hold(group):
             old, new = ({tag.STATE: one} for one in (tag.COPYING, tag.READY))
             volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
-        if job.source is not None:
-            self._drop(job.source)
+        return source
 
     def _renew(self, volume: Volume) -> None:
         """Give a copied btrfs, if there is one, an id of its own."""
@@ -328,9 +352,17 @@ class Copier:
                 lvm = self._volume_groups.lvm(group)
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
-    def _copy_all(self, job: Copy, volume: Volume, source: Snapshot) -> None:
-        with self._volume_groups.hold(volume.group.name, source.group.name):
+    def _copy_all(self, job: Copy, volume: Volume) -> Snapshot:
+        """Copy all of a volume's source, which stays while this job is there; the source."""
+        group = ids.group_of(job.source_id)
+        with self._volume_groups.hold(group):
+            if (source := job.source) is None:
+                # What has its name may be left of it, and is erased: only a report tells.
+                with command.time_limit(_LOOK_SECONDS):
+                    source = self._source(self._inventory.state(group), volume, job.source_id)
+                job.source = source
             reading = self._inventory.activate_snapshot(source).path
+        with self._volume_groups.hold(volume.group.name):
             writing = self._inventory.activate(volume).path
         # Unwritten blocks of a thin volume read as zeroes.
         blank = volume.is_thin
@@ -348,6 +380,7 @@ class Copier:
         if self._inventory.has_overflowed(source):
             # It may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
+        return source
 
     def _overwrite(self, job: Copy, start_bytes: int) -> None:
         """Write zeroes to the part of a new volume that no data were copied to."""
@@ -378,25 +411,48 @@ class Copier:
 
     def _sweep(self, job: Job) -> None:
         """Remove a bridge, if by a fresh report no volume is copied from it."""
-        # Any group may have such a volume. No lock is held while groups may hang.
-        self._inventory.state()
-        with self._volume_groups.hold(ids.group_of(job.key)):
+        group = ids.group_of(job.key)
+        # Any group may have such a volume. No lock is held while a changed one may hang.
+        self._inventory.everywhere(self._inventory.state(group))
+        with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
-                known = self._inventory.state(resume=True)
+                known = self._inventory.everywhere(self._inventory.state(group, resume=True))
             bridge = self._bridge(known, job.key)
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)
                 return
-            if job.key in self._wanted(known):
+            if known.silent:
+                silent = ", ".join(sorted(known.silent))
+                raise errors.GroupBusy(f"volume group {silent}", "it has not answered")
+            if job.key in self._wanted(known) or self.reading(job.key):
                 return
             self._snapshotter.part(bridge)
             self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)
 
-    def _wanted(self, known: report.Report) -> set[str]:
+    def _wanted(self, known: Every) -> set[str]:
         """The ids of the bridges from which volumes are being copied."""
-        left = (one for one in self._inventory.present(known) if one.copying)
+        left = (one for one in self._inventory.shown(known) if one.copying)
         return {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
+
+
+def _bridge_id(volume: Volume) -> str:
+    """The id of the bridge that a copy of a volume has or had; empty where it never had one."""
+    source = source_of(volume.own_tags)
+    if source is None or source.kind == SNAPSHOT or (parsed := VolumeId.parse(source.id)) is None:
+        return ""
+    name = names.logical_volume(ids.BRIDGE_PREFIX, volume.own_tags[tag.NAME])
+    return str(replace(parsed, name=name))
+
+
+def _source_id(volume: Volume) -> str:
+    """The id of the snapshot that an incomplete volume is copied from; empty where there is none.
+
+    By a report that has the volume: one that shares the blocks of its source has an origin.
+    """
+    if volume.group.volume(volume.name).origin or (source := source_of(volume.own_tags)) is None:
+        return ""
+    return source.id if source.kind == SNAPSHOT else _bridge_id(volume)
 
 
 def _is_overwritten(volume: Volume) -> bool:

@@ -4,7 +4,7 @@ The logical volume's name is a function of the CO's name, so a repeated call fin
 one made, whatever process made it. One lvcreate makes the logical volume, its tags and its device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -15,13 +15,14 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange
+from agent.core.states import Every, Fresh
 from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
 from agent.operations.delete import VolumeDeleter
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import errors as lvm_errors
-from lvm import names, report, volumes
+from lvm import names, volumes
 from lvm.volumes import New
 
 
@@ -48,9 +49,9 @@ _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
 # Nor does a repeated call find room that a volume lacks while it is filled; another node may.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
-# Called with the report that the group's lock keeps true, and the size of the volume to be made;
+# Called with the state that the group's lock keeps true, and the size of the volume to be made;
 # an exception of it prevents the volume.
-Admit = Callable[[report.Report, int], None]
+Admit = Callable[[Every, int], None]
 
 
 class VolumeCreator:
@@ -90,18 +91,31 @@ class VolumeCreator:
         one = plan.device_class(self._config, "parameters", call.parameters)
         modify.check(call.tuning, one.layout)
         self._limiter.require(call.tuning)
-        groups = [one.group]
+        groups = {one.group}
         if call.source is not None:
-            groups.append(ids.group_of(call.source.id))
+            groups.add(ids.group_of(call.source.id))
             if call.source.kind == VOLUME:
                 with self._limiter.lifted(call.source.id):
                     users.flush(self._kernel, self._inventory, call.source.id)
+        found: Made | str = ""
+        while isinstance(found, str):
+            found = self._create(call, one, groups | {found} - {""}, admit)
+        return found
+
+    def _create(
+        self, call: CreateVolume, one: DeviceClass, groups: Set[str], admit: Admit | None
+    ) -> Made | str:
+        """Make or find a volume, with these groups held; another group's name if that has it."""
         prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
         source = None
         with ExitStack() as undo, self._volume_groups.hold(*groups):
             with _absence_as_not_here():
                 known = self._inventory.state(*groups, resume=True)
-            found = self._inventory.named(known, call.name, prefix)
+            every = self._inventory.everywhere(known)
+            found = self._inventory.named(every, call.name, prefix)
+            if found is not None and found.group.name not in groups:
+                # Made by another class, or by this one while it had another group.
+                return found.group.name
             if found is not None and self._eraser.is_deleting(str(found.id)):
                 # Its tag may not say so yet.
                 raise self._eraser.pending(found)
@@ -110,23 +124,25 @@ class VolumeCreator:
                 group = found.group.name
                 volumes.remove(self._volume_groups.lvm(group), group, found.name)
                 known, found = self._inventory.state(*groups, resume=True), None
-            if found is None:
-                volume, source = self._make(call, one, known, prefix, undo, admit)
-            else:
-                volume = found
-                self._finish(call, one, volume)
-        if not volume.copying:
-            return Made(volume)
-        # Crash point: the volume is tagged `copying`; the next start or call fills it anew.
-        try:
-            if found is not None:
-                with _absence_as_not_here():
-                    source = self._copier.source_of(known, volume)
-        except _FOR_EVER:
-            # After this answer no call for the volume follows, so it must not stay.
-            self._deleter.delete(str(volume.id))
-            raise
-        return Made(volume, self._copier.start(volume, source))
+                every = self._inventory.everywhere(known)
+            try:
+                if found is None:
+                    volume, source = self._make(call, one, (known, every), prefix, undo, admit)
+                else:
+                    volume = found
+                    self._finish(call, one, volume)
+                    if volume.copying:
+                        with _absence_as_not_here():
+                            source = self._copier.source_of(known, volume)
+                # Crash point: the volume is tagged `copying`; the next start or call fills it anew.
+                return Made(volume, self._copier.start(volume, source) if volume.copying else None)
+            except _FOR_EVER as error:
+                if found is None:
+                    raise
+                lost = error
+        # After this answer no call for the volume follows, so it must not stay.
+        self._deleter.delete(str(found.id))
+        raise lost
 
     def complete(self, made: Made, hold: Callable[[], AbstractContextManager[object]]) -> Volume:
         """Wait until a volume has its contents; raises Copying when the caller's time is over.
@@ -160,12 +176,13 @@ class VolumeCreator:
         self,
         call: CreateVolume,
         one: DeviceClass,
-        known: report.Report,
+        states: tuple[Fresh, Every],
         prefix: str,
         undo: ExitStack,
         admit: Admit | None,
     ) -> tuple[Volume, Snapshot | None]:
         """Make a volume; with it the snapshot to copy from, if any. Raises NoRoom, NotHere."""
+        known, every = states
         with _absence_as_not_here():
             group = self._inventory.group(known, one.group)
             origin = clone.find(self._inventory, known, call.source) if call.source else None
@@ -179,7 +196,7 @@ class VolumeCreator:
         tuning = modify.bounded(self._config, one, call.tuning)
         own_tags |= tuning.tags()
         if admit is not None:
-            admit(known, size_bytes)
+            admit(every, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
@@ -197,7 +214,7 @@ class VolumeCreator:
             # removes it.
             source = self._copier.prepare(known, call.name, origin)
             if source.is_bridge:
-                undo.callback(self._copier.dismiss, source)
+                undo.callback(self._copier.dismiss, str(source.id))
                 own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             # Crash point: a pool without a volume; the next call uses it, the next start removes

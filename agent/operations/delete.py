@@ -69,7 +69,7 @@ class VolumeDeleter:
             if is_own:
                 self._holds.require_free(volume_id)
                 require_own(volume)
-            self._inventory.require_not_copied(known, volume_id)
+            self._inventory.require_not_copied(self._inventory.everywhere(known), volume_id)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id, held, "they are nothing without it, so it is deleted after them"
@@ -92,13 +92,11 @@ class VolumeDeleter:
                     self._mappings.erase(volume)
                 # Crash point: the pool may be empty; the next start removes it.
                 self._pool_remover.remove(volume)
-        # Crash point: a bridge to the volume is left; the next start removes it.
-        self._copier.clear(known, volume)
-        if volume.is_half_made:
-            return
         if at_once:
             self._pool_remover.after(volume, self._eraser.grace_seconds)
-        else:
+        elif not volume.is_half_made:
             # Crash point: before the tag `wiping` the caller repeats the call; after it the next
             # start goes on.
             self._eraser.delete(volume)
+        # Crash point: the bridge of the volume is left; the next start removes it.
+        self._copier.clear(volume)

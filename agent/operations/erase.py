@@ -18,6 +18,7 @@ from agent.core import classes, errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.states import Fresh
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
@@ -28,7 +29,7 @@ from mount.blocks import By
 
 _log = logging.getLogger(__name__)
 
-# Jobs that wait for a disk share one look at all groups for so long.
+# Jobs that wait for a disk share one look at their group for so long.
 _CACHE_SECONDS = 1.0
 
 
@@ -152,7 +153,8 @@ class Eraser:
         self.policy = ErasePolicy(context.config, context.kernel)
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
-        self._cached = -math.inf, report.Report({})
+        # By group: when it was read last (monotonic, seconds), and what was there.
+        self._cached: dict[str, tuple[float, Fresh]] = {}
         # How long a worker waits for a cache to be written back, and how often it looks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
@@ -241,19 +243,17 @@ class Eraser:
         return job
 
     def _find(self, volume_id: str) -> _Wipe:
-        seen_seconds, known = self._cached
+        group = ids.group_of(volume_id)
+        seen_seconds, known = self._cached.get(group, (-math.inf, Fresh({})))
         if time.monotonic() - seen_seconds > _CACHE_SECONDS:
-            known = self._inventory.state(quick=True)
-            self._cached = time.monotonic(), known
+            known = self._inventory.state(group)
+            self._cached[group] = time.monotonic(), known
         with suppress(errors.NoSuchVolume, errors.OtherGroup):
             volume = self._inventory.doomed_one(known, volume_id)
             if self.policy.waits_for_disk(volume):
                 return self._wipe_of(volume)
-        return self._wipe_of(
-            self._inventory.doomed_one(
-                self._inventory.state(ids.group_of(volume_id), resume=True), volume_id
-            )
-        )
+        known = self._inventory.state(group, resume=True)
+        return self._wipe_of(self._inventory.doomed_one(known, volume_id))
 
     def _wipe_of(self, volume: Volume) -> _Wipe:
         # Many jobs may wait, and each would keep a report of all volumes.

@@ -32,11 +32,12 @@ from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
+from agent.core.states import Fresh
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
 from lvm import errors as lvm_errors
-from lvm import layout, report, volumes
+from lvm import layout, volumes
 from mount import errors as mount_errors
 from mount import filesystem, loop, table
 
@@ -235,7 +236,7 @@ class Expander:
         _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted)
         return replace(volume, size_bytes=wanted)
 
-    def _extend(self, known: report.Report, volume: Volume, size_bytes: int) -> None:
+    def _extend(self, known: Fresh, volume: Volume, size_bytes: int) -> None:
         """Extend a volume, which is deactivated first if it must be.
 
         Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are zeroed.
@@ -253,14 +254,15 @@ class Expander:
         self._deactivate_origin(known, volume)
         allocator.extend(lvm, volume, size_bytes)
 
-    def _deactivate_origin(self, known: report.Report, volume: Volume) -> None:
+    def _deactivate_origin(self, known: Fresh, volume: Volume) -> None:
         """Deactivate an active origin with its snapshots, without which lvm2 does not extend it."""
         if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._inventory, volume)
         self._mappings.ensure_closed(volume)
+        every = self._inventory.everywhere(known)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
-            self._inventory.require_not_copied(known, one)
+            self._inventory.require_not_copied(every, one)
         volumes.deactivate(
             self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
         )

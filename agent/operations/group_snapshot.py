@@ -12,20 +12,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from agent.core import errors, ids, records, tag, users
+from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
+from agent.core.states import Every, Fresh, Known
 from agent.core.volume_groups import HeldGroups
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
-from lvm import names, report, tags, volumes
+from lvm import names, tags, volumes
 from lvm.devices import Device
 from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
+# How many snapshots one command marks, which a start may have to do for many group snapshots.
+_MOST_MARKED = 100
 # The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
 
@@ -81,14 +85,15 @@ class GroupSnapshotter:
         groups = self._groups(sources, lambda known: self._named(known, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as turns:
             known = self._inventory.state(*groups, resume=True)
-            found = self._named(known, own_name)
+            every = self._inventory.everywhere(known)
+            found = self._named(every, own_name)
             if not found:
                 return self._make(call, known, undo, turns)
             if records.is_whole(found):
                 same = _same(_group_snapshot(found), call)
                 self._commit(found)
                 return same
-            self._require_half_made(known, found)
+            self._require_half_made(every, found)
         # Crash point: some of the snapshots are there, or an error could not be undone.
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
@@ -97,10 +102,10 @@ class GroupSnapshotter:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. A report of its groups."""
         if not _is_one(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
-        known = self._inventory.state(*self._groups_of(call.id))
-        found = self._find(known, call.id)
+        every = self._inventory.everywhere(self._inventory.state(*self._groups_of(call.id)))
+        found = self._find(every, call.id)
         if not records.is_whole(found):
-            self._require_half_made(known, found)
+            self._require_half_made(every, found)
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, found)
         return _group_snapshot(found)
@@ -117,34 +122,60 @@ class GroupSnapshotter:
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
             known = self._inventory.state(*groups, resume=True)
-            found = self._find(known, call.id)
+            every = self._inventory.everywhere(known)
+            found = self._find(every, call.id)
             if records.is_whole(found):
                 _compare(call, found)
-            elif found and (awaited := self._inventory.awaited(known, found)):
+            elif found and (awaited := self._inventory.awaited(every, found)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
             for one in found:
-                self._inventory.require_not_copied(known, str(one.id))
+                self._inventory.require_not_copied(every, str(one.id))
+                self._snapshotter.require_unread(str(one.id))
         self._discard(known, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Undo half-made group snapshots of these groups, or of all; returns how many."""
-        undone = 0
-        for one in self._inventory.group_snapshots(self._inventory.state(*groups)):
-            # A call on the same group snapshot does the same.
-            with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(one)):
-                known = self._inventory.state(*groups)
-                members = self._inventory.members(known, one)
-                if records.is_whole(members):
-                    # Crash point: all were taken and the record is missing; or a version without
-                    # it.
-                    self._commit(members)
-                elif members and self._inventory.is_half_made(known, members):
-                    self._discard(known, one)
-                    undone += 1
-        return undone
+        """Undo half-made group snapshots of these groups, or of all; returns how many.
+
+        Those on record as complete cost nothing, and all others one report together. Raises an
+        ExceptionGroup once each was tried.
+        """
+        with ExitStack() as turns:
+            mine = set()
+            for identity in self._unrecorded(self._everywhere(groups)):
+                # A call on the same group snapshot does the same.
+                with suppress(errors.OperationPending):
+                    turns.enter_context(self._locks.hold(ids.logical_name(identity)))
+                    mine.add(identity)
+            every = self._everywhere(groups) if mine else Every({})
+            left = {k: one for k, one in self._unrecorded(every).items() if k in mine}
+            # Crash point: all were taken and the record is missing; or a version without it.
+            whole = {k for k, members in left.items() if records.is_whole(members)}
+            half = {k for k in left.keys() - whole if self._inventory.is_half_made(every, left[k])}
+            with Attempts() as attempts:
+                for identity in sorted(half):
+                    with attempts.one():
+                        self._discard(every, identity)
+                with attempts.one():
+                    self._commit([one for identity in sorted(whole) for one in left[identity]])
+        return len(half)
+
+    def _everywhere(self, groups: Iterable[str]) -> Every:
+        return self._inventory.everywhere(self._inventory.state(*groups))
+
+    def _unrecorded(self, known: Every) -> Mapping[str, list[Snapshot]]:
+        """The group snapshots that are not on record as complete, with their snapshots.
+
+        Without those of which only a newer version knows a part.
+        """
+        found: dict[str, list[Snapshot]] = {}
+        for identity, members in self._inventory.group_snapshots(known).items():
+            own = [one for one in members if isinstance(one, Snapshot)]
+            if own == members and any(tag.COMMITTED not in one.own_tags for one in own):
+                found[identity] = own
+        return found
 
     def _make(
-        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: HeldGroups
+        self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
         sources = [self._inventory.usable(known, one) for one in call.source_ids]
@@ -211,9 +242,11 @@ class GroupSnapshotter:
         names_of = [(one.group.name, one.name) for one in members]
         for group in sorted({group for group, _ in names_of}):
             own = [one for one in names_of if one[0] == group]
-            volumes.mark_all(self._volume_groups.lvm(group), own, **change)
+            for at in range(0, len(own), _MOST_MARKED):
+                few = own[at : at + _MOST_MARKED]
+                volumes.mark_all(self._volume_groups.lvm(group), few, **change)
 
-    def _require_half_made(self, known: report.Report, found: list[Snapshot]) -> None:
+    def _require_half_made(self, known: Every, found: list[Snapshot]) -> None:
         """Raise NotWhole for one that may be whole, or was, and so is neither undone nor absent."""
         if not found or self._inventory.is_half_made(known, found):
             return
@@ -290,15 +323,10 @@ class GroupSnapshotter:
         own = ids.group_of(group_snapshot_id)
         return self._groups([own], lambda known: self._inventory.members(known, group_snapshot_id))
 
-    def _groups(
-        self, own: Iterable[str], find: Callable[[report.Report], list[Snapshot]]
-    ) -> Set[str]:
-        """These groups, and those that may have further parts of what `find` finds in them.
-
-        For all others the cached state is enough, because one of them may not answer.
-        """
-        groups = frozenset(own)
-        while more := self._places(find(self._inventory.state(*groups))) - groups:
+    def _groups(self, own: Iterable[str], find: Callable[[Every], list[Snapshot]]) -> Set[str]:
+        """These groups, and those that may have further parts of what `find` finds in any."""
+        groups, state = frozenset(own), self._inventory.state
+        while more := self._places(find(self._inventory.everywhere(state(*groups)))) - groups:
             groups |= more
         return groups
 
@@ -310,15 +338,14 @@ class GroupSnapshotter:
         found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
         return {one.partition("@")[0] for one in found} & set(self._config.groups)
 
-    def _named(self, known: report.Report, own_name: str) -> list[Snapshot]:
+    def _named(self, known: Every, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""
-        for one in self._inventory.all_snapshots(known):
-            parsed = VolumeId.parse(one.group_snapshot_id)
-            if parsed is not None and parsed.name == own_name:
-                return self._inventory.members(known, one.group_snapshot_id)
+        for identity in self._inventory.group_snapshots(known):
+            if ids.logical_name(identity) == own_name:
+                return self._inventory.members(known, identity)
         return []
 
-    def _find(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+    def _find(self, known: Every, group_snapshot_id: str) -> list[Snapshot]:
         """The snapshots of a group; raises OtherGroup where neither one nor its group is here."""
         found = self._inventory.members(known, group_snapshot_id)
         if not found:
@@ -337,7 +364,7 @@ class GroupSnapshotter:
                 error,
             )
 
-    def _discard(self, known: report.Report, group_snapshot_id: str) -> None:
+    def _discard(self, known: Known, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)
         if any(tag.COMMITTED in one.own_tags for one in members):
             # Crash point: without the record, what is left is half-made. So the record is removed

@@ -24,11 +24,12 @@ from agent.core.context import Context
 from agent.core.parameters import SIZE
 from agent.core.records import Volume
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
+from agent.core.states import Every, Known
 from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import Stager
-from lvm import layout, report, tags
+from lvm import layout, names, tags
 from lvm.devices import Device
 from mount import command, table, target
 from mount import errors as mount_errors
@@ -144,7 +145,7 @@ class InlineVolumes:
         self._check_place(call.volume_id, device, place)
         attempt = _Attempt()
 
-        def admit(known: report.Report, size_bytes: int) -> None:
+        def admit(known: Every, size_bytes: int) -> None:
             extent = known.group(one.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, one.layout)
             self._check_limits(call, known, allocated)
@@ -215,7 +216,7 @@ class InlineVolumes:
         return False
 
     def _check_limits(
-        self, call: PublishInline, known: report.Report, allocated_bytes: int
+        self, call: PublishInline, known: Every, allocated_bytes: int
     ) -> None:
         """Raise BadField, InlineTotal for a size above the limits of the configuration.
 
@@ -270,18 +271,19 @@ class InlineVolumes:
                 except (errors.VolumeInUse, errors.NeedsOther) as error:
                     _log.warning("%s", error)
 
-    def _all(self, known: report.Report, group: str = "") -> list[Volume]:
+    def _all(self, known: Known, group: str = "") -> list[Volume]:
         """The inline volumes of a group, or of all groups."""
         every = (one for one in self._inventory.present(known) if one.is_ephemeral)
         return [one for one in every if group in ("", one.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
-        prefix = ids.INLINE_PREFIX
-        volume = self._inventory.named(self._inventory.state(quick=True), volume_id, prefix)
+        own_name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
+        volume = self._inventory.search(lambda one: one.name == own_name)
         if volume is None:
             # A group that does not answer, or is not here, may have it.
             known = self._inventory.state()
-            volume = self._inventory.named(known, volume_id, prefix)
+            for group in self._inventory.own_groups(known):
+                self._inventory.named_in(group, volume_id, ids.INLINE_PREFIX)
             self._inventory.require_groups(known)
         return volume
 

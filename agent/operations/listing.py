@@ -8,6 +8,7 @@ from agent.core import errors, locks, requests
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import Page, Part
+from agent.core.states import Every
 from agent.core.volume_group import begin_states
 from lvm.report import Group, Report
 from mount import errors as mount_errors
@@ -37,13 +38,16 @@ class Listing:
 
     def page(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids; raises what a missing group raises."""
-        every = self._inventory.all(self._inventory.state(quick=True, complete=True))
-        return requests.part({str(one.id): one for one in every if one.is_listed}, page)
+        known = self._inventory.lists()
+        for name in self._volume_groups.names:
+            # A list without a group's volumes would say that they are gone.
+            known.group(name)
+        return requests.part({str(one.id): one for one in self._inventory.listed(known)}, page)
 
     def volumes(self) -> Here[Volume]:
         """The volumes of the groups that are here; raises TooManyCalls, Starting."""
         known, away = self._look()
-        found = (one for one in self._inventory.present(known) if one.is_listed)
+        found = self._inventory.listed(known)
         return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
@@ -52,7 +56,7 @@ class Listing:
         found = self._inventory.snapshots(known)
         return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
 
-    def _look(self) -> tuple[Report, Mapping[str, str]]:
+    def _look(self) -> tuple[Every, Mapping[str, str]]:
         """All groups as they are now, or were at their last answer; and why others are away."""
         locks.enter()
         here: dict[str, Group] = {}
@@ -66,4 +70,4 @@ class Listing:
                 away[name] = str(error)
             else:
                 here[name] = group
-        return Report(here), away
+        return Every(here), away

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 
-from agent.core import errors, ids, records
+from agent.core import errors, ids, records, states
+from agent.core.background import Attempts
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
@@ -12,7 +13,7 @@ from agent.core.settings import Config
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
-from lvm.report import Group, Report
+from lvm.report import Group
 from lvm.tuning import PLAIN, Tuning
 
 
@@ -77,7 +78,7 @@ def bound(context: Context, group: Group) -> int:
         return 0
     bound_kib = context.config.recovery_bound_kib(group.name)
     alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
-    for volume in context.inventory.present(Report({group.name: group})):
+    for volume in context.inventory.present(states.fresh([group])):
         one = group.volume(volume.name)
         if "raid" not in one.layout:
             continue
@@ -92,9 +93,10 @@ def bound(context: Context, group: Group) -> int:
 def resume(context: Context, *groups: str) -> int:
     """`bound` these groups, or all, at the start: the setting may be another than before."""
     known, count = context.inventory, 0
-    for one in known.fresh_groups(*groups):
-        with context.volume_groups.hold(one.name):
-            count += bound(context, known.group(known.state(one.name), one.name))
+    with Attempts() as attempts:
+        for one in known.fresh_groups(*groups):
+            with attempts.one(), context.volume_groups.hold(one.name):
+                count += bound(context, known.group(known.state(one.name), one.name))
     return count
 
 

@@ -249,10 +249,10 @@ class AutoRepair:
     def _degraded(self, group: str) -> Iterator[Volume]:
         """The volumes of these classes in a group that lack a disk; none if no group answers."""
         try:
-            known = self._inventory.state(max_age=MONITOR_AGE_SECONDS)
+            seen = self._inventory.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError, OSError):
             return
-        for one in self._inventory.present(known):
+        for one in self._inventory.seen_volumes(seen):
             is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
             if is_own and one.is_listed and one.layout.is_raid and one.missing_disks:
                 yield one

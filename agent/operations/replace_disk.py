@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from agent.core import errors
 from agent.core.allocation import is_own_pool
+from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.operations import erase, modify
 from agent.operations.erase_policy import ErasePolicy
@@ -84,8 +85,10 @@ class Replacement:
         The earlier watcher ended with the service, or with the node. One command for each group.
         """
         left = [one for one in self._inventory.fresh_groups(*names) if one.moves]
-        for one in left:
-            groups.watch_moves(self._lvm(one.name))
+        with Attempts() as attempts:
+            for one in left:
+                with attempts.one():
+                    groups.watch_moves(self._lvm(one.name))
         return len(left)
 
     def _group_of(self, old: str, new: str) -> str:

@@ -6,7 +6,7 @@ for what its origin overwrites, and is nothing without its origin. One lvcreate 
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from agent.core import errors, ids, records, requests, tag, users
@@ -16,9 +16,10 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateSnapshot, ListSnapshots, Part
+from agent.core.states import Known
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
-from lvm import caches, layout, names, report, thin, volumes
+from lvm import caches, layout, names, thin, volumes
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +32,22 @@ _INHERITED = (
 
 
 class Snapshotter:
-    """Takes, finds, lists and deletes snapshots."""
+    """Takes, finds, lists and deletes snapshots.
 
-    def __init__(self, context: Context, eraser: Eraser, pool_remover: PoolRemover) -> None:
+    `readers` gives the ids of the volumes that this process is filling from a snapshot: it also
+    knows those of a group that does not answer.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        eraser: Eraser,
+        pool_remover: PoolRemover,
+        *,
+        readers: Callable[[str], Collection[str]],
+    ) -> None:
         self._config = context.config
+        self._readers = readers
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._eraser = eraser
@@ -56,7 +69,7 @@ class Snapshotter:
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             self.require_free(known, name)
-            for found in self._inventory.snapshots(known):
+            for found in self._inventory.snapshots(self._inventory.everywhere(known)):
                 if found.name == name:
                     return _same(found, call)
             volume = self._inventory.usable(known, call.source_id)
@@ -175,11 +188,18 @@ class Snapshotter:
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
-            self._inventory.require_not_copied(known, snapshot_id)
+            # A copy in another group reads it, and its extents are erased at once.
+            self._inventory.require_not_copied(self._inventory.everywhere(known), snapshot_id)
+            self.require_unread(snapshot_id)
             self.part(snapshot)
         self.finish(snapshot)
 
-    def go_on(self, known: report.Report, snapshot_id: str) -> None:
+    def require_unread(self, snapshot_id: str) -> None:
+        """Raise VolumeInUse while this process fills a volume from it; its group is held."""
+        if copies := self._readers(snapshot_id):
+            raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
+
+    def go_on(self, known: Known, snapshot_id: str) -> None:
         """Erase in the background what is left of a snapshot that was split from its origin."""
         for remains in self._inventory.doomed(known):
             if str(remains.id) == snapshot_id:
@@ -241,10 +261,10 @@ class Snapshotter:
         named = VolumeId.parse(call.snapshot_id or call.source_id)
         if named is not None and named.group in self._config.groups:
             # So the external-snapshotter polls one snapshot: another group may hang.
-            known = self._inventory.state(named.group)
+            known: Known = self._inventory.state(named.group)
             self._inventory.group(known, named.group)
         else:
-            known = self._inventory.state(quick=True, complete=True)
+            known = self._inventory.lists()
             self._inventory.require_groups(known)
         found = {
             str(one.id): one
@@ -253,7 +273,7 @@ class Snapshotter:
         }
         return requests.part(found, call.page)
 
-    def require_free(self, known: report.Report, *logical: str) -> None:
+    def require_free(self, known: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is erased."""
         for doomed in self._inventory.doomed(known):
             if doomed.name in logical:

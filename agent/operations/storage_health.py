@@ -48,7 +48,7 @@ class Readiness:
         self.probe()
         try:
             self._admission.require_open()
-            self._inventory.state(max_age=MONITOR_AGE_SECONDS)
+            self._inventory.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError) as error:
             raise errors.NotReady(str(error)) from None
 

@@ -15,11 +15,12 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
 from agent.core.requests import HealthAt, Page, Part
+from agent.core.states import Seen
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason
 from lvm import names
-from lvm.report import Group, Report
+from lvm.report import Group
 from mount import command, table, target
 from mount import errors as mount_errors
 
@@ -119,7 +120,7 @@ class VolumesHealth:
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """The volumes of the last report that were not deleted since."""
         group = volume_group.cached or volume_group.last_seen
-        for one in self._inventory.present(Report({} if group is None else {group.name: group})):
+        for one in self._inventory.seen_volumes(Seen({} if group is None else {group.name: group})):
             if one.is_listed:
                 with suppress(errors.NoSuchVolume, errors.Copying):
                     self._check(str(one.id))
@@ -211,7 +212,7 @@ class VolumesHealth:
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """A volume by a report of its group; None if it is absent or being deleted."""
         try:
-            return self._inventory.usable(Report({group.name: group}), volume_id)
+            return self._inventory.seen_volume(Seen({group.name: group}), volume_id)
         except errors.NoSuchVolume:
             return None
 
@@ -237,8 +238,7 @@ class VolumesHealth:
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
-            known = Report({group.name: group})
-            return self._inventory.named(known, volume_id, ids.INLINE_PREFIX)
+            return self._inventory.named_in(group, volume_id, ids.INLINE_PREFIX)
         return self._reported(group, volume_id)
 
     def _require_seen(self, *volume_groups: VolumeGroup) -> None:

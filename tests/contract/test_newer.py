@@ -1,23 +1,34 @@
 """What a newer version left, after a way back: used as far as it is known, else left alone."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import expect
 import pytest
 from csi_client import Client
 from real.any import AnyHost, names
 
+from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
+from lvm.layout import Layout
+from lvm.thin import Policy
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 NEEDED = "carver.needs=moonlight"
 SENTENCE = "newer version of Carver made it, with moonlight"
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    thin = DeviceClass("thin", group, layout=Layout("thin"), pool=Policy())
+    return replace(config, classes=(*config.classes, thin))
 
 
 @pytest.fixture
@@ -127,3 +138,85 @@ def test_a_deleted_volume_that_only_a_newer_version_can_erase_is_not_erased(
     again.eraser.jobs.stop()
     assert "vol-pvc-1" in names(host, group)
     assert again.eraser.jobs.counts()["failed"] == 0
+
+
+def test_a_copy_that_only_a_newer_version_can_make_is_not_filled(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    config: Config,
+    snapshot: csi.Snapshot,
+    restart: Callable[[], Service],
+) -> None:
+    client.create("copy", 8 * MIB, block(), source=of_snapshot(snapshot.snapshot_id))
+    state = ("--deltag", "carver.state=ready", "--addtag", "carver.state=copying")
+    tag(host, group, "vol-copy", *state, "--addtag", NEEDED)
+    again = restart()
+    assert not again.copier.jobs.unfinished()
+    assert own_tags(host, group, "vol-copy")["state"] == "copying"
+    # What it is copied from stays, too.
+    again.start(config.endpoint)
+    with (
+        Client(config.endpoint) as caller,
+        expect.code("FAILED_PRECONDITION", "copied from it"),
+    ):
+        caller.delete_snapshot(snapshot.snapshot_id)
+
+
+def test_a_group_snapshot_of_a_newer_version_stops_no_start_and_stays(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    config: Config,
+    volume: csi.Volume,
+    restart: Callable[[], Service],
+) -> None:
+    made = client.group_snapshot("both", [volume.volume_id])
+    [name] = {one for one in names(host, group) if one.startswith("snap")}
+    for words in (("--addtag", NEEDED), ("--deltag", "carver.committed=yes")):
+        tag(host, group, name, *words)
+    before = names(host, group)
+    again = restart()
+    assert again.unrecovered == {}
+    again.start(config.endpoint)
+    with Client(config.endpoint) as caller:
+        caller.create("pvc-3", 8 * MIB, block())
+        caller.delete("none")
+        with expect.code("FAILED_PRECONDITION", SENTENCE):
+            caller.delete_group_snapshot(made.group_snapshot_id, [made.snapshots[0].snapshot_id])
+        with expect.code("FAILED_PRECONDITION", SENTENCE):
+            caller.group_snapshot("both", [volume.volume_id])
+    assert names(host, group) == before | {"vol-pvc-3"}
+
+
+def test_an_adoption_by_a_newer_version_is_not_undone(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    words = ("--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y", "--type", "linear")
+    host.lvm("lvcreate", *words, "--size", f"{64 * MIB}b", "--name", "raw", "--", group)
+    asked = carver.AdoptVolumeRequest(group=group, logical_volume="raw", block=True)
+    client.adopt(asked)
+    tag(host, group, "vol-raw", "--addtag", NEEDED)
+    before = own_tags(host, group, "vol-raw")
+    for call in (client.undo_adopt, client.adopt):
+        with expect.code("FAILED_PRECONDITION", SENTENCE):
+            call(asked)
+    assert own_tags(host, group, "vol-raw") == before
+
+
+def test_a_pool_of_a_newer_version_gets_no_volume_and_loses_none(
+    client: Client, host: AnyHost, group: str, service: Service
+) -> None:
+    thin = {"class": "thin"}
+    one = client.create("one", 8 * MIB, block(), parameters=thin)
+    tag(host, group, "pool-thin", "--addtag", NEEDED)
+    with expect.code("RESOURCE_EXHAUSTED", "does not know"):
+        client.create("two", 8 * MIB, block(), parameters=thin)
+    with expect.code("FAILED_PRECONDITION", SENTENCE):
+        client.delete(one.volume_id)
+    assert [each.volume_id for each in client.volumes()] == [one.volume_id]
+    # As an operator, or the newer version, would have it.
+    tag(host, group, "vol-one", "--deltag", "carver.state=ready", "--addtag", "carver.state=wiping")
+    assert service.eraser.resume(group) == 0
+    assert service.pool_remover.resume(group) == 0
+    assert {"vol-one", "pool-thin"} <= names(host, group)

@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from agent.core import errors, tag
+from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.core.records import Snapshot
+from agent.core.states import Fresh
 from lvm import devices, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
@@ -68,16 +70,23 @@ class Reservations:
     def resume(self, *groups: str) -> int:
         """Release what an earlier process left in these groups, or in all; return how many."""
         count = 0
-        for name in groups or self._volume_groups.names:
-            with self._volume_groups.hold(name):
-                found = self._inventory.state(name).groups.get(name)
-                for pool in _marked(found) if found is not None else ():
-                    if not self._turns[name, pool].readers:
-                        if not self._inventory.is_active(name, pool):
-                            volumes.activate(self._volume_groups.lvm(name), name, pool)
-                        self._release(name, pool)
-                        count += 1
+        with Attempts() as attempts:
+            for name in groups or self._volume_groups.names:
+                with attempts.one(), self._volume_groups.hold(name):
+                    found = self._inventory.state(name).groups.get(name)
+                    for pool in _marked(found) if found is not None else ():
+                        with attempts.one():
+                            count += self._resume(name, pool)
         return count
+
+    def _resume(self, group: str, pool: str) -> bool:
+        """Release what an earlier process left of a pool; whether it was released."""
+        if self._turns[group, pool].readers:
+            return False
+        if not self._inventory.is_active(group, pool):
+            volumes.activate(self._volume_groups.lvm(group), group, pool)
+        self._release(group, pool)
+        return True
 
     def _join(self, turn: _Turn, group: str, pool: str) -> None:
         with turn.changed:
@@ -233,18 +242,19 @@ class Activations:
         try:
             # Without the caller's deadline and place among the calls, which may be used up.
             contextvars.Context().run(sweep)
-        except (errors.AgentError, mount_errors.CommandError, OSError) as error:
+        except Exception as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
 
     def resume(self, *groups: str) -> int:
         """Deactivate as `end`, or in all groups; return how many. Three commands a group."""
         count = 0
-        for name in groups or self._volume_groups.names:
-            with self._volume_groups.hold(name):
-                known = self._inventory.state(name)
-                if unread := self._unread(known):
-                    self._deactivate(name, unread)
-                    count += len(unread)
+        with Attempts() as attempts:
+            for name in groups or self._volume_groups.names:
+                with attempts.one(), self._volume_groups.hold(name):
+                    known = self._inventory.state(name)
+                    if unread := self._unread(known):
+                        self._deactivate(name, unread)
+                        count += len(unread)
         return count
 
     def _activate(self, snapshot: Snapshot) -> devices.Device:
@@ -254,7 +264,7 @@ class Activations:
             volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
         return self._inventory.activate_snapshot(snapshot)
 
-    def _unread(self, known: report.Report) -> list[str]:
+    def _unread(self, known: Fresh) -> list[str]:
         """The names of snapshots that have the tag and are neither read nor copied."""
         now = time.monotonic()
         with self._guard:
@@ -265,7 +275,7 @@ class Activations:
         if not unread:
             return []
         # A copy, which may be in another group, opens it only for moments.
-        every = self._inventory.present(self._inventory.state(quick=True))
+        every = self._inventory.present(self._inventory.everywhere(known))
         copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
             one.name

@@ -13,6 +13,7 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume
+from agent.core.states import Fresh
 from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
@@ -29,7 +30,7 @@ from agent.extras.changed_blocks.extents import (
     merged,
 )
 from lvm import errors as lvm_errors
-from lvm import names, report
+from lvm import names
 from lvm import thin as thinmaps
 from lvm.devices import Exceptions
 from lvm.thin import Run
@@ -222,7 +223,7 @@ class Delta:
                 for one, reader in zip(found, readers, strict=True)
             ]
 
-    def _found(self, known: report.Report, identity: str) -> _Read:
+    def _found(self, known: Fresh, identity: str) -> _Read:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
             return self._inventory.usable(known, identity)
         found = self._inventory.snapshot(known, identity)

@@ -12,6 +12,7 @@ from agent.core import ids, tag
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
+from agent.core.states import Every, Fresh
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
 from lvm import report
@@ -81,9 +82,7 @@ class Candidate:
         return text.format(**{key: shlex.quote(one) for key, one in fields.items()})
 
 
-def of_volumes(
-    inventory: Inventory, known: report.Report, references: References
-) -> Iterator[Candidate]:
+def of_volumes(inventory: Inventory, known: Fresh, references: References) -> Iterator[Candidate]:
     """Find Carver's volumes that nothing in the cluster refers to."""
     for one in inventory.present(known):
         # Volumes that move between nodes are left to the operator.
@@ -98,7 +97,7 @@ def of_volumes(
     for one in inventory.doomed(known):
         why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
-    yield from _half_made(inventory, known)
+    yield from _half_made(inventory, inventory.everywhere(known))
 
 
 def of_objects(references: References) -> Iterator[Candidate]:
@@ -145,7 +144,7 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(inventory: Inventory, known: report.Report) -> Iterator[Candidate]:
+def _half_made(inventory: Inventory, known: Every) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
     copying = {one.own_tags[tag.NAME] for one in inventory.present(known) if one.copying}
     half_made = inventory.half_made(known)

@@ -18,7 +18,7 @@ from agent.core import errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.records import Volume
 from agent.operations.delete import VolumeDeleter
-from lvm import report, volumes
+from lvm import volumes
 from mount import errors as mount_errors
 from proto import carver_pb2 as carver
 
@@ -39,13 +39,11 @@ class Mover:
     def status(self, name: str) -> carver.MoveState:
         """The move's state, by the volume's name, logical volume or id; raises NoSuchVolume."""
 
-        def find(seen: report.Report) -> Volume | None:
-            for one in self._inventory.present(seen):
-                if name in (one.name, str(one.id), one.own_tags[tag.NAME]) and not one.is_ephemeral:
-                    return one
-            return None
+        def is_it(one: Volume) -> bool:
+            names = (one.name, str(one.id), one.own_tags[tag.NAME])
+            return name in names and not one.is_ephemeral
 
-        if (found := self._inventory.search(find)) is None:
+        if (found := self._inventory.search(is_it)) is None:
             raise errors.NoSuchVolume(name)
         return self._state(found)
 

@@ -57,7 +57,8 @@ class Receiver:
 
     def status(self, name: str) -> carver.ReceiveState:
         """The state of the volume of that name; `absent` where the report proves there is none."""
-        found = self._inventory.search(lambda known: self._inventory.named(known, name))
+        own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
+        found = self._inventory.search(lambda one: one.name == own_name)
         return carver.ReceiveState(state="absent") if found is None else _state(found)
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
@@ -72,7 +73,7 @@ class Receiver:
             raise errors.NotAllowed("class", device_class, known_classes)
         with self._volume_groups.hold(one.group):
             known = self._inventory.state(one.group, resume=True)
-            found = self._inventory.named(known, name)
+            found = self._inventory.named(self._inventory.everywhere(known), name)
             if found is None:
                 return self._make(known, one, name, header)
             if found.group.name == one.group:

@@ -12,6 +12,7 @@ from agent.core.ids import VolumeId, group_of
 from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
 from agent.core.records import Snapshot
 from agent.core.requests import BLOCK, MOUNT
+from agent.core.states import Fresh
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
@@ -131,7 +132,7 @@ class Sender:
         known = self._inventory.state(group_of(snapshot_id))
         return chain_of(self._ready(known, snapshot_id))
 
-    def _header(self, known: report.Report, snapshot: Snapshot, base_id: str) -> Header:
+    def _header(self, known: Fresh, snapshot: Snapshot, base_id: str) -> Header:
         header = Header(
             volume_id=str(snapshot.source_id),
             snapshot_id=str(snapshot.id),
@@ -156,13 +157,13 @@ class Sender:
             base_size_bytes=base.size_bytes,
         )
 
-    def _ready(self, known: report.Report, snapshot_id: str) -> Snapshot:
+    def _ready(self, known: Fresh, snapshot_id: str) -> Snapshot:
         snapshot = self._inventory.snapshot(known, snapshot_id)
         if snapshot.problem:
             raise errors.SourceLost(snapshot_id, snapshot.problem)
         return snapshot
 
-    def _own_tags(self, known: report.Report, snapshot: Snapshot) -> dict[str, str]:
+    def _own_tags(self, known: Fresh, snapshot: Snapshot) -> dict[str, str]:
         """The volume's tags, or its snapshot's copy of them where it is gone."""
         own_tags = snapshot.own_tags
         volume_id = str(snapshot.source_id)

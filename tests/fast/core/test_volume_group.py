@@ -466,14 +466,13 @@ def node(tmp_path: Path) -> tuple[Inventory, SomeHang]:
     return known, SomeHang(fake, volume_groups)
 
 
-@pytest.mark.parametrize("group", ["sound", ""])
 def test_groups_that_hang_are_waited_for_together(
-    node: tuple[Inventory, SomeHang], monkeypatch: pytest.MonkeyPatch, group: str
+    node: tuple[Inventory, SomeHang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 30)
     known, hanging = node
     with ThreadPoolExecutor(1) as caller:
-        read = caller.submit(known.state, *filter(None, [group]), quick=not group)
+        read = caller.submit(known.hint)
         expect.soon(lambda: hanging.asked == set(SICK), lambda: hanging.asked)
         hanging.over.set()
         assert set(read.result(20).groups) == {*SICK, "sound"}
@@ -489,11 +488,11 @@ def test_tags_are_read_once_for_each_change(
     for name in ("a", "b"):
         new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
         volumes.create(volume_groups.lvm("sound"), "sound", new)
-    found = [one.name for one in known.all(known.state())]
+    found = [one.name for one in known.present(known.state())]
     assert found == ["vol-a", "vol-b"]
     with monkeypatch.context() as patch:
         patch.setattr(records, "volume", lambda *_: pytest.fail("a volume was read again"))
-        assert [one.name for one in known.all(known.state())] == found
+        assert [one.name for one in known.present(known.state())] == found
     del group.volumes["vol-a"]
     group.seqno += 1
-    assert [one.name for one in known.all(known.state())] == ["vol-b"]
+    assert [one.name for one in known.present(known.state())] == ["vol-b"]

@@ -256,14 +256,14 @@ def test_an_absent_group_costs_no_command_until_a_disk_comes(
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     for minute in range(1, 10):
         now[0] = 60.0 * minute
-        known.state(max_age=MONITOR_AGE_SECONDS)
+        known.seen(MONITOR_AGE_SECONDS)
     assert fake.commands == []
     # A disk came, and the group is there.
     known.outdate()
     fake.lvm2.add_group("data", [10])
     for _ in range(3):
         now[0] += 61
-        assert "data" in known.state(max_age=MONITOR_AGE_SECONDS).groups
+        assert "data" in known.seen(MONITOR_AGE_SECONDS).groups
     assert len(fake.commands) == 1
 
 
@@ -304,11 +304,11 @@ def test_a_hanging_lvm2_delays_a_scrape_by_seconds_only(
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     for _ in range(3):
         with pytest.raises(mount_errors.CommandTimedOut):
-            known.state(max_age=MONITOR_AGE_SECONDS)
+            known.seen(MONITOR_AGE_SECONDS)
     assert len(asked) == 1
     answering.set()
     monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 20.0)
-    assert "data" in known.state(max_age=MONITOR_AGE_SECONDS).groups
+    assert "data" in known.seen(MONITOR_AGE_SECONDS).groups
     assert len(asked) == 1
 
 

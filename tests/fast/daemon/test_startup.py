@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,15 +153,63 @@ def test_a_call_is_refused_at_once_where_the_start_has_failed(
         client.capacity()
 
 
-def test_a_refused_step_of_recovery_blocks_no_call(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error",
+    [
+        mount_errors.CommandFailed(("lvm", "lvremove"), 5, "no"),
+        mount_errors.CommandTimedOut(("lvm", "lvremove"), 60.0),
+        errors.NeedsOther("snap-1", {"moonlight"}),
+        OSError(95, "Operation not supported"),
+        KeyError("mode"),
+        ExceptionGroup("several", [OSError(5, "Input/output error"), KeyError("mode")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_step_of_recovery_that_fails_blocks_no_call_and_no_other_step_and_is_retried(
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
-    def refused(*_groups: str) -> int:
-        raise mount_errors.CommandFailed(("lvm", "lvremove"), 5, "no")
+    tried: list[str] = []
+    parts = ("eraser", "pool_remover", "group_snapshotter", "copier", "replacement")
 
-    monkeypatch.setattr(service.group_snapshotter, "resume", refused)
-    server.resume(service)
-    assert "half-made group snapshots that were left are not seen to" in caplog.text
+    def step(name: str, *_groups: str) -> int:
+        tried.append(name)
+        if failing:
+            raise error
+        return 0
+
+    failing = True
+    for one in parts:
+        monkeypatch.setattr(getattr(service, one), "resume", partial(step, one))
+    for _ in range(2):
+        assert not server.resume(service)
+    assert sorted(tried) == sorted(parts * 2)
+    assert caplog.text.count("half-made group snapshots that were left are not seen to yet") == 1
+    failing = False
+    assert server.resume(service)
+    assert service.unrecovered == {}
+
+
+def test_a_group_that_is_not_all_recovered_is_recovered_again_while_calls_are_admitted(
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_RETRY_SECONDS", 0.0)
+    tried: list[str] = []
+
+    def recover(name: str) -> bool:
+        tried.append(name)
+        return tried.count(name) > 2
+
+    own = Recovery(volume_groups, recover)
+    own.begin()
+
+    def step() -> bool:
+        own.step()
+        return tried.count("a") >= 3
+
+    expect.soon(step)
 
 
 def test_forty_hanging_mkfs_leave_other_calls_their_threads(

@@ -471,7 +471,7 @@ def test_metrics_and_readiness_while_disks_hang(
     if hangs == "a":
         assert found["carver_lvm_up",] == 1
         assert found["carver_group_present", "b"] == 1
-        service.readiness._inventory.state(max_age=MONITOR_AGE_SECONDS)
+        service.readiness._inventory.seen(MONITOR_AGE_SECONDS)
     else:
         assert found["carver_lvm_up",] == 0
 

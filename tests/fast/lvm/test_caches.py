@@ -115,7 +115,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
     for disk, what in ((fast, words), (slow, "from a backup")):
         fast.missing = slow.missing = False
         disk.missing = True
-        [volume] = known.all(known.state())
+        [volume] = known.present(known.state())
         [problem] = health.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message

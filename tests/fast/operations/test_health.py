@@ -209,7 +209,7 @@ def test_while_lvm_does_not_answer_its_last_report_counts(
     renew(service)
     assert "partial" in problems(client, staged, tmp_path / "staging")
     with pytest.raises(CommandError, match="a disk hangs"):
-        service.inventory.state(max_age=MONITOR_AGE_SECONDS)
+        service.inventory.seen(MONITOR_AGE_SECONDS)
 
 
 def test_a_volume_that_no_report_has_yet_is_diagnosed_by_the_kernel_alone(

@@ -1,0 +1,47 @@
+"""States of volume groups, by what may be decided by them: three types, so that mypy tells.
+
+A report of a group may be older than what is in it. A call that changes something decides by the
+state of each group that the decision is about: by `Fresh` for the groups that it names, by `Every`
+where any group may matter. `Seen` is for metrics, health and hints.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lvm import report
+
+
+@dataclass(frozen=True)
+class Fresh(report.Report):
+    """Groups that a call named, each read after the call began; `asked` has their names.
+
+    It says nothing of another group, which is not the same as that it is absent.
+    """
+
+    asked: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Every(report.Report):
+    """Each group that this process ever read, with all that Carver did there until now.
+
+    What others did in a group since, such as an operator, may be missing. `silent` has the names of
+    groups that Carver changed and that have not answered since: what it did last may be missing.
+    """
+
+    silent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Seen(report.Report):
+    """Groups as they were when they were read last, perhaps long ago: no decision goes by it."""
+
+
+# The states that a decision may go by.
+Known = Fresh | Every
+
+
+def fresh(groups: Iterable[report.Group]) -> Fresh:
+    """The state of groups that the caller just read, and holds."""
+    every = {one.name: one for one in groups}
+    return Fresh(every, asked=frozenset(every))
