@@ -5,6 +5,7 @@ not yet got stay free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -130,6 +131,9 @@ class Thick:
     def finish(self, lvm: Lvm, volume: Volume) -> None:
         """Do nothing: one command creates all of a volume."""
 
+    def make_room(self, lvm: Lvm, group: report.Group) -> None:
+        """Do nothing: a volume has all its extents."""
+
 
 @dataclass(frozen=True)
 class Cached(Thick):
@@ -212,11 +216,34 @@ class Thin:
         thin.create(lvm, group.name, pool.name, new)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """One command; the pool is extended when it fills."""
+        """One command; the pool is extended when it fills, and before where it has."""
+        with suppress(errors.NoRoom):
+            self.make_room(lvm, volume.group)
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
         """Do nothing: a pool without volumes is used by the next one."""
+
+    def make_room(self, lvm: Lvm, group: report.Group) -> None:
+        """Extend a pool that is too full, before a command that suspends one of its volumes.
+
+        A suspend waits for writes, and writes to a full pool for room; with the group locked nobody
+        else could give it that. No command where there is room. Raises NoRoom where the pool is
+        full and cannot grow, PoolSilent.
+        """
+        name = pool_name(self.device_class)
+        if (status := self.known.pool_status(group.name, name)) is None:
+            return
+        parts = (
+            (status.data_percent, self.extend_data),
+            (status.metadata_percent, self.extend_metadata),
+        )
+        for percent, extend in parts:
+            if percent <= self.policy.autoextend_threshold:
+                continue
+            if not extend(lvm, group, percent) and percent >= 100:
+                extent = group.extent_size_bytes
+                raise errors.NoRoom(group.name, extent, 0, f"more in its full pool {name}")
 
     def extend_data(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
         """Extend the data of a pool that is `percent` full; returns the bytes, 0 without room.

@@ -103,6 +103,9 @@ NEEDS = "needs"
 KNOWN_NEEDS: frozenset[str] = frozenset()
 # Of a group: lvm.report derives from them which disks are unclean.
 SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
+# Of a group, while a disk is replaced: both disks' UUIDs, and the extents allocated on the new one
+# once all of the old one lies there, if no earlier move left data on it.
+FILLED = "filled"
 
 # Values of STATE.
 READY = "ready"
@@ -116,6 +119,8 @@ ACTIVATED = "activated"
 
 # Of a pool, beside STATE and CLASS; it has no NAME.
 CHUNK = "chunk"
+# Of a pool: it grew into extents that were not overwritten yet; what is free after it must be.
+UNCLEAN = "unclean"
 # Of a pool: its metadata snapshot, if any, is Carver's.
 METADATA_SNAPSHOT = "metadataSnapshot"
 

@@ -116,14 +116,14 @@ class Service:
             Paces(config, host.kernel, volume_groups.changed_at),
         )
         self.readiness = Readiness(known, self.node, context.admission)
-        self.pool_remover = PoolRemover(context)
         self.freed_eraser = FreedSpaceEraser(context)
+        self.pool_remover = PoolRemover(context, freed=self.freed_eraser.start)
         self.eraser = Eraser(
             context,
             emptied=partial(self.pool_remover.after, wait_seconds=0),
             given_up=self.freed_eraser.start,
         )
-        self.autoextender = Autoextender(context)
+        self.autoextender = Autoextender(context, self.freed_eraser)
         snapshotter = Snapshotter(
             *(context, self.eraser, self.pool_remover),
             readers=lambda snapshot_id: self.copier.reading(snapshot_id),

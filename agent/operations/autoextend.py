@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.core import errors, ids, states
+from agent.core import errors, ids, states, tag
 from agent.core.allocation import pool_name
 from agent.core.background import GroupTasks
 from agent.core.context import Context
+from agent.operations import erase
+from agent.operations.erase_free import FreedSpaceEraser
+from agent.operations.erase_policy import ErasePolicy
 from lvm import layout, names, report, thin, volumes
 from lvm.devicemapper import Snapshot, Status, ThinPool
 from lvm.devices import Written
@@ -79,7 +82,8 @@ class _Areas:
 class Autoextender:
     """Extends pools and COW stores that are too full."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, sweeper: FreedSpaceEraser) -> None:
+        self._sweeper, self._policy = sweeper, ErasePolicy(context.config, context.kernel)
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
         self._allocators = context.allocators
@@ -146,10 +150,11 @@ class Autoextender:
     def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
         due = self._due[part.group]
         try:
-            with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
-                known = self._inventory.state(part.group)
-                lvm = self._volume_groups.lvm(part.group)
-                more_bytes = part.extend(lvm, known.group(part.group), percent)
+            with command.time_limit(_PATIENCE_SECONDS):
+                more_bytes, is_swept = self._grow(part, percent)
+                if more_bytes == 0 and is_swept:
+                    with self._sweeper.giving_way(part.group):
+                        more_bytes, _ = self._grow(part, percent)
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
@@ -169,6 +174,25 @@ class Autoextender:
         # Counted from the end of the attempt, which may have taken as long.
         due[part] = clock() + _RETRY_SECONDS
         return False
+
+    def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
+        """Extend a part; by how many bytes, as `_Part` says, and whether a sweep has extents.
+
+        Where no clean extents are free it grows into those that are to be overwritten.
+        """
+        with self._volume_groups.hold(part.group):
+            group = self._inventory.state(part.group).group(part.group)
+            lvm = self._volume_groups.lvm(part.group)
+            more_bytes = part.extend(lvm, group, percent)
+            if more_bytes == 0 and self._may_be_unclean(part) and _has_unclean_room(group):
+                if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
+                    volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
+                more_bytes = part.extend(lvm, erase.as_if_clean(group), percent)
+            return more_bytes, self._may_be_unclean(part) and erase.is_sweep(group, ids.SWEEP)
+
+    def _may_be_unclean(self, part: _Part) -> bool:
+        """Whether a part may have extents that were not overwritten: it is overwritten itself."""
+        return part.kind != AREA or self._policy.zeroes
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
         if part not in self._due[part.group]:
@@ -195,6 +219,10 @@ class Autoextender:
             size, disks = present + more, layout.anywhere(group)
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
         return more
+
+
+def _has_unclean_room(group: report.Group) -> bool:
+    return any(one.unclean and one.image_extents for one in group.disks)
 
 
 def _percent(kind: str, found: Sequence[Status]) -> float:

@@ -166,6 +166,7 @@ class Copier:
             self.bridges.start(Job(identity))
             raise errors.OperationPending(f"{identity} (unused, being removed)")
         self._snapshotter.require_free(known, bridge)
+        self._snapshotter.make_room(origin)
         try:
             taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
         except mount_errors.CommandError:

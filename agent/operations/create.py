@@ -205,6 +205,7 @@ class VolumeCreator:
         self._eraser.jobs.forget(str(volume_id))
         pool = pool_name(one.name)
         if origin is not None and clone.is_in(origin, group, pool):
+            allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
             return volume, None

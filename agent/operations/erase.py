@@ -24,6 +24,7 @@ from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
+from lvm.volumes import NO_TAGS
 from mount import errors as mount_errors
 from mount.blocks import By
 
@@ -39,11 +40,18 @@ _CACHE_SECONDS = 1.0
 # is allocated there.
 
 
-def mark_for_erase(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> bool:
+def mark_for_erase(
+    lvm: Lvm,
+    group: report.Group,
+    disks: Collection[str] = (),
+    *,
+    also: Mapping[str, str] = NO_TAGS,
+) -> bool:
     """Tag a group so that free extents on these disks (UUIDs; all by default) are zeroed first.
 
     Call it before they are freed, with the group locked and a report that was read since. One
-    command, none if the tag is there already. Returns whether it was added.
+    command, which adds other tags, too; none if the mark is there already. Returns whether it was
+    added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -53,18 +61,31 @@ def mark_for_erase(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -
     new = {tag.SWEEP_DISKS: every} if is_named else {tag.SWEEP: "yes"}
     if new == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new=new)
+    groups.mark(lvm, group.name, old=marks, new={**new, **also})
     return True
 
 
-def unmark_disk(lvm: Lvm, group: report.Group, disk: str) -> None:
-    """Remove a disk (UUID) on which nothing was freed from the mark; call as `mark_for_erase`."""
+def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str]) -> None:
+    """Remove a disk (UUID) on which nothing was freed from the mark; call as `mark_for_erase`.
+
+    The same command removes other tags.
+    """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
         return
     left = tag.BETWEEN.join(sorted({*_marked_disks(marks)} - {disk}))
     rest = {key: one for key, one in marks.items() if key != tag.SWEEP_DISKS}
-    groups.mark(lvm, group.name, old=marks, new={**rest, tag.SWEEP_DISKS: left} if left else rest)
+    new = {**rest, tag.SWEEP_DISKS: left} if left else rest
+    groups.mark(lvm, group.name, old={**marks, **also}, new=new)
+
+
+def as_if_clean(group: report.Group) -> report.Group:
+    """A group as pools and COW stores may grow in it: also where free extents hold old data.
+
+    They show no user what was there: dm-thin zeroes what it allocates, and dm-snapshot writes what
+    it reads. So they need not wait until it is overwritten, and their writers cannot.
+    """
+    return replace(group, disks=tuple(replace(one, unclean=False) for one in group.disks))
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
@@ -72,13 +93,20 @@ def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
 
     Returns whether the group has no mark then.
     """
-    if not (marks := erase_marks(group)):
+    if not erase_marks(group):
         return True
     is_busy = bool(group.moves or group.missing_disks) or is_sweep(group, ids.SWEEP)
     if is_busy or any(disks_to_erase(group)):
         return False
-    groups.mark(lvm, group.name, old=marks)
+    unmark(lvm, group)
     return True
+
+
+def unmark(lvm: Lvm, group: report.Group) -> None:
+    """Remove the marks, and what is on record beside them; call as `mark_for_erase`."""
+    own_tags = group.own_tags
+    keys = (tag.SWEEP, tag.SWEEP_DISKS, tag.FILLED)
+    groups.mark(lvm, group.name, old={key: own_tags[key] for key in keys if key in own_tags})
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:

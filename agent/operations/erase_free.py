@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,11 +16,16 @@ from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
 from agent.operations.erase import erase_marks, is_deleted, is_given_up, is_sweep
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import groups, layout, names, report, volumes
+from lvm import layout, names, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New
 
 _log = logging.getLogger(__name__)
+
+# A sweep takes what is to be zeroed in so many slices, so that pools and COW stores can grow into
+# the rest meanwhile; in fewer where these would be smaller than that.
+_SLICES = 32
+_SMALLEST_SLICE_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True)
@@ -139,8 +145,10 @@ class FreedSpaceEraser:
     A thin pool that lost a part cannot be used at all, and a volume with snapshots cannot be taken
     apart while a disk is missing: lvm2 refuses. So once all of it is deleted and given up it is
     removed as it is, after the group was marked (erase.mark_for_erase): from then on nothing is
-    allocated there. When no disk is missing any more, one logical volume (the sweep) takes all free
-    extents that are marked; it is zeroed and removed, then the mark goes.
+    allocated there, but for pools and COW stores that must grow. When no disk is missing any more,
+    one logical volume (the sweep) takes the free extents that are marked, slice by slice, each of
+    which is zeroed; when it has all it is removed, then the mark goes. It gives way to a pool or a
+    COW store that finds no other room.
 
     After a kill at any moment the mark, and the sweep, show what is left. The sweep holds no user's
     data: it is removed while a disk is missing, and made again afterwards. Keys: `group/sweep`.
@@ -170,6 +178,27 @@ class FreedSpaceEraser:
             self.start(name)
         return len(left)
 
+    @contextmanager
+    def giving_way(self, group: str) -> Iterator[None]:
+        """Have no sweep of a group within the `with`; it begins anew afterwards. Raises Stopping.
+
+        The group is not held. A report and a command.
+        """
+        key = f"{group}/{ids.SWEEP}"
+        halted = self.jobs.of(key)
+        try:
+            with self.jobs.halted(key):
+                with self._volume_groups.hold(group):
+                    if is_sweep(self._inventory.state(group).group(group), ids.SWEEP):
+                        volumes.remove(self._lvm(group), group, ids.SWEEP)
+                yield
+        finally:
+            if halted is None or halted.ended.done():
+                self.start(group)
+            else:
+                # Its disk does not answer yet.
+                halted.ended.add_done_callback(lambda _: self.start(group))
+
     def _find(self, key: str) -> Job:
         name = key.partition("/")[0]
         group = self._inventory.state(name).groups.get(name)
@@ -188,7 +217,7 @@ class FreedSpaceEraser:
                 if taken.uuid == uuid and taken.size_bytes == done_bytes:
                     # Nothing was freed meanwhile.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
-                    groups.mark(self._lvm(name), name, old=erase_marks(group))
+                    erase.unmark(self._lvm(name), group)
                     return
             if taken.uuid != uuid:
                 # An earlier process may have zeroed an unknown part of it: all is zeroed again.
@@ -239,10 +268,13 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Make the sweep, or extend it, by all free extents of these disks."""
+        """Make the sweep, or extend it, by a slice of the free extents of these disks."""
         lvm = self._lvm(group.name)
         own = [disk.name for disk in disks]
-        size_bytes = sum(one.unallocated_extents for one in disks) * group.extent_size_bytes
+        free = sum(one.unallocated_extents for one in disks)
+        whole = free + sum(one.allocated_extents for one in disks)
+        smallest = -(-_SMALLEST_SLICE_BYTES // group.extent_size_bytes)
+        size_bytes = min(free, max(smallest, whole // _SLICES)) * group.extent_size_bytes
         if is_sweep(group, ids.SWEEP):
             size_bytes += group.volume(ids.SWEEP).size_bytes
             volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)

@@ -198,6 +198,7 @@ class GroupSnapshotter:
                 copy_on_write=str(one.id) in held,
                 beside_bytes=needed[one.group.name],
             )
+        self._snapshotter.make_room(*sources)
         own_tags = {
             tag.NAME: call.name,
             tag.GROUP_SNAPSHOT: identity,

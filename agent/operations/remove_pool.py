@@ -15,7 +15,7 @@ meanwhile is kept: the job ends at its next chunk, and its volume is removed.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
+from agent.operations import erase
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
@@ -41,9 +42,13 @@ class _Removal(Job):
 
 
 class PoolRemover:
-    """Removes empty pools in the background, one at a time for each group."""
+    """Removes empty pools in the background, one at a time for each group.
 
-    def __init__(self, context: Context) -> None:
+    `freed` is called with a group in which extents were freed that must be overwritten.
+    """
+
+    def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
+        self._freed = freed
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._devices = context.inventory, context.devices
         self._lvm, self._policy = (
@@ -126,10 +131,16 @@ class PoolRemover:
         with self._volume_groups.hold(group_name):
             self.jobs.check(job)
             # Looked at again: only the volume that zeroes it may be removed with it.
-            if self._if_empty(group_name, pool_name) is not None:
+            if (group := self._if_empty(group_name, pool_name)) is not None:
+                is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
+                if is_unclean:
+                    # Its metadata, and the rest of a chunk, are not overwritten with its data.
+                    erase.mark_for_erase(self._lvm(group_name), group, pool.disks)
                 # The cache first: a restart finds a pool without its cache, but not a lone cache.
                 doomed = [cache, pool_name] if cache else [pool_name]
                 volumes.remove(self._lvm(group_name), group_name, *doomed)
+                if is_unclean:
+                    self._freed(group_name)
 
     def _detached_cache(self, group: report.Group, pool: report.LogicalVolume) -> str:
         """The pool's cache, as a volume of its own; empty if there is nothing to detach."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from agent.core import errors
+from agent.core import errors, tag
 from agent.core.allocation import is_own_pool
 from agent.core.background import Attempts
 from agent.core.context import Context
@@ -42,9 +42,6 @@ class Replacement:
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._context, self._repairer = context, repairer
         self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
-        # By the UUIDs of both disks: the extents allocated on the new one when all of the old one
-        # lies there, if no earlier move left data on it. Its free extents are clean then.
-        self._filled: dict[tuple[str, str], int] = {}
         # When this process last started a move, or its watcher (monotonic, seconds).
         self._watched: dict[str, float] = {}
 
@@ -172,20 +169,23 @@ class Replacement:
         old one is closed they are not zeroed either; if the replacement is abandoned, they are.
         """
         lvm, pair = self._lvm(group.name), (leaving.uuid, coming.uuid)
+        filled = {key: one for key, one in group.own_tags.items() if key == tag.FILLED}
+        is_first = leaving.allocated_extents and not (group.moves or coming.unclean)
+        will_have = leaving.allocated_extents + coming.allocated_extents
         if leaving.allocatable:
             groups.allow_allocation(lvm, leaving.name, allowed=False)
         if leaving.allocated_extents or not coming.allocatable:
             erases = self._policy.erases_any(group.volumes.values())
-            if erases and erase.mark_for_erase(lvm, group, set(pair)):
+            also = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
+            if erases and erase.mark_for_erase(lvm, group, set(pair), also=also):
                 self._freed(group.name)
         if not coming.allocatable:
             # An earlier call closed it, to replace it.
             groups.allow_allocation(lvm, coming.name, allowed=True)
         if leaving.allocated_extents:
-            if not (group.moves or coming.unclean):
-                self._filled[pair] = leaving.allocated_extents + coming.allocated_extents
-            elif not group.moves:
-                self._filled.pop(pair, None)
+            if filled and not (group.moves or is_first):
+                # A move was aborted, and may have left data on the new disk.
+                groups.mark(lvm, group.name, old=filled)
             since = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
             if not group.moves or since >= _WATCH_SECONDS:
                 groups.move(lvm, leaving.name, coming.name)
@@ -194,8 +194,11 @@ class Replacement:
             moves = [one for each in found for one in each if isinstance(one, Mirror)]
             how_far = ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
             return Progress(False, f"{leaving.name} is moved: {how_far}")
-        if self._filled.pop(pair, None) == coming.allocated_extents:
-            erase.unmark_disk(lvm, group, coming.uuid)
+        if filled.get(tag.FILLED) == _filled(pair, coming.allocated_extents):
+            # What is free there is as clean as before the move.
+            erase.unmark_disk(lvm, group, coming.uuid, filled)
+        elif filled:
+            groups.mark(lvm, group.name, old=filled)
         groups.reduce(lvm, group.name, leaving.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
@@ -249,6 +252,11 @@ class Replacement:
         if unsynced := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")
+
+
+def _filled(pair: tuple[str, str], extents: int) -> str:
+    """The value of the tag FILLED."""
+    return tag.BETWEEN.join((*pair, str(extents)))
 
 
 def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:

@@ -75,6 +75,7 @@ class Snapshotter:
             volume = self._inventory.usable(known, call.source_id)
             if self._eraser.is_deleting(call.source_id):
                 raise errors.NoSuchVolume(call.source_id)
+            self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin; the next call, or the
             # next start, erases it as deleted.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
@@ -132,6 +133,17 @@ class Snapshotter:
             own_tags,
             pool=pool,
         )
+
+    def make_room(self, *volumes: Volume) -> None:
+        """Extend the pools of volumes that are too full to suspend one; the groups are held.
+
+        Raises NoRoom, PoolSilent.
+        """
+        every = ((one, one.group.volume(one.name).pool) for one in volumes)
+        pools = {(one.group.name, pool): one for one, pool in every if pool}
+        for (group, _), one in pools.items():
+            lvm = self._volume_groups.lvm(group)
+            self._allocators.of_volume(one).make_room(lvm, one.group)
 
     def needed_bytes(
         self,
