@@ -227,9 +227,9 @@ class Thin:
     def make_room(self, lvm: Lvm, group: report.Group) -> None:
         """Extend a pool that is too full, before a command that suspends one of its volumes.
 
-        A suspend waits for writes, and writes to a full pool for room; with the group locked nobody
-        else could give it that. No command where there is room. Raises NoRoom where the pool is
-        full and cannot grow, PoolSilent.
+        A suspend waits for writes, and writes to a full pool for room, which nothing else can give
+        them while the group is locked. No command where there is room. Raises NoRoom where the pool
+        is full and cannot grow, PoolSilent.
         """
         name = pool_name(self.device_class)
         if (status := self.known.pool_status(group.name, name)) is None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
+from agent.core.conflicts import Conflicts
 from agent.core.holds import Holds
 from agent.core.inventory import Inventory
 from agent.core.limiter import Limiter
@@ -33,4 +34,5 @@ class Context:
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
     holds: Holds = field(default_factory=Holds)
+    conflicts: Conflicts = field(default_factory=Conflicts)
     detached: DetachedTasks = field(default_factory=DetachedTasks)

@@ -21,7 +21,7 @@ from agent.core.inventory import require_own
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, MOUNT
 from agent.operations import plan
-from agent.operations.erase_free import reservation_name
+from agent.operations.erase import reservation_name
 from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem

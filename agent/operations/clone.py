@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import errors, ids, locks, records, tag
+from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
@@ -136,6 +137,9 @@ class Copier:
         self.grace_seconds = 600.0
         self.jobs = TaskQueue(
             "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=2
+        )
+        context.conflicts.add(
+            Work.COPY, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
         # The removal of bridges that may be unused; it has no caller, and so no deadline.
         self.bridges = TaskQueue(

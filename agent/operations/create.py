@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from agent.core import errors, ids, tag, users
 from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
@@ -73,7 +74,7 @@ class VolumeCreator:
         self._copier = copier
         self._deleter = deleter
         self._holds = context.holds
-        self._limiter = context.limiter
+        self._limiter, self._conflicts = context.limiter, context.conflicts
         self._allocators = context.allocators
 
     def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
@@ -116,9 +117,9 @@ class VolumeCreator:
             if found is not None and found.group.name not in groups:
                 # Made by another class, or by this one while it had another group.
                 return found.group.name
-            if found is not None and self._eraser.is_deleting(str(found.id)):
-                # Its tag may not say so yet.
-                raise self._eraser.pending(found)
+            if found is not None:
+                # Of one that is being erased the tag may not say so yet.
+                self._conflicts.check(Call.CREATE, str(found.id))
             if found is not None and found.is_half_made:
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
                 group = found.group.name
@@ -187,8 +188,8 @@ class VolumeCreator:
             group = self._inventory.group(known, one.group)
             origin = clone.find(self._inventory, known, call.source) if call.source else None
         plan.check_stripe_size(one, group)
-        if origin is not None and self._eraser.is_deleting(str(origin.id)):
-            raise errors.NoSuchVolume(str(origin.id))
+        if origin is not None:
+            self._conflicts.check(Call.COPY_FROM, str(origin.id))
         allocator = self._allocators.of(one)
         size_bytes, own_tags = plan.new(call, one, allocator, group, origin)
         if origin is not None:

@@ -7,13 +7,12 @@ agent/operations/remove_pool.py for thin volumes.
 from contextlib import suppress
 
 from agent.core import errors, ids, users
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
 from agent.operations.clone import Copier
-from agent.operations.erase import Eraser
-from agent.operations.erase_free import reservation_name
-from agent.operations.reencrypt import Reencrypter
+from agent.operations.erase import Eraser, reservation_name
 from agent.operations.remove_pool import PoolRemover
 from lvm import volumes
 
@@ -27,7 +26,6 @@ class VolumeDeleter:
         eraser: Eraser,
         pool_remover: PoolRemover,
         copier: Copier,
-        reencrypter: Reencrypter,
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
@@ -36,7 +34,7 @@ class VolumeDeleter:
         self._eraser = eraser
         self._pool_remover = pool_remover
         self._copier = copier
-        self._reencrypter = reencrypter
+        self._conflicts = context.conflicts
         self._holds = context.holds
 
     def is_mounted(self, volume_id: str) -> bool:
@@ -52,11 +50,7 @@ class VolumeDeleter:
         Raises VolumeInUse, HasSnapshots, Receiving, Moved.
         """
         self._detached.cancel(volume_id)
-        with (
-            suppress(errors.NoSuchVolume),
-            self._copier.jobs.halted(volume_id),
-            self._reencrypter.jobs.halted(volume_id),
-        ):
+        with suppress(errors.NoSuchVolume), self._conflicts.enter(Call.DELETE, volume_id):
             self._delete(volume_id, is_own=not (received or moved))
 
     def _delete(self, volume_id: str, *, is_own: bool) -> None:

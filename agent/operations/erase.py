@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import classes, errors, ids, tag, users
+from agent.core.conflicts import Work
 from agent.core.context import Context
+from agent.core.ids import VolumeId
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.states import Fresh
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import caches, groups, report, tags, volumes
+from lvm import caches, groups, names, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
 from lvm.volumes import NO_TAGS
@@ -193,6 +195,9 @@ class Eraser:
             "volume %s is deleted, but not erased and removed yet: %s",
             workers=2,
         )
+        conflicts = context.conflicts
+        conflicts.add(Work.ERASE, self.jobs, aborted=_being_erased)
+        conflicts.add(Work.LEFT_GROWTH, self.jobs, key_of=reservation_id)
 
     def delete(self, volume: Volume) -> None:
         """Erase and remove a volume; if that takes long, tag it and go on in the background.
@@ -242,15 +247,12 @@ class Eraser:
             self.jobs.retry(job)
         return True
 
-    def is_deleting(self, volume_id: str) -> bool:
-        """Whether the volume's data is being overwritten, or was in part."""
-        return self.jobs.has(volume_id)
-
     def pending(self, volume: Volume) -> errors.OperationPending:
         """The error of a call that waits until the volume is erased, with the progress."""
         job = self.jobs.of(str(volume.id))
-        progress = "" if job is None else f": {job.progress}"
-        return errors.OperationPending(f"{volume.id} (being erased{progress})")
+        if job is None:
+            return errors.OperationPending(f"{volume.id} (being erased)")
+        return _being_erased(job)
 
     def resume(self, *groups: str) -> int:
         """Start a job for each deleted volume left in these groups, or in all; returns how many."""
@@ -508,6 +510,21 @@ class Eraser:
                 are_lost &= is_lost is True
             offset += size
         return are_lost
+
+
+def reservation_name(name: str) -> str:
+    """The logical volume that reserves the extents by which a volume grows."""
+    return names.logical_volume(ids.GROWTH_PREFIX, name)
+
+
+def reservation_id(volume_id: str) -> str:
+    """The id of that logical volume; empty for the id of an inline volume."""
+    parsed = VolumeId.parse(volume_id)
+    return "" if parsed is None else str(replace(parsed, name=reservation_name(parsed.name)))
+
+
+def _being_erased(job: Job) -> errors.OperationPending:
+    return errors.OperationPending(f"{job.key} (being erased: {job.progress})")
 
 
 @contextmanager

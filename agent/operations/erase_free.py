@@ -9,16 +9,25 @@ from functools import partial
 
 from agent.core import errors, ids, tag
 from agent.core.allocation import Allocator, is_own_pool
+from agent.core.conflicts import Call, Work
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
-from agent.operations.erase import erase_marks, is_deleted, is_given_up, is_sweep
+from agent.operations.erase import (
+    erase_marks,
+    is_deleted,
+    is_given_up,
+    is_sweep,
+    reservation_name,
+)
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import layout, names, report, volumes
+from lvm import layout, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New
+from mount import command
+from mount.errors import CommandError
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +47,8 @@ class _Growth(Job):
     uuid: str
 
 
-def reservation_name(name: str) -> str:
-    """The logical volume that reserves the extents by which a volume grows."""
-    return names.logical_volume(ids.GROWTH_PREFIX, name)
+class AnotherSize(errors.Overwriting):
+    """The extents of a growth to another size are being zeroed; `withdraw` ends that."""
 
 
 class GrowthZeroer:
@@ -60,19 +68,22 @@ class GrowthZeroer:
             "the extents that volume %s grows by are not zeroed: %s",
             workers=1,
         )
+        self._conflicts = context.conflicts
+        self._conflicts.add(Work.GROWTH, self.jobs)
 
     def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
         """Free extents, zeroed, for a volume to grow by.
 
         Call it with the group locked and a report that was read since, and extend the volume at
         once. The first and the last call run two commands in all. Raises Overwriting until it is
-        done, NoRoom.
+        done, AnotherSize, NoRoom.
         """
         group, own = volume.group, reservation_name(volume.name)
         lvm = self._lvm(group.name)
         reserved = group.volumes.get(own)
         if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
-            # An earlier call asked for another size. lvm2 refuses while a chunk is being zeroed.
+            # An earlier call asked for another size.
+            self.require_none(volume)
             volumes.remove(lvm, group.name, own)
             reserved = None
         if reserved is None:
@@ -95,10 +106,36 @@ class GrowthZeroer:
         self._done.discard(reserved.uuid)
         return reserved.ranges
 
+    def require_none(self, volume: Volume) -> None:
+        """Raise AnotherSize while extents for a volume are being zeroed, or may be."""
+        job = self.jobs.of(str(volume.id))
+        if job is not None and not job.ended.done():
+            raise AnotherSize(job.key, str(job.progress))
+
+    def withdraw(self, volume_id: str) -> None:
+        """End a growth that is under way, and free its extents. A report and a command.
+
+        Raises Stopping where a chunk takes longer than ten seconds to be zeroed.
+        """
+        group = ids.group_of(volume_id)
+        with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
+            found = self._inventory.state(group).group(group).volumes
+            if (own := reservation_name(ids.logical_name(volume_id))) in found:
+                volumes.remove(self._lvm(group), group, own)
+
     def wait(self, volume_id: str) -> bool:
         """Wait a moment for the job that `take` started; returns whether it has ended."""
         job = self.jobs.of(volume_id)
-        return job is None or bool(wait([job.ended], self.grace_seconds).done)
+        patience = command.patience_seconds(self.grace_seconds)
+        return job is None or bool(wait([job.ended], patience).done)
+
+    def problem(self, volume_id: str) -> Exception | None:
+        """Why the last job for a volume failed, until another begins."""
+        job = self.jobs.of(volume_id)
+        if job is None or not job.ended.done():
+            return None
+        error = job.ended.exception()
+        return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
         """Take the extents from the disks where the volume would grow."""
@@ -166,6 +203,8 @@ class FreedSpaceEraser:
             "%s: free extents are not zeroed yet: %s",
             workers=1,
         )
+        self._conflicts = context.conflicts
+        self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
 
     def start(self, group: str) -> Future[None]:
         """Start the job of a group, or find the running one."""
@@ -184,10 +223,9 @@ class FreedSpaceEraser:
 
         The group is not held. A report and a command.
         """
-        key = f"{group}/{ids.SWEEP}"
-        halted = self.jobs.of(key)
+        halted = self.jobs.of(f"{group}/{ids.SWEEP}")
         try:
-            with self.jobs.halted(key):
+            with self._conflicts.enter(Call.GROW, group):
                 with self._volume_groups.hold(group):
                     if is_sweep(self._inventory.state(group).group(group), ids.SWEEP):
                         volumes.remove(self._lvm(group), group, ids.SWEEP)

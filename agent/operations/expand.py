@@ -22,11 +22,12 @@ removed when all three have the size, or when less is asked for.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, records, secret, tag, users
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -34,10 +35,11 @@ from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
 from agent.core.states import Fresh
 from agent.operations.encrypt import EncryptedDevices
-from agent.operations.erase_free import GrowthZeroer
+from agent.operations.erase import reservation_name
+from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
 from lvm import errors as lvm_errors
-from lvm import layout, volumes
+from lvm import layout, names, volumes
 from mount import errors as mount_errors
 from mount import filesystem, loop, table
 
@@ -63,7 +65,7 @@ class Expander:
         self._volumes, self._encrypted = node_volumes, encrypted
         self._mappings = Mappings(context)
         self._allocators = context.allocators
-        self._limiter = context.limiter
+        self._limiter, self._conflicts = context.limiter, context.conflicts
         self._node_id = context.config.node_id
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
@@ -80,7 +82,7 @@ class Expander:
             # A claim that is made smaller again withdraws what is on record.
             is_on_record = seen is not None and (seen.wanted_bytes or seen.refused_bytes)
             if is_on_record or not call.size.allows(size_bytes):
-                size_bytes = self.expand(call).capacity_bytes
+                size_bytes = self.expand(call, is_in_use=True).capacity_bytes
             # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
             # each stage tries it.
             with self._recording(volume_id):
@@ -99,22 +101,37 @@ class Expander:
         attachment = None if volume is None else volume.attachment_to(self._node_id)
         return attachment is not None and attachment.read_only
 
-    def expand(self, call: ExpandVolume) -> Volume:
+    def expand(self, call: ExpandVolume, *, is_in_use: bool = False) -> Volume:
         """Make the volume at least as large as asked; a larger one keeps its size.
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
         it raises GrowsLater. Raises TooLarge where there is no room; recording that takes two more.
         The latest call counts: a larger size on record is withdrawn. Where the new extents are
-        zeroed first, it takes four more commands, and raises Overwriting until that is done.
+        zeroed first, it takes four more commands, and raises Overwriting until that is done; one
+        command more ends a growth to another size. While it is copied, a volume in use raises
+        Copying, or GrowsLater to a caller that says so, since its pod must start.
+        """
+        with self._conflicts.enter(Call.EXPAND, call.volume_id):
+            return self._zeroed_first(call.volume_id, lambda: self._expand(call, is_in_use))
+
+    def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
+        """Expand a volume; wait a moment for new extents that are zeroed first.
+
+        Raises Overwriting, and NotOverwritten where they cannot be zeroed.
         """
         try:
-            return self._expand(call)
+            return expand()
+        except AnotherSize:
+            self._growth_zeroer.withdraw(volume_id)
+            return self._zeroed_first(volume_id, expand)
         except errors.Overwriting:
-            if not self._growth_zeroer.wait(call.volume_id):
+            if not self._growth_zeroer.wait(volume_id):
                 raise
-            return self._expand(call)
+            if problem := self._growth_zeroer.problem(volume_id):
+                raise errors.NotOverwritten(volume_id, f"of what it grows by: {problem}") from None
+            return expand()
 
-    def _expand(self, call: ExpandVolume) -> Volume:
+    def _expand(self, call: ExpandVolume, is_in_use: bool) -> Volume:
         group = ids.group_of(call.volume_id)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
@@ -125,6 +142,9 @@ class Expander:
                     self._extend(known, volume, wanted)
                     self._record_request(volume, call.size, wanted)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
+                    if self._is_only_copied(volume) and not is_in_use:
+                        why = "it grows when that is done"
+                        raise errors.Copying(call.volume_id, why) from None
                     self._record(volume, wanted)
                     held = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
@@ -133,6 +153,11 @@ class Expander:
                     if not isinstance(error, _NO_ROOM):
                         raise
                     raise errors.TooLarge(call.volume_id, str(error)) from None
+            elif reservation_name(volume.name) in volume.group.volumes:
+                # The growth that it was for is withdrawn.
+                self._growth_zeroer.require_none(volume)
+                lvm = self._volume_groups.lvm(group)
+                volumes.remove(lvm, group, reservation_name(volume.name))
             if call.size.required_bytes:
                 self._withdraw(volume, wanted)
         volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
@@ -219,16 +244,26 @@ class Expander:
         """Extend a volume, before it is activated, to the size on record; the volume then.
 
         No command without a size on record, else four at most. If it cannot grow, that is logged.
+        Raises Overwriting while new extents are zeroed: staged before, it would stay as small.
         """
         if not volume.wanted_bytes:
             return volume
+        volume_id = str(volume.id)
+        with self._conflicts.enter(Call.EXPAND, volume_id):
+            try:
+                return self._zeroed_first(volume_id, lambda: self._caught_up(volume))
+            except errors.NotOverwritten as error:
+                _log.warning("volume %s is not grown yet: %s", volume_id, error)
+                return volume
+
+    def _caught_up(self, volume: Volume) -> Volume:
         with self._volume_groups.hold(volume.group.name):
             known = self._inventory.state(volume.group.name, resume=True)
             volume = self._inventory.usable(known, str(volume.id))
             wanted = volume.wanted_bytes
             try:
                 self._extend(known, volume, wanted)
-            except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning, errors.Overwriting):
                 raise  # the next call reads a fresh report first
             except (errors.AgentError, mount_errors.CommandError) as error:
                 _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
@@ -253,6 +288,12 @@ class Expander:
             raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
         self._deactivate_origin(known, volume)
         allocator.extend(lvm, volume, size_bytes)
+
+    @staticmethod
+    def _is_only_copied(volume: Volume) -> bool:
+        """Whether it has copy-on-write snapshots, and all are there for copies in progress."""
+        held = volume.group.copy_on_write_of(volume.name)
+        return bool(held) and all(names.is_of(ids.BRIDGE_PREFIX, one.name) for one in held)
 
     def _deactivate_origin(self, known: Fresh, volume: Volume) -> None:
         """Deactivate an active origin with its snapshots, without which lvm2 does not extend it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from agent.core import errors, ids, records, tag, users
 from agent.core.background import Attempts
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.quiesce import Quiesce
@@ -57,7 +58,7 @@ class GroupSnapshotter:
 
     def __init__(self, context: Context, snapshotter: Snapshotter, eraser: Eraser) -> None:
         self._config, self._kernel = context.config, context.kernel
-        self._limiter = context.limiter
+        self._limiter, self._conflicts = context.limiter, context.conflicts
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
         self._snapshotter = snapshotter
@@ -179,8 +180,8 @@ class GroupSnapshotter:
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
         sources = [self._inventory.usable(known, one) for one in call.source_ids]
-        if deleted := list(filter(self._eraser.is_deleting, call.source_ids)):
-            raise errors.NoSuchVolume(deleted[0])
+        for source_id in call.source_ids:
+            self._conflicts.check(Call.SNAPSHOT, source_id)
         own = self.logical_name(call.name)
         identity = str(VolumeId.of(sources[0].group, own))
         planned = {ids.group_member(call.name, str(one.id)): one for one in sources}

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from agent.core import errors, ids, trace, users
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.requests import VolumeAt
-from agent.operations.clone import Copier
-from agent.operations.erase import Eraser
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health, loop, mounts, table, target
@@ -34,10 +33,9 @@ class Statistics:
 class NodeVolumes:
     """Finds the devices and mounts of volumes."""
 
-    def __init__(self, context: Context, eraser: Eraser, copier: Copier) -> None:
+    def __init__(self, context: Context) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
-        self._eraser = eraser
-        self._copier = copier
+        self._conflicts = context.conflicts
         self._holds = context.holds
         # The directories in which kubelet may have volumes mounted.
         self.inside = context.config.kubelet_dir
@@ -52,10 +50,7 @@ class NodeVolumes:
         Jobs and holds of this process count, also before a report has their tags.
         """
         self._holds.require_free(volume_id)
-        if self._eraser.is_deleting(volume_id):
-            raise errors.NoSuchVolume(volume_id)
-        if (copy := self._copier.jobs.of(volume_id)) is not None:
-            raise errors.Copying(volume_id, str(copy))
+        self._conflicts.check(Call.USE, volume_id)
 
     def device(self, volume_id: str) -> Device | None:
         """The device of a volume that CreateVolume made; None where it is not active.

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import errors, luks_devices, tag
+from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid, progress
 from agent.core.records import Volume
@@ -62,6 +63,7 @@ class Reencrypter:
             "volume %s has no master key of its own: %s",
             workers=_WORKERS,
         )
+        context.conflicts.add(Work.REENCRYPT, self.jobs)
 
     def ensure(self, volume: Volume, device: Device, header: Header, keys: Sequence[Key]) -> bool:
         """Give a volume that is not open a master key of its own; False if it has one.

@@ -23,6 +23,7 @@ from functools import partial
 
 from agent.core import ids, tag
 from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
+from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Job, TaskQueue
@@ -63,6 +64,7 @@ class PoolRemover:
             "pool %s is empty, but not removed yet: %s",
             workers=1,
         )
+        context.conflicts.add(Work.EMPTY_POOL, self.jobs)
 
     def remove(self, thin_one: Volume | Snapshot) -> None:
         """Remove a thin volume; the caller holds the group, and read the report since.

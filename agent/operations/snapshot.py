@@ -12,6 +12,7 @@ from dataclasses import replace
 from agent.core import errors, ids, records, requests, tag, users
 from agent.core.allocation import closed_to_new
 from agent.core.classes import SNAPSHOT_SIZE
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
@@ -53,7 +54,7 @@ class Snapshotter:
         self._eraser = eraser
         self._pool_remover = pool_remover
         self._allocators = context.allocators
-        self._limiter = context.limiter
+        self._limiter, self._conflicts = context.limiter, context.conflicts
 
     def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
@@ -73,8 +74,7 @@ class Snapshotter:
                 if found.name == name:
                     return _same(found, call)
             volume = self._inventory.usable(known, call.source_id)
-            if self._eraser.is_deleting(call.source_id):
-                raise errors.NoSuchVolume(call.source_id)
+            self._conflicts.check(Call.SNAPSHOT, call.source_id)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin; the next call, or the
             # next start, erases it as deleted.

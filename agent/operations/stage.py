@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from agent.core import errors, tag
+from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.parameters import Parameters
@@ -21,7 +22,6 @@ from agent.core.secret import Keys
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander
 from agent.operations.node_volumes import NodeVolumes
-from agent.operations.reencrypt import Reencrypter
 from lvm import tags as lvm_tags
 from lvm.devices import Device
 from mount import errors as mount_errors
@@ -46,7 +46,6 @@ class Stager:
         node_volumes: NodeVolumes,
         encrypted: EncryptedDevices,
         expander: Expander,
-        reencrypter: Reencrypter,
     ) -> None:
         self._run, self._kernel = context.run, context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
@@ -57,7 +56,7 @@ class Stager:
         self._volumes = node_volumes
         self._encrypted = encrypted
         self._expander = expander
-        self._reencrypter = reencrypter
+        self._conflicts = context.conflicts
 
     def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
@@ -289,7 +288,7 @@ class Stager:
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._inventory.replace_tags(seen.group.name, seen.name, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
-        with self._reencrypter.jobs.halted(call.volume_id):
+        with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
             # Crash point: unmounted and open; the next unstage or stage closes it.
             self._mappings.close_unused(call.volume_id)
 

@@ -262,7 +262,7 @@ def test_removed_volume_is_not_retried(
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
     service.eraser.jobs._retry_now(service.eraser.jobs._jobs[failed.volume_id])
-    assert not service.eraser.is_deleting(failed.volume_id)
+    assert not service.eraser.jobs.has(failed.volume_id)
 
 
 def test_new_volume_of_the_same_name(

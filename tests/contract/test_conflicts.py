@@ -1,0 +1,256 @@
+"""Calls that meet background work do as the table says (agent/core/conflicts.py): each cell.
+
+Those of a re-encryption are in test_reencryption.py: it needs keys, and runs a program of its own.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chosen
+import expect
+import grpc
+import pytest
+import serving
+from csi_client import Client
+from real.any import AnyHost, device, names
+
+from agent.core.classes import DeviceClass
+from agent.core.conflicts import TABLE, Call, Outcome, Work
+from agent.core.settings import Config
+from agent.core.task_queue import TaskQueue
+from agent.csi.client import block, of_snapshot, of_volume
+from agent.daemon import server
+from agent.daemon.server import Service
+from lvm import report
+from lvm.layout import Layout, Reserve
+from lvm.thin import Policy
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SIZE, WANTED, OTHER = 4 * EXTENT, 8 * EXTENT, 6 * EXTENT
+
+CODES = {
+    Outcome.BESIDE: "OK",
+    Outcome.JOINS: "OK",
+    Outcome.WAITS: "ABORTED",
+    Outcome.ABORTED: "ABORTED",
+    Outcome.ABSENT: "NOT_FOUND",
+    Outcome.REFUSED: "FAILED_PRECONDITION",
+}
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    thin = Policy(size=Reserve(size_bytes=4 * EXTENT))
+    pools = [DeviceClass(one, group, layout=Layout("thin"), pool=thin) for one in ("thin", "gone")]
+    return replace(
+        config,
+        controller_expand=True,
+        classes=(
+            DeviceClass("plain", group, default=True),
+            DeviceClass("full", group, zero="fully"),
+            *pools,
+        ),
+    )
+
+
+class Node:
+    """A node with a volume `v`, and a pool that is to grow, whose work waits at a safe point."""
+
+    def __init__(self, host: AnyHost, group: str, config: Config, ending: ExitStack) -> None:
+        self.host, self.group, self.config, self._ending = host, group, config, ending
+        self.go = threading.Event()
+        # The end of the name of the device that is waited at.
+        self.at, self.began = "", threading.Event()
+        self.queue: TaskQueue[Any] | None = None
+        uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+        self.volume_id = f"{group}@{uuid}/vol-v"
+        self.parameters = {"class": "plain"}
+        self.source: csi.VolumeContentSource | None = None
+        self.service = self._serve()
+        self.client = ending.enter_context(Client(config.endpoint))
+        self.hasty = ending.enter_context(Client(config.endpoint, timeout_seconds=3))
+        self.client.create("full", 20 * EXTENT, block(), parameters={"class": "thin"})
+        for at in range(0, 15 * MIB, MIB):
+            host.write_bytes(device(host, group, "vol-full"), at, b"contents" * (MIB // 8))
+
+    def _serve(self) -> Service:
+        running = Service(self.config, serving.machine(self.host), self.host.lvm)
+        running.eraser.grace_seconds = running.growth_zeroer.grace_seconds = 0.2
+        running.start(self.config.endpoint)
+        self._ending.callback(running.stop)
+        self._ending.callback(self.go.set)
+        return running
+
+    def restart(self) -> None:
+        self.service.stop()
+        self.service = self._serve()
+
+    def block(self, at: str, queue: TaskQueue[Any]) -> None:
+        self.at, self.queue = at, queue
+
+    def pause(self, path: str) -> None:
+        """Wait where the work is to, until it is called off or the test is over."""
+        if self.queue is None or not path.replace("--", "-").endswith(self.at):
+            return
+        jobs = self.queue.unfinished()
+        self.began.set()
+        expect.soon(lambda: self.go.is_set() or any(one.cancelled.is_set() for one in jobs))
+
+    def create(self) -> object:
+        return self.hasty.create("v", SIZE, block(), parameters=self.parameters, source=self.source)
+
+
+@pytest.fixture
+def node(
+    host: AnyHost, group: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Node]:
+    with ExitStack() as ending:
+        made = Node(host, group, config, ending)
+        zero_out, copy = host.kernel.zero_out, host.kernel.copy
+
+        def zeroing(path: str, *where: Any, **more: Any) -> None:
+            made.pause(path)
+            zero_out(path, *where, **more)
+
+        def copying(reading: str, writing: str, *where: Any, **more: Any) -> None:
+            made.pause(writing)
+            copy(reading, writing, *where, **more)
+
+        monkeypatch.setattr(host.kernel, "zero_out", zeroing)
+        monkeypatch.setattr(host.kernel, "copy", copying)
+        yield made
+
+
+def erase(node: Node, _call: Call) -> None:
+    node.create()
+    node.block("vol-v", node.service.eraser.jobs)
+    node.client.delete(node.volume_id)
+
+
+def copy(node: Node, _call: Call) -> None:
+    origin = node.client.create("origin", SIZE, block())
+    node.source = of_snapshot(node.client.snapshot("s", origin.volume_id).snapshot_id)
+    node.block("vol-v", node.service.copier.jobs)
+    with expect.code("ABORTED"):
+        node.create()
+
+
+def copied(node: Node, _call: Call) -> None:
+    node.create()
+    node.block("vol-clone", node.service.copier.jobs)
+    with expect.code("ABORTED"):
+        node.hasty.create("clone", SIZE, block(), source=of_volume(node.volume_id))
+
+
+def growth(node: Node, _call: Call) -> None:
+    node.parameters = {"class": "full"}
+    node.create()
+    node.block("grow-vol-v", node.service.growth_zeroer.jobs)
+    with expect.code("ABORTED"):
+        node.client.expand(node.volume_id, WANTED)
+
+
+def left_growth(node: Node, call: Call) -> None:
+    growth(node, call)
+    node.restart()
+    node.began.clear()
+    node.block("grow-vol-v", node.service.eraser.jobs)
+    server.resume(node.service)
+
+
+def sweep(node: Node, call: Call) -> None:
+    node.create()
+    disk = report.read(node.host.lvm).group(node.group).disks[1].uuid
+    # A pool that has other room lets the sweep be.
+    mark = "carver.sweep=yes" if call is Call.GROW else f"carver.sweepDisks={disk}"
+    node.host.lvm("vgchange", "--addtag", mark, "--", node.group)
+    node.block("sweep", node.service.freed_eraser.jobs)
+    node.service.freed_eraser.start(node.group)
+
+
+def empty_pool(node: Node, call: Call) -> None:
+    node.create()
+    gone = {"class": "gone"}
+    made = node.client.create("gone", SIZE, block(), parameters=gone)
+    node.block("wipe-gone", node.service.pool_remover.jobs)
+    node.client.delete(made.volume_id)
+    if call is Call.CREATE:
+        node.parameters = gone
+        # A new one: `v` is another class's.
+        node.create = partial(  # type: ignore[method-assign]
+            node.hasty.create, "new", SIZE, block(), parameters=gone
+        )
+
+
+SETUPS: dict[Work, Callable[[Node, Call], None]] = {
+    Work.ERASE: erase,
+    Work.COPY: copy,
+    Work.COPIED: copied,
+    Work.GROWTH: growth,
+    Work.LEFT_GROWTH: left_growth,
+    Work.SWEEP: sweep,
+    Work.EMPTY_POOL: empty_pool,
+}
+
+
+def call_of(node: Node, call: Call, staging: Path) -> Callable[[], object]:
+    one, client = node.volume_id, node.hasty
+    volume = csi.Volume(volume_id=one, capacity_bytes=SIZE)
+    match call:
+        case Call.CREATE:
+            return node.create
+        case Call.COPY_FROM:
+            return partial(client.create, "c", SIZE, block(), source=of_volume(one))
+        case Call.SNAPSHOT:
+            return partial(client.snapshot, "s2", one)
+        case Call.EXPAND:
+            return partial(client.expand, one, WANTED)
+        case Call.EXPAND_OTHER:
+            return partial(client.expand, one, OTHER)
+        case Call.USE:
+            return partial(client.stage, volume, staging, block())
+        case Call.UNSTAGE:
+            return partial(client.unstage, one, staging)
+        case Call.DELETE:
+            return partial(client.delete, one)
+        case Call.GROW:
+            return partial(node.service.autoextender.step, 0)
+
+
+def test_all_work_is_tried() -> None:
+    assert {*SETUPS, Work.REENCRYPT} == set(Work)
+
+
+@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+@pytest.mark.parametrize("work", chosen.kinds([*SETUPS], usual=[Work.GROWTH]), ids=lambda w: w.name)
+def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, call: Call) -> None:
+    SETUPS[work](node, call)
+    assert node.began.wait(20)
+    assert node.queue is not None
+    [job] = [one for one in node.queue.unfinished() if not one.ended.done()]
+    code = "OK"
+    try:
+        answer = call_of(node, call, staging)()
+    except grpc.RpcError as error:
+        code = str(error.code().name)
+    else:
+        assert answer is not False, "the pool did not grow"
+    outcome = TABLE[work][call]
+    if outcome in (Outcome.HALTS, Outcome.FIRST):
+        assert job.cancelled.is_set()
+        # What the call itself then begins waits as well.
+        assert code in ("OK", "ABORTED")
+        assert code == "OK" or call in (Call.EXPAND, Call.EXPAND_OTHER)
+    elif (call, outcome) == (Call.COPY_FROM, Outcome.BESIDE):
+        # It waits for its own copy, which waits for a disk that is busy with the other work.
+        assert (code in ("OK", "ABORTED"), job.cancelled.is_set()) == (True, False)
+        assert "vol-c" in names(node.host, node.group)
+    else:
+        assert (code, job.cancelled.is_set()) == (CODES[outcome], False)

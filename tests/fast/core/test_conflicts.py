@@ -1,0 +1,83 @@
+"""Calls that meet background work: each cell of the table is applied to the jobs of this process.
+
+tests/contract/test_conflicts.py has the calls themselves.
+"""
+
+import threading
+from collections.abc import Iterator
+
+import expect
+import pytest
+
+from agent.core import errors
+from agent.core.conflicts import TABLE, Call, Conflicts, Outcome, Work
+from agent.core.task_queue import Job, Stopping, TaskQueue
+
+VOLUME = "data@20000000/vol-a"
+
+
+def missing(key: str) -> Job:
+    raise errors.NoSuchVolume(key)
+
+
+class Working:
+    """A job that is at work, and ends where it is called off."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        self.jobs = TaskQueue("test", self._work, missing, "%s: %s", workers=1)
+        self.job = self.jobs.start(Job(VOLUME, on_record=False))
+        assert self.began.wait(20)
+
+    def _work(self, job: Job) -> None:
+        self.began.set()
+        expect.soon(lambda: job.cancelled.is_set() or self.go.is_set())
+        self.jobs.check(job)
+
+
+@pytest.fixture
+def working() -> Iterator[Working]:
+    made = Working()
+    yield made
+    made.go.set()
+    made.jobs.stop()
+
+
+def test_the_table_is_whole() -> None:
+    assert set(TABLE) == set(Work)
+    assert all(set(row) == set(Call) for row in TABLE.values())
+
+
+@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
+def test_each_cell_is_applied(working: Working, work: Work, call: Call) -> None:
+    conflicts, outcome = Conflicts(), TABLE[work][call]
+    conflicts.add(work, working.jobs)
+    match outcome:
+        case Outcome.ABSENT:
+            with pytest.raises(errors.NoSuchVolume), conflicts.enter(call, VOLUME):
+                pass
+        case Outcome.ABORTED:
+            with (
+                pytest.raises(errors.OperationPending, match=VOLUME),
+                conflicts.enter(call, VOLUME),
+            ):
+                pass
+        case _:
+            with conflicts.enter(call, VOLUME):
+                is_halted = working.job.ended.done()
+                if is_halted:
+                    with pytest.raises(Stopping):
+                        working.jobs.start(Job(VOLUME))
+            assert is_halted is (outcome is Outcome.HALTS)
+            return
+    assert not working.job.cancelled.is_set()
+
+
+def test_a_call_about_something_else_meets_nothing(working: Working) -> None:
+    conflicts = Conflicts()
+    for work in Work:
+        conflicts.add(work, working.jobs)
+    for call in Call:
+        with conflicts.enter(call, "data@20000000/vol-b"):
+            assert not working.job.cancelled.is_set()
