@@ -20,6 +20,8 @@ from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import report
 from mount.command import Result
+from proto import carver_pb2 as carver
+from proto.carver_pb2_grpc import TransferStub
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -202,6 +204,21 @@ def test_a_fresh_state_says_nothing_of_a_group_that_was_not_read(
         assert isinstance(every, states.Every)
         assert not every.silent
         assert service.inventory.get(every, there.volume_id).name == "vol-there"
+
+
+def test_an_id_of_another_group_beside_the_one_of_a_call_is_refused(
+    host: AnyHost, config: Config
+) -> None:
+    with serving.served(host, config) as (_, client):
+        here = client.create("here", SIZE, block())
+        there = client.create("there", SIZE, block(), parameters={"class": "b"})
+        one = client.snapshot("s", here.volume_id)
+        other = client.snapshot("t", there.volume_id)
+        request = carver.OpenSnapshotRequest(
+            snapshot_id=one.snapshot_id, base_snapshot_id=other.snapshot_id
+        )
+        with expect.code("INVALID_ARGUMENT", "another volume group"):
+            client.stub(TransferStub).OpenSnapshot(request)
 
 
 def reports(host: AnyHost, group: str) -> int:

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from agent.core import errors, ids, tag, users
 from agent.core.context import Context
+from agent.core.ids import VolumeId
 from agent.core.records import Volume
 from agent.operations.delete import VolumeDeleter
 from lvm import volumes
@@ -103,6 +104,9 @@ class Mover:
             if volume.own_tags.get(tag.STATE, tag.READY) != tag.READY:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
             known = self._inventory.state(volume.group.name, resume=True)
+            parsed = VolumeId.parse(snapshot_id)
+            if parsed is not None and parsed.group != volume.group.name:
+                raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
             snapshot = self._inventory.snapshot(known, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
             if not self._holds.has_all(volume_id, token, uuid):

@@ -143,6 +143,9 @@ class Sender:
         )
         if not base_id:
             return header
+        parsed = VolumeId.parse(base_id)
+        if parsed is not None and parsed.group != snapshot.group.name:
+            raise errors.BadField("since", f"{base_id} is in another volume group")
         base = self._ready(known, base_id)
         if base.source_id != snapshot.source_id:
             raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
