@@ -79,7 +79,8 @@ class Attacher:
             earlier = frozenset(self._beginning)
             self._beginning.add(volume_id)
         try:
-            every = self._inventory.present(self._inventory.state(quick=True))
+            known = self._inventory.state(ids.group_of(volume_id))
+            every = self._inventory.present(self._inventory.everywhere(known))
             attached = {str(one.id) for one in every if one.attachment_to(self._node_id)}
             if len((attached | earlier) - {volume_id}) >= self._limit:
                 raise errors.TooManyAttached(volume_id, self._node_id, self._limit)
