@@ -215,9 +215,7 @@ class InlineVolumes:
             raise problems[0]
         return False
 
-    def _check_limits(
-        self, call: PublishInline, known: Every, allocated_bytes: int
-    ) -> None:
+    def _check_limits(self, call: PublishInline, known: Every, allocated_bytes: int) -> None:
         """Raise BadField, InlineTotal for a size above the limits of the configuration.
 
         `allocated_bytes` is what the volume will take of its group: the total is limited by that.

@@ -80,7 +80,7 @@ class Leftovers:
             for one in known[group].volumes.values() if group in known else ():
                 state = one.own_tags.get(tag.STATE)
                 is_theirs = state not in _NOT_THE_CALLERS
-                if is_theirs and tag.NAME in one.own_tags and not unknown_needs(one.own_tags):
+                if is_theirs and tag.NAME in one.own_tags and not unknown_needs(one):
                     yield one
 
 
