@@ -23,7 +23,7 @@ from agent.operations.delete import VolumeDeleter
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import errors as lvm_errors
-from lvm import names, volumes
+from lvm import names, report, volumes
 from lvm.volumes import New
 
 
