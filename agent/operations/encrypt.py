@@ -91,7 +91,9 @@ class EncryptedDevices:
         mapping = self._inventory.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
-        self._inventory.close_leftovers(volume)
+        # A cryptsetup that is re-encrypting has such devices, too.
+        if not self._reencrypter.is_at_work(str(volume.id)):
+            self._inventory.close_leftovers(volume)
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)

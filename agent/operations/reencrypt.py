@@ -87,6 +87,11 @@ class Reencrypter:
         job.ended.result()
         return True
 
+    def is_at_work(self, volume_id: str) -> bool:
+        """Tell whether a volume is being given a master key of its own just now."""
+        job = self.jobs.of(volume_id)
+        return job is not None and not job.ended.done()
+
     def _start(self, volume: Volume, device: Device, key: Key) -> _Reencryption:
         # A copy of the key, because the call's is overwritten at its end; and of the report only
         # this volume's part, because many jobs may wait.

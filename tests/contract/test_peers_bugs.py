@@ -283,10 +283,9 @@ def test_a_restore_smaller_than_its_snapshot_is_made_and_cut_off(client: Client)
     """LocalPV-LVM, ceph-csi: refused with INTERNAL, or made without the end of the data."""
     volume = client.create("pvc-1", 64 * MIB, block())
     taken = client.snapshot("monday", volume.volume_id)
-    before = client.volumes()
-    with expect.code("OUT_OF_RANGE", str(64 * MIB)):
-        client.create("pvc-2", 32 * MIB, block(), source=of_snapshot(taken.snapshot_id))
-    assert client.volumes() == before
+    # What is required is a least: the copy has all of the snapshot.
+    copy = client.create("pvc-2", 32 * MIB, block(), source=of_snapshot(taken.snapshot_id))
+    assert copy.capacity_bytes == 64 * MIB
 
 
 @pytest.mark.variation

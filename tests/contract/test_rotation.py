@@ -264,7 +264,7 @@ def test_a_re_encrypted_copy_has_the_new_key(
     with host.slow_reencryption():
         with expect.code("ABORTED"):
             used.stage(NAMED)
-        with expect.code("FAILED_PRECONDITION"):
+        with expect.code("ABORTED"):
             used.publish("a", NAMED)
         assert used.own_tags() == {}
     expect.soon(lambda: not service.reencrypter.jobs.counts()["running"])
