@@ -86,7 +86,7 @@ class _Lists(Lists):
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    def whole(self, path: str, kind: str, **query: str) -> Listing:
+    def whole(self, path: str, kind: str, **query: Any) -> Listing:
         return self._api.whole(path, query)
 
 

@@ -579,6 +579,30 @@ def test_deleted_nodes_are_forgotten_only_where_that_is_wanted(template: Templat
     assert manifest.controller(template(wanted)).forget_deleted_nodes
 
 
+@pytest.mark.parametrize("has_snapshotter", [True, False])
+def test_contents_are_listed_where_deleted_nodes_are_forgotten(
+    has_snapshotter: bool, template: Template
+) -> None:
+    """The snapshotter may do so anyway."""
+
+    def rights(forget: bool) -> set[tuple[str, str]]:
+        values = DEMO | {
+            "controller": {"forgetDeletedNodes": forget},
+            "sidecars": {"snapshotter": {"enabled": has_snapshotter}},
+        }
+        rules = manifest.of_kind(template(values), "ClusterRole")
+        return {
+            (verb, what)
+            for one in rules
+            for rule in one["rules"]
+            for verb in rule["verbs"]
+            for what in rule["resources"]
+        }
+
+    more = set() if has_snapshotter else {("list", "volumesnapshotcontents")}
+    assert rights(forget=True) - rights(forget=False) == more
+
+
 def test_nodes_on_their_hosts_network_find_the_controllers_service(template: Template) -> None:
     pod = manifest.node_pod(template(DEMO | {"node": {"hostNetwork": True}}))
     assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"

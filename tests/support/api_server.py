@@ -145,7 +145,10 @@ class Handler(BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         self.api.asked.append((url.path, query))
         if self._is_known():
-            self._tell(url.path, *self.api.answer(url.path, query))
+            status, document = self.api.answer(url.path, query)
+            if "as=PartialObjectMetadataList" in self.headers["Accept"] and "items" in document:
+                document = as_metadata(document)
+            self._tell(url.path, status, document)
 
     def do_POST(self) -> None:
         """Do it, or refuse, or lie."""
@@ -181,6 +184,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
+
+
+def as_metadata(found: Object) -> Object:
+    """A list without its objects' specs and statuses."""
+    items = [{"metadata": one["metadata"]} for one in found["items"]]
+    return {**found, "kind": "PartialObjectMetadataList", "items": items}
 
 
 # Lies

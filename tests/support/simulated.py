@@ -36,8 +36,8 @@ def name_of(number: int) -> str:
 class SimulatedNode:
     """A node with one group; each of its answers names it."""
 
-    def __init__(self, number: int, volumes: int = 0) -> None:
-        self.name, self.number = name_of(number), number
+    def __init__(self, number: int, volumes: int = 0, name: str = "") -> None:
+        self.name, self.number = name or name_of(number), number
         self.here = ids.topology(self.name, DRIVER_NAME)
         self.topology = csi.Topology(segments=self.here)
         self.groups = {uuid_of(number): "data"}

@@ -26,14 +26,13 @@ from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import Claims, Questions
-from agent.extras.controller.deleted_nodes import DeletedNodes
+from agent.extras.controller.membership import ClusterRecord
 from agent.extras.kubernetes.objects import Lists, Objects
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
 _REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
-_CSI_NODES = "/apis/storage.k8s.io/v1/csinodes"
 # Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens").
 _NODE_NAME = "authentication.kubernetes.io/node-name"
 _POD_NAME = "authentication.kubernetes.io/pod-name"
@@ -49,11 +48,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 10),
     ("grpc.max_concurrent_streams", 4),
 )
-# How often the cluster's nodes are listed, and the authority is looked at.
-_LIST_SECONDS = 30.0
-_AUTHORITY_SECONDS = 600.0
-# A node that is not in the list is gone if it has not enrolled for so long.
-_GONE_SECONDS = 300.0
+# How often the authority is looked at: for as long another one in its Secret is not known.
+_AUTHORITY_SECONDS = 60.0
 # A node is deleted for so long before its volumes are forgotten.
 _DELETED_SECONDS = 600.0
 # The controller's own certificate lasts a day.
@@ -70,12 +66,11 @@ class Enrolment:
     """The nodes that enrolled, and what the controller shows to them."""
 
     def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
-        self._config, self._objects, self._lists = config, objects, lists
+        self._config, self._objects = config, objects
         self._namespace = namespace
         self._authority = Authority(objects, namespace, config.controller_authority)
-        self.deleted_nodes = None
-        if config.forget_deleted_nodes:
-            self.deleted_nodes = DeletedNodes(objects, lists, config.driver_name, _DELETED_SECONDS)
+        grace_seconds = _DELETED_SECONDS if config.forget_deleted_nodes else None
+        self.record = ClusterRecord(objects, lists, config.driver_name, grace_seconds=grace_seconds)
         self.questions = Questions(Claims(objects, lists, config.driver_name, config.topology_key))
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         self._reviewed: dict[str, _Reviewed] = {}
@@ -83,12 +78,7 @@ class Enrolment:
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
         # Why a node was not enrolled last.
         self._refusal = ""
-        # Where the nodes serve that enrolled, and when each did last (monotonic, seconds).
-        self._enrolled: dict[str, str] = {}
-        self._seen: dict[str, float] = {}
-        # The nodes that kubelet registered the driver on.
-        self._registered = frozenset[str]()
-        self._listed = self._refreshed = self._own_made = 0.0
+        self._refreshed = self._own_made = 0.0
         self.certificates = Certificates(b"", b"", b"")
         self._server: grpc.aio.Server | None = None
         # Where it listens, after its start.
@@ -102,8 +92,7 @@ class Enrolment:
     @property
     def addresses(self) -> Mapping[str, str]:
         """The nodes of the cluster; an empty address for one that has not enrolled."""
-        names = self._enrolled.keys() | self._registered
-        return {name: self._enrolled.get(name, "") for name in names}
+        return self.record.addresses
 
     async def start(self) -> None:
         """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""
@@ -125,6 +114,14 @@ class Enrolment:
 
     async def look(self) -> None:
         """Refresh what is old. Raises ClusterRefused, ClusterSilent; what was known stays."""
+        try:
+            await self._look_at_authority()
+        finally:
+            # Also where the Secret cannot be read.
+            if self.record.is_due:
+                await asyncio.to_thread(self.record.look)
+
+    async def _look_at_authority(self) -> None:
         now = time.monotonic()
         if self._refreshed and now - self._own_made >= _OWN_SECONDS:
             # Also while the API server does not answer.
@@ -135,23 +132,6 @@ class Enrolment:
             self._refreshed = now
             if before != self._authority.bundle:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
-        if not self._listed or now - self._listed >= _LIST_SECONDS:
-            self._registered = await asyncio.to_thread(self._list)
-            self._listed = now
-            for name in self._enrolled.keys() - self._registered:
-                # One that starts enrols before kubelet registers it.
-                if now - self._seen[name] > _GONE_SECONDS:
-                    del self._enrolled[name], self._seen[name]
-
-    def _list(self) -> frozenset[str]:
-        """The nodes that have the driver, by their CSINode objects, which end with the nodes."""
-        found = self._lists.whole(_CSI_NODES, "CSINodeList").items
-        return frozenset(
-            str(one["metadata"]["name"])
-            for one in found
-            for driver in one.get("spec", {}).get("drivers") or ()
-            if driver.get("name") == self._config.driver_name
-        )
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
         """Answer a node. Its token is neither kept nor logged."""
@@ -173,9 +153,8 @@ class Enrolment:
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
             _log.info("node %s at %s got a certificate", node, address)
-        if self._enrolled.get(node) != address:
+        if self.record.enrol(node, address):
             _log.info("node %s serves at %s", node, address)
-        self._enrolled[node], self._seen[node] = address, time.monotonic()
         return answer.SerializeToString()
 
     async def _node_of(self, token: str, context: Any) -> str:

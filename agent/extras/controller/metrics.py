@@ -101,13 +101,20 @@ class _OfNodes(Collector):
             "Answers of the node that were not passed on, as they cannot be true.",
             labels=["node"],
         )
+        contested = GaugeMetricFamily(
+            "carver_controller_node_contested_groups",
+            "Volume groups of the node that other nodes have, too.",
+            labels=["node"],
+        )
         now = time.monotonic()
         for one in self._nodes:
             answers.add_metric([one.name], 0.0 if one.problem else 1.0)
             refused.add_metric([one.name], one.refused_answers)
+            contested.add_metric([one.name], self._nodes.contested(one))
             if one.answered_seconds:
                 age.add_metric([one.name], now - one.answered_seconds)
         yield answers
         yield age
         yield refused
+        yield contested
         yield from map(metrics.of_extra, self._gauges())

@@ -1,9 +1,10 @@
 """The nodes of the cluster as the controller knows them: which answers, and who has which group.
 
-Nothing is kept on disk: each node is asked again after a start. A group is the node's that claimed
-it first, until that node says that it no longer has it or leaves the cluster: another's claim is
-logged and ignored. If that other was silent before, nothing says which was first: then calls for
-the group are refused until one of them gives it up.
+Nothing is kept on disk: each node is asked again after a start. A node claims the groups that it
+named in its last answer, for as long as it belongs to the cluster. PersistentVolumes name nodes,
+too (membership.py). Where all of these agree on one node, the group is that node's. Where they do
+not, PersistentVolumes decide who is called for what exists, if that node claims the group; nothing
+new is made on any node that claims the group; and no order of events counts.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,9 +23,11 @@ from google.protobuf.message import DecodeError
 from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
+from agent.extras.controller.membership import Record
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
 # How often a node that answers is asked, and one that does not.
@@ -76,6 +79,13 @@ class NoOwner(Refused):
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
+
+
+class Forgotten(Refused):
+    """What an id names was on a node that was deleted, and is gone."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(grpc.StatusCode.NOT_FOUND, problem)
 
 
 def unavailable(problem: str) -> Refused:
@@ -161,16 +171,17 @@ async def unary(node: Node, path: str, request: bytes, timeout: float | None) ->
 class Nodes:
     """All nodes of the cluster, for one event loop."""
 
-    def __init__(self, driver_name: str, connect: Connect) -> None:
+    def __init__(self, driver_name: str, connect: Connect, record: Record | None = None) -> None:
         self._driver_name, self._connect = driver_name, connect
+        self._record = record or Record()
         self._nodes: dict[str, Node] = {}
-        # The name of the node that has a group, by the start of the group's UUID.
-        self._owners: dict[str, str] = {}
-        # The node whose claim to a group was ignored, or is as good as the first one's.
-        self._ignored: set[tuple[str, str]] = set()
-        self._contested: dict[str, str] = {}
-        # When the one that has a group claimed it (monotonic, seconds).
-        self._claimed: dict[str, float] = {}
+        # The names of the nodes that claim a group, by the start of the group's UUID.
+        self._claims: dict[str, set[str]] = {}
+        # The nodes that no longer claim a group, and when they were last found to (of the record):
+        # until PersistentVolumes were read again they may name these nodes.
+        self._former: dict[str, dict[str, float]] = {}
+        # What was logged of groups that several nodes have.
+        self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -249,50 +260,122 @@ class Nodes:
     async def owner(self, identity: str, what: str) -> Node:
         """The node that has the group of an id, which was read from the field `what`.
 
-        Raises Refused if no node has it or if that one does not answer.
+        Raises Refused if no node has it or if that one does not answer; Forgotten if its node was
+        deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
             # No volume has such an id, and any node says that as the call demands.
             return self._any()
-        if parsed.group_uuid not in self._owners:
+        uuid = parsed.group_uuid
+        if self._is_unsettled(uuid):
             await self._ask_all()
-        node = self._owner(parsed, what)
+        try:
+            node = await self._owner(parsed, what)
+        except NoOwner as error:
+            await self._require_not_forgotten(parsed, str(error))
+            raise
         node.require_answering()
         return node
 
-    def _owner(self, parsed: VolumeId, what: str) -> Node:
-        """The node that has a group. Raises Refused where none has it, or two claim it."""
+    def _is_unsettled(self, uuid: str) -> bool:
+        """Whether nodes are to be asked once more who has a group, before a call is refused."""
+        named, claiming = self._named(uuid), self._claims.get(uuid, set())
+        if not named:
+            return not claiming
+        return any(not self._nodes[one].problem for one in named - claiming)
+
+    async def _owner(self, parsed: VolumeId, what: str) -> Node:
+        """The node that an id belongs to. Raises Refused where that is not certain."""
         uuid = parsed.group_uuid
-        name = self._owners.get(uuid)
-        if name is None:
-            raise NoOwner(self._unknown(parsed, what))
-        self.require_undisputed(parsed, what)
-        return self._nodes[name]
+        claiming, named = self._claims.get(uuid, set()), self._named(uuid)
+        if len(named) > 1:
+            own = await self._asked(self._record.node_of, parsed)
+            named = named & {own}
+            if not named:
+                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+        if not named:
+            if len(claiming) > 1:
+                self._record.doubt()
+                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+            if not claiming:
+                raise NoOwner(self._unknown(parsed, what))
+            return self._nodes[next(iter(claiming))]
+        [name] = named
+        node = self._nodes[name]
+        if name not in claiming:
+            self._record.doubt()
+            if not node.problem and claiming:
+                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+            if not node.problem:
+                raise NoOwner(self._unknown(parsed, what))
+        return node
+
+    def _named(self, uuid: str) -> frozenset[str]:
+        """The nodes of the cluster that PersistentVolumes of a group name, or may name."""
+        former = self._former.get(uuid, {})
+        for name, moment in list(former.items()):
+            if self._record.is_newer(moment):
+                del former[name]
+        if not former:
+            self._former.pop(uuid, None)
+        return frozenset(
+            one for one in self._record.nodes_of(uuid).union(former) if one in self._nodes
+        )
+
+    def _holders(self, uuid: str) -> frozenset[str]:
+        """All nodes that a group may be on: those that claim it and those that are named."""
+        return self._named(uuid).union(self._claims.get(uuid, ()))
+
+    def conflict(self, node: Node) -> str:
+        """Why no volume is made on a node: what is wrong with its groups; empty if nothing is."""
+        return "; ".join(
+            self._dispute(group, uuid)
+            for uuid, group in sorted(node.groups.items())
+            if len(self._holders(uuid)) > 1
+        )
+
+    def contested(self, node: Node) -> int:
+        """How many of a node's groups other nodes have, too."""
+        return sum(len(self._holders(uuid)) > 1 for uuid in node.groups)
+
+    def _dispute(self, group: str, uuid: str) -> str:
+        """What is wrong with a group that several nodes may have, and what to do."""
+        named, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
+        said = f"PersistentVolumes name {' and '.join(named) or 'none of them'}"
+        if len(claiming) < 2:
+            return (
+                f"volume group {group} ({uuid}) is on node {' and '.join(claiming) or 'none'}, but"
+                f" {said}, where it is not known to be, and no volume is made in it: attach its"
+                " disks where they were, or write its PersistentVolumes anew (docs/operations.md,"
+                " Move a group to another node)"
+            )
+        return (
+            f"nodes {' and '.join(claiming)} both claim volume group {group} ({uuid}), {said}, and"
+            " no volume is made on any of these nodes: one has a copy, as of a machine template"
+            " or a restored disk. Find out which, and give the copy another UUID (vgchange"
+            " --uuid, or vgimportclone); change nothing on a node that PersistentVolumes name"
+            " (docs/operations.md, Machine templates and restored disks)"
+        )
 
     def require_undisputed(self, parsed: VolumeId, what: str) -> None:
-        """Raise Refused for a group that two nodes claim."""
-        uuid = parsed.group_uuid
-        other = self._rival(uuid)
-        if other is not None:
-            raise unavailable(
-                f"{what}: nodes {self._owners.get(uuid)} and {other.name} both claim volume group"
-                f" {parsed.group} ({uuid}), and which was first is not known: detach its disks from"
-                " one, or delete that one's Node object"
-            )
-
-    def _rival(self, uuid: str) -> Node | None:
-        """The node whose claim to a group is as good as that of the node that has it."""
-        other = self._nodes.get(self._contested.get(uuid, ""))
-        return other if other is not None and uuid in other.groups else None
+        """Raise Refused for a group that several nodes may have."""
+        if len(self._holders(parsed.group_uuid)) > 1:
+            raise unavailable(f"{what}: {self._dispute(parsed.group, parsed.group_uuid)}")
 
     def places(self, node: Node) -> frozenset[str]:
-        """The volume groups that are a node's, and no other's, as ids name them: `group@uuid`."""
+        """The volume groups that are a node's own, as ids name them: `group@uuid`."""
         return frozenset(
-            f"{group}@{uuid}"
-            for uuid, group in node.groups.items()
-            if self._owners.get(uuid) == node.name and self._rival(uuid) is None
+            f"{group}@{uuid}" for uuid, group in node.groups.items() if self._is_own(node, uuid)
         )
+
+    def _is_own(self, node: Node, uuid: str) -> bool:
+        """Whether a group is a node's: PersistentVolumes name that node, or that alone claims it.
+
+        A group that PersistentVolumes do not name is no node's while several claim it.
+        """
+        named = self._named(uuid)
+        return node.name in named if named else self._claims.get(uuid) == {node.name}
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.
@@ -306,12 +389,64 @@ class Nodes:
         if node.problem or parsed.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
-        other = self._owner(parsed, what)
+        other = await self._owner(parsed, what)
         return other if other is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Whether another node has the group of an id; False for a group that no node has."""
-        return self._owners.get(identity.group_uuid, node.name) != node.name
+        """Whether the group of an id is, or may be, another node's; False if no node has it."""
+        uuid = identity.group_uuid
+        return bool(self._holders(uuid)) and not self._is_own(node, uuid)
+
+    async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
+        """Raise Forgotten for what was on a deleted node; Refused while that is not certain.
+
+        Certain is: a PersistentVolume names a node without a Node object, for a while, and all
+        nodes answer, and none of them has the group.
+        """
+        if not self._record.forgets:
+            return
+        found = await self._asked(self._record.deleted, parsed, problem)
+        if found is None:
+            return
+        silent = [one.name for one in self if one.problem]
+        if silent:
+            raise unavailable(
+                f"node {found.segment} was deleted, but {parsed} may be on another node by now"
+                f"{_not_asked(silent)}; that it is gone is believed once all nodes answer"
+            )
+        if found.seconds:
+            raise unavailable(
+                f"node {found.segment} was deleted, and {parsed} with it: that is believed in"
+                f" {found.seconds:.0f} s, unless the node comes back"
+            )
+        raise Forgotten(f"{parsed} is forgotten: its node {found.segment} was deleted")
+
+    async def require_no_snapshots(self, identity: str) -> None:
+        """Raise Refused if snapshots need the PersistentVolume of a volume that was forgotten.
+
+        As of a volume that is there: its snapshots are deleted first. The PersistentVolume is the
+        proof that they, too, were on the node that was deleted.
+        """
+        parsed = VolumeId.parse(identity)
+        if parsed is None:
+            return
+        found = await self._asked(self._record.snapshots_of, parsed)
+        if found:
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{identity} was on a node that was deleted, and has snapshots: delete their"
+                f" VolumeSnapshots first; VolumeSnapshotContents: {_several(found)}",
+            )
+
+    async def _asked(
+        self, ask: Callable[[VolumeId], T], identity: VolumeId, problem: str = ""
+    ) -> T:
+        """Ask the API server about an id. Raises Refused if the API server does not answer."""
+        try:
+            return await asyncio.to_thread(ask, identity)
+        except (errors.ClusterRefused, errors.ClusterSilent) as error:
+            before = f"{problem}; and " if problem else ""
+            raise unavailable(f"{before}the API server does not answer: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""
@@ -391,55 +526,41 @@ class Nodes:
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
+        for uuid in node.groups.keys() - groups.keys():
+            self._give_up(node, uuid)
+            self._former.setdefault(uuid, {})[node.name] = self._record.now()
+            self._record.doubt()
         node.segments, node.groups = segments, groups
-        for uuid, owner in list(self._owners.items()):
-            if owner == node.name and uuid not in node.groups:
-                self._give_up(uuid)
-        self._ignored -= {one for one in self._ignored if one[0] == node.name} - {
-            (node.name, uuid) for uuid in node.groups
-        }
-        for uuid in node.groups:
-            owner = self._claim(node, uuid)
-            if owner != node.name:
-                self._refuse_claim(node, uuid, owner)
+        for uuid in groups:
+            if not self._record.nodes_of(uuid) and node.name not in self._claims.get(uuid, ()):
+                # They may have been made since the last reading.
+                self._record.doubt()
+            self._claims.setdefault(uuid, set()).add(node.name)
+            self._note_conflict(uuid, groups[uuid])
 
-    def _claim(self, node: Node, uuid: str) -> str:
-        """Give a group that no node has to this one; the name of the one that has it."""
-        if uuid not in self._owners:
-            self._owners[uuid], self._claimed[uuid] = node.name, time.monotonic()
-        return self._owners[uuid]
+    def _note_conflict(self, uuid: str, group: str) -> None:
+        """Log once that several nodes have a group."""
+        if len(self._holders(uuid)) < 2:
+            self._logged.pop(uuid, None)
+            return
+        self._record.doubt()
+        said = self._dispute(group, uuid)
+        if self._logged.get(uuid) != said:
+            self._logged[uuid] = said
+            _log.error("%s", said)
 
-    def _refuse_claim(self, node: Node, uuid: str, owner: str) -> None:
-        """Keep a group from a node that claims what another has; log it once.
-
-        A node that was silent until now may have had it before the other claimed it.
-        """
-        if not node.answered_seconds and node.joined_seconds <= self._claimed[uuid]:
-            self._contested[uuid] = node.name
-            # It may have given the group up since it was asked last.
-            self.ask(self._nodes[owner])
-        if (node.name, uuid) not in self._ignored:
-            self._ignored.add((node.name, uuid))
-            _log.error(
-                "node %s claims volume group %s (%s), which node %s has: %s",
-                *(node.name, node.groups[uuid], uuid, owner),
-                "calls for it are refused" if self._contested.get(uuid) == node.name else "ignored",
-            )
+    def _give_up(self, node: Node, uuid: str) -> None:
+        """Take a group from a node that no longer claims it."""
+        claiming = self._claims.get(uuid, set())
+        claiming.discard(node.name)
+        if not claiming:
+            self._claims.pop(uuid, None)
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
-        for uuid, owner in list(self._owners.items()):
-            if owner == node.name:
-                self._give_up(uuid)
+        for uuid in node.groups:
+            self._give_up(node, uuid)
         self._later(node.close())
-
-    def _give_up(self, uuid: str) -> None:
-        """Let another node have a group that its node no longer has, if one claims it."""
-        del self._owners[uuid]
-        self._contested.pop(uuid, None)
-        for one in self:
-            if uuid in one.groups:
-                self._claim(one, uuid)
 
     def _unknown(self, parsed: VolumeId, what: str) -> str:
         silent = [one.name for one in self if one.problem]
@@ -466,7 +587,9 @@ def _printable(text: str) -> str:
 
 
 def _not_asked(silent: Sequence[str]) -> str:
-    if not silent:
-        return ""
-    more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
-    return f"; nodes that do not answer: {', '.join(silent[:_MOST_NAMED])}{more}"
+    return f"; nodes that do not answer: {_several(silent)}" if silent else ""
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -126,7 +126,8 @@ class Placement:
         source, field = routes.source_of(request)
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
         if field:
-            node = await self._nodes.owner(source, field)
+            owner = await self._nodes.owner(source, field)
+            node = self._undisputed(owner, grpc.StatusCode.UNAVAILABLE)
             if apart := await self._apart(request, claim, node):
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -136,7 +137,8 @@ class Placement:
             return node
         if not preferred or not await self._is_scheduled(request, claim):
             return None
-        node = await self._preferred(preferred[0].segments)
+        chosen = await self._preferred(preferred[0].segments)
+        node = self._undisputed(chosen, grpc.StatusCode.RESOURCE_EXHAUSTED)
         if apart := await self._apart(request, claim, node):
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -152,6 +154,12 @@ class Placement:
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         self._attempts.begin(request.name, node.name)
+        return self._undisputed(node, grpc.StatusCode.UNAVAILABLE)
+
+    def _undisputed(self, node: Node, code: grpc.StatusCode) -> Node:
+        """The node, unless other nodes have a group of its, too. Raises Refused."""
+        if problem := self._nodes.conflict(node):
+            raise Refused(code, problem)
         return node
 
     async def _is_scheduled(
@@ -230,6 +238,7 @@ class Placement:
             one
             for one in self._nodes.answering()
             if not allowed or any(each.items() <= one.segments.items() for each in allowed)
+            if not self._nodes.conflict(one)
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
@@ -285,10 +294,16 @@ class Placement:
         """The capacity of the node that a topology names, or of all nodes that answer together."""
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)
+            if self._nodes.conflict(node):
+                return _no_capacity()
             answer: csi.GetCapacityResponse = await self._ask("GetCapacity", node, request)
             return answer
         found: Sequence[Any] = await asyncio.gather(
-            *(self._ask("GetCapacity", one, request) for one in self._nodes.require_all())
+            *(
+                self._ask("GetCapacity", one, request)
+                for one in self._nodes.require_all()
+                if not self._nodes.conflict(one)
+            )
         )
         answer = csi.GetCapacityResponse(
             available_capacity=min(_MOST_BYTES, sum(one.available_capacity for one in found))
@@ -297,3 +312,9 @@ class Placement:
             answer.maximum_volume_size.value = max(one.maximum_volume_size.value for one in found)
             answer.minimum_volume_size.value = min(one.minimum_volume_size.value for one in found)
         return answer
+
+
+def _no_capacity() -> csi.GetCapacityResponse:
+    answer = csi.GetCapacityResponse(available_capacity=0)
+    answer.maximum_volume_size.value = 0
+    return answer

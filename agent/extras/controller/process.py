@@ -22,7 +22,7 @@ from agent.daemon.process import ProcessEnder, claimed, ending_in_time
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import Questions
-from agent.extras.controller.deleted_nodes import DeletedNodes
+from agent.extras.controller.membership import Record
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
 from proto import carver_pb2 as carver
@@ -50,8 +50,8 @@ class Source(Protocol):
         """What the controller shows to nodes."""
 
     @property
-    def deleted_nodes(self) -> DeletedNodes | None:
-        """Who says which nodes were deleted; None where none are to be forgotten."""
+    def record(self) -> Record:
+        """What is known of volume groups beside what nodes say."""
 
     @property
     def questions(self) -> Questions | None:
@@ -70,7 +70,7 @@ class Source(Protocol):
 class Files:
     """Nodes and certificates from files, as where nodes run under systemd."""
 
-    deleted_nodes = questions = None
+    record, questions = Record(), None
 
     def __init__(self, config: Config) -> None:
         """Raises BadConfig for settings that are missing or files that cannot be read."""
@@ -106,10 +106,9 @@ class ClusterController:
         self._config, self._source = config, source
         self._certificates = source.certificates
         self._problem = ""
-        self.nodes = Nodes(config.driver_name, self._connect)
+        self.nodes = Nodes(config.driver_name, self._connect, source.record)
         self._router = Router(
             *(self.nodes, config.driver_name, version("carver"), observe),
-            deleted_nodes=source.deleted_nodes,
             questions=source.questions,
             attach=config.attach,
         )
@@ -180,7 +179,7 @@ class ClusterController:
                 name=one.name,
                 address=one.address,
                 version=one.version,
-                problem=one.problem,
+                problem=one.problem or self.nodes.conflict(one),
                 answered_seconds=answered,
                 groups=one.groups,
             )

@@ -18,15 +18,12 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
-from agent.core import errors
-from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import Questions
-from agent.extras.controller.deleted_nodes import DeletedNodes
-from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused, unavailable
+from agent.extras.controller.nodes import Forgotten, Node, Nodes, Refused
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -40,7 +37,7 @@ _MAY_HAVE_MOVED = (
     *(_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE),
     _Code.RESOURCE_EXHAUSTED,
 )
-_DELETIONS = ("DeleteVolume", "DeleteSnapshot")
+_DELETIONS = ("DeleteVolume", "DeleteSnapshot", "DeleteVolumeGroupSnapshot")
 _MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
 _LISTS = {
     "ListVolumes": csi.ListVolumesResponse,
@@ -85,15 +82,13 @@ class Router:
         driver_name: str,
         version: str,
         observe: Callable[[Call], None] = lambda _call: None,
-        deleted_nodes: DeletedNodes | None = None,
         questions: Questions | None = None,
         *,
         attach: bool = False,
     ) -> None:
         """`attach`: whether volumes are attached to nodes, which must be set so, too."""
         self._nodes, self._answers, self._observe = nodes, Answers(nodes), observe
-        self._deleted_nodes, self._attempts = deleted_nodes, Attempts()
-        self._questions = questions
+        self._attempts, self._questions = Attempts(), questions
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
         # What the controller itself answers: the sidecars ask at their start, before any node is
@@ -154,33 +149,16 @@ class Router:
             identities = routes.ids_in(request, field)
             try:
                 node = await self._owner_of_all(identities, field)
-            except NoOwner as error:
-                if method in _DELETIONS and await self._is_forgotten(identities[0], error):
-                    return b""
-                raise
+            except Forgotten as error:
+                if method not in _DELETIONS:
+                    raise
+                if method == "DeleteVolume":
+                    await self._nodes.require_no_snapshots(identities[0])
+                _log.warning("%s", error)
+                return b""
             return await self._send(call, node, path, request, data, (*identities, "")[0], field)
 
         return answer
-
-    async def _is_forgotten(self, identity: str, problem: NoOwner) -> bool:
-        """Whether what is to be deleted was on a deleted node. Raises Refused in its grace."""
-        parsed = VolumeId.parse(identity)
-        if self._deleted_nodes is None or parsed is None:
-            return False
-        try:
-            found = await asyncio.to_thread(self._deleted_nodes.of, parsed)
-        except (errors.ClusterRefused, errors.ClusterSilent) as error:
-            raise unavailable(f"{problem}; and the API server does not answer: {error}") from None
-        if found is None:
-            return False
-        node, seconds = found
-        if seconds:
-            raise unavailable(
-                f"node {node} was deleted, and {identity} with it: that is believed in"
-                f" {seconds:.0f} s, unless the node comes back"
-            )
-        _log.warning("%s is forgotten: its node %s was deleted", identity, node)
-        return True
 
     async def _owner_of_all(self, identities: Sequence[str], field: str) -> Node:
         owners = {one: await self._nodes.owner(one, field) for one in identities or [""]}

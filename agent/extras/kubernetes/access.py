@@ -258,7 +258,7 @@ class Connection:
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request; return status and body. `content` are the headers of `body`.
+        """Send a request; return status and body. `content` are headers of `body`, or others.
 
         Raises TimeoutError, Unproved, what http.client raises.
         """

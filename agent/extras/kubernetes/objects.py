@@ -5,8 +5,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import sleep
 from typing import Any
 from urllib.parse import urlencode
@@ -17,6 +17,10 @@ from agent.extras.kubernetes.access import Connection, Server, Unproved
 _log = logging.getLogger(__name__)
 
 _PAGE_ITEMS = 500
+# What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
+# "Alternate representations of resources").
+_METADATA = "PartialObjectMetadataList"
+_AS_METADATA = f"application/json;as={_METADATA};g=meta.k8s.io;v=v1"
 # For one wait for the server, and for one list with all its pages and retries.
 _SILENCE_SECONDS = 10.0
 _LIST_SECONDS = 120.0
@@ -34,40 +38,86 @@ class Listing:
     version: str
 
 
+# Makes of an object what is kept of it.
+Keep = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _all(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    return one
+
+
+def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    about = one["metadata"]
+    return {"metadata": {"name": about["name"], "labels": about.get("labels") or {}}}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of a collection, and what is kept of the answer."""
+
+    kind: str
+    query: Mapping[str, str]
+    keep: Keep
+    headers: Mapping[str, str] = field(default_factory=dict)
+    if_served: bool = False
+
+
 class Lists:
     """Reads lists of one API server, by GET only."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def whole(self, path: str, kind: str, **query: str) -> Listing:
-        """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent."""
+    def whole(
+        self,
+        path: str,
+        kind: str,
+        *,
+        keep: Keep = _all,
+        if_served: bool = False,
+        **query: str,
+    ) -> Listing:
+        """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent.
+
+        Of each object only what `keep` returns is kept. With `if_served` a collection that the API
+        server does not know is empty.
+        """
+        return self._whole(path, _Question(kind, query, keep, if_served=if_served))
+
+    def metadata(self, path: str) -> Listing:
+        """Read the names and labels of a complete collection; raises ClusterSilent."""
+        return self._whole(path, _Question(_METADATA, {}, _labels, {"Accept": _AS_METADATA}))
+
+    def _whole(self, path: str, asked: "_Question") -> Listing:
         until = time.monotonic() + _LIST_SECONDS
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 sleep(_PAUSE_SECONDS * attempt)
             try:
-                return self._read(path, kind, query, until)
+                return self._read(path, asked, until)
             except _PROBLEMS as error:
                 problem = _problem_of(error)
                 if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() >= until:
                     break
         raise errors.ClusterSilent(self._where(path), problem)
 
-    def _read(self, path: str, kind: str, query: Mapping[str, str], until: float) -> Listing:
+    def _read(self, path: str, asked: "_Question", until: float) -> Listing:
         """Try once: read pages over one connection until the last."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, _SILENCE_SECONDS) as connection:
             while True:
-                asked = {**query, "limit": str(_PAGE_ITEMS)}
+                query = {**asked.query, "limit": str(_PAGE_ITEMS)}
                 if token:
-                    asked["continue"] = token
-                status, body = connection.request("GET", f"{path}?{urlencode(asked)}", until)
+                    query["continue"] = token
+                where = f"{path}?{urlencode(query)}"
+                status, body = connection.request("GET", where, until, content=asked.headers)
+                if status == http.client.NOT_FOUND and asked.if_served:
+                    return Listing((), "")
                 if status != http.client.OK:
                     self._refuse(path, status)
-                page = _Page.of(body, kind)
+                page = _Page.of(body, asked.kind)
                 if version not in ("", page.version):
                     raise Unproved(f"its pages have two versions, {version} and {page.version}")
                 version = page.version
@@ -75,7 +125,7 @@ class Lists:
                     uid = one["metadata"]["uid"]
                     if uid in items:
                         raise Unproved(f"it has an object twice, {one['metadata']['name']}")
-                    items[uid] = one
+                    items[uid] = asked.keep(one)
                 if not page.token:
                     if page.remaining:
                         raise Unproved(f"it ended with {page.remaining} objects to come")

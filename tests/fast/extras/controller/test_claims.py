@@ -39,7 +39,7 @@ class Server(Objects, Lists):
         self.waits.wait(10)
         return self.objects.get(path)
 
-    def whole(self, path: str, kind: str, **query: str) -> Listing:
+    def whole(self, path: str, kind: str, **query: Any) -> Listing:
         asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
         self.asked.append(asked)
         return Listing(self.lists.get(asked, []), "1")
@@ -305,7 +305,7 @@ class Refusing(Server):
         super().__init__()
         self._error = error
 
-    def whole(self, path: str, kind: str, **query: str) -> Listing:
+    def whole(self, path: str, kind: str, **query: Any) -> Listing:
         raise self._error
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,184 +18,42 @@ import api_server
 import grpc
 import pytest
 import serving
-from api_server import ApiServer, Object
+from api_server import Object
 from authority import Authority as Issuer
 from clustered import Loop, require_only_tls_1_3
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from csi_client import Client
+from enrolled import AUDIENCE, MAP, SECRET, SPACE, Cluster, Token, central, enrol, free_port
 from fakes.host import FakeHost
 from granted import Rights
 
 from agent.core import errors
-from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.client import block
-from agent.extras.controller import authority, deleted_nodes
+from agent.extras.controller import authority
 from agent.extras.controller.authority import Authority, certificate_request, key_as_pem, new_key
-from agent.extras.controller.deleted_nodes import DeletedNodes
 from agent.extras.controller.enrolling import Enroller, NotEnrolled
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.process import ClusterController
 from agent.extras.controller.service import NotListening
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists, Objects
-from proto import carver_pb2 as carver
-from proto import carver_pb2_grpc
-
-SPACE = "storage"
-SECRET = f"/api/v1/namespaces/{SPACE}/secrets/carver-controller"
-MAP = f"/api/v1/namespaces/{SPACE}/configmaps/carver-controller"
-CSI_NODES = "/apis/storage.k8s.io/v1/csinodes"
-ACCOUNT = f"system:serviceaccount:{SPACE}:carver-node"
-AUDIENCE = "controller.lvm.csi.carver"
-
-
-@dataclass
-class Token:
-    """What the API server says of a token."""
-
-    node: str = "here"
-    account: str = ACCOUNT
-    audience: str = AUDIENCE
-    pod: str = "pod-1"
-    uid: str = "uid-1"
-    # Where the pod is by its own object; None: it is gone.
-    is_on: str | None = "here"
-
-
-class Cluster(ApiServer):
-    """An API server with single objects, tokens and CSINodes, and the chart's rights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rights = Rights()
-        self.single: dict[str, Object] = {}
-        self.tokens: dict[str, Token] = {}
-        self.reviews = 0
-        self.objects[CSI_NODES] = []
-
-    def collection(self, path: str) -> tuple[str, list[Object]] | None:
-        if path == CSI_NODES:
-            return "CSINodeList", self.objects[CSI_NODES]
-        return super().collection(path)
-
-    def register(self, *nodes: str) -> None:
-        """Have kubelet register the driver on these nodes, and on no others."""
-        self.objects[CSI_NODES].clear()
-        for one in nodes:
-            self.add(CSI_NODES, one, spec={"drivers": [{"name": "lvm.csi.carver"}]})
-
-    def answer(self, path: str, query: Any) -> tuple[int, Object]:
-        if not self.rights.allow("GET", path):
-            return 403, {"kind": "Status", "message": f"the chart does not allow GET {path}"}
-        if "/pods/" in path:
-            name = path.rpartition("/")[2]
-            for one in self.tokens.values():
-                if one.pod == name and one.is_on is not None:
-                    about = {"name": name, "uid": one.uid}
-                    return 200, {
-                        "kind": "Pod",
-                        "metadata": about,
-                        "spec": {"nodeName": one.is_on},
-                    }
-        if path in self.single:
-            return 200, self.single[path]
-        for volume in self.objects[api_server.VOLUMES]:
-            if path == f"{api_server.VOLUMES}/{volume['metadata']['name']}":
-                return 200, {"kind": "PersistentVolume", **volume}
-        if "/namespaces/" in path or path.startswith(f"{api_server.VOLUMES}/"):
-            return 404, {"kind": "Status", "reason": "NotFound"}
-        return super().answer(path, query)
-
-    def write(self, method: str, path: str, body: Object) -> tuple[int, Object]:
-        if not self.rights.allow(method, path):
-            return 403, {"kind": "Status", "message": f"the chart does not allow {method} {path}"}
-        if path.endswith("/tokenreviews"):
-            return 201, self._review(body["spec"])
-        if method == "POST":
-            path = f"{path}/{body['metadata']['name']}"
-            if path in self.single:
-                return 409, {"kind": "Status", "message": "it exists"}
-            self._store(path, body)
-            return 201, body
-        known = self.single[path]
-        if body["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
-            return 409, {"kind": "Status", "message": "it was changed"}
-        data = {**known["data"], **body["data"]}
-        kept = {key: value for key, value in data.items() if value is not None}
-        self._store(path, {**known, "data": kept})
-        return 200, self.single[path]
-
-    def _store(self, path: str, body: Object) -> None:
-        self.version += 1
-        about = {**body["metadata"], "uid": path, "resourceVersion": str(self.version)}
-        self.single[path] = {**body, "metadata": about}
-
-    def _review(self, asked: Object) -> Object:
-        self.reviews += 1
-        known = self.tokens.get(asked["token"])
-        if known is None or known.audience not in asked["audiences"]:
-            return {"kind": "TokenReview", "status": {"authenticated": False}}
-        extra = {
-            "authentication.kubernetes.io/pod-name": [known.pod],
-            "authentication.kubernetes.io/pod-uid": [known.uid],
-            "authentication.kubernetes.io/node-name": [known.node],
-        }
-        user = {"username": known.account, "extra": {k: v for k, v in extra.items() if v != [""]}}
-        status = {"authenticated": True, "audiences": [known.audience], "user": user}
-        return {"kind": "TokenReview", "status": status}
-
-
-@pytest.fixture
-def api() -> Iterator[Cluster]:
-    with api_server.running(Cluster()) as made:
-        yield made
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def server(api: Cluster, tmp_path: Path) -> access.Server:
-    return access.of_file(api_server.kubeconfig(tmp_path / "kubeconfig", api.url))
 
 
 @pytest.fixture
 def enrolment(
-    config: Config, server: access.Server, loop: Loop, tmp_path: Path
+    api: Cluster, config: Config, server: access.Server, loop: Loop, tmp_path: Path
 ) -> Iterator[tuple[Enrolment, int]]:
     """A controller's, serving; and its port."""
+    api.join("here")
     own = replace(config, enrolment_address=Address("127.0.0.1", 0))
     made = Enrolment(own, Objects(server), Lists(server), SPACE)
     loop.run(made.start())
     yield made, made.port
     loop.run(made.stop())
-
-
-def free_port() -> int:
-    """A port that nothing has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def enrol(
-    api: Cluster, port: int, token: str, address: str = "10.0.0.1:9810", request: bytes = b""
-) -> carver.EnrolResponse:
-    """As a node does."""
-    trusted = api.single[MAP]["data"]["ca.crt"].encode()
-    options = (("grpc.ssl_target_name_override", AUDIENCE),)
-    credentials = grpc.ssl_channel_credentials(trusted)
-    with grpc.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
-        wanted = carver.EnrolRequest(token=token, address=address, certificate_request=request)
-        return carver_pb2_grpc.EnrolmentStub(channel).Enrol(wanted, timeout=10)
 
 
 def of_a_key_that_is_not_known() -> bytes:
@@ -251,7 +109,7 @@ def test_a_token_that_proves_no_node_is_refused(
             enrol(api, port, "very-secret", request=certificate_request(new_key()))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert says in str(raised.value.details())
-    assert made.addresses == {}
+    assert made.addresses == {"here": ""}
     assert "very-secret" not in caplog.text
     assert caplog.text.count("a node was not enrolled") == 1
 
@@ -284,24 +142,7 @@ def test_a_bad_request_changes_nothing(
         enrol(api, port, "secret", **values)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(raised.value.details()).startswith(f"{field}: ")
-    assert made.addresses == {}
-
-
-def test_registered_nodes_that_have_not_enrolled_are_known_by_name(
-    api: Cluster, enrolment: tuple[Enrolment, int], loop: Loop
-) -> None:
-    made, port = enrolment
-    api.tokens["secret"] = Token()
-    enrol(api, port, "secret")
-    api.register("here", "there")
-    made._listed = 0.0
-    loop.run(made.look())
-    assert made.addresses == {"here": "10.0.0.1:9810", "there": ""}
-    # Its Node was deleted, and its CSINode with it.
-    api.register("there")
-    made._listed, made._seen["here"] = 0.0, -1000.0
-    loop.run(made.look())
-    assert made.addresses == {"there": ""}
+    assert made.addresses == {"here": ""}
 
 
 @pytest.mark.parametrize(
@@ -391,7 +232,7 @@ def test_a_node_enrols_and_is_reached(
     """From nothing but a token and the controllers' address, to a volume."""
     caplog.set_level(logging.DEBUG)
     api.tokens["kept-dark"] = Token()
-    api.register("here")
+    api.join("here")
     own = central(config, tmp_path)
     source = Enrolment(own, Objects(server), Lists(server), SPACE)
     controller = ClusterController(own, source)
@@ -440,101 +281,6 @@ def test_a_node_enrols_and_is_reached(
     assert not [one for one in caplog.records if "kept-dark" in repr(vars(one))]
 
 
-GROUP = "data@abcdefgh"
-
-
-def central(config: Config, tmp_path: Path, **more: Any) -> Config:
-    """The settings of a controller."""
-    return replace(
-        config,
-        endpoint=tmp_path / "controller.sock",
-        enrolment_address=Address("127.0.0.1", 0),
-        **more,
-    )
-
-
-def add_volume(api: Cluster, name: str, node: str) -> str:
-    """A PersistentVolume of a node's group; its id."""
-    identity = f"{GROUP}/vol-{name}"
-    place = {"key": "topology.lvm.csi.carver/node", "operator": "In", "values": [node]}
-    terms = [{"matchExpressions": [place]}]
-    spec = {
-        "csi": {"driver": "lvm.csi.carver", "volumeHandle": identity},
-        "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
-    }
-    api.add(api_server.VOLUMES, name, spec=spec)
-    return identity
-
-
-@pytest.mark.parametrize("forget", [True, False])
-def test_what_was_on_a_deleted_node_is_forgotten_after_a_grace(
-    api: Cluster,
-    config: Config,
-    server: access.Server,
-    loop: Loop,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    forget: bool,
-) -> None:
-    own = central(config, tmp_path, forget_deleted_nodes=forget)
-    source = Enrolment(own, Objects(server), Lists(server), SPACE)
-    controller = ClusterController(own, source)
-    loop.run(controller.start())
-    volume = add_volume(api, "pvc-1", "gone")
-    kept = f"{GROUP}/snap-snapshot-1"
-    api.add(api_server.NODES, "gone")
-    api.add(api_server.NODES, "here")
-
-    def delete(client: Client) -> str:
-        """Delete the volume and a snapshot of it; what was said if they were refused."""
-        try:
-            client.delete_snapshot(kept)
-            client.delete(volume)
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        return ""
-
-    monkeypatch.setattr(deleted_nodes, "_LIST_SECONDS", 0.0)
-    with Client(own.endpoint) as client:
-        nobody = "no node that answers has volume group data"
-        assert nobody in delete(client)
-        api.objects[api_server.NODES].pop(0)
-        if not forget:
-            assert nobody in delete(client)
-        else:
-            assert "node gone was deleted" in delete(client)
-            # It came back, and is deleted again.
-            api.add(api_server.NODES, "gone")
-            assert nobody in delete(client)
-            api.objects[api_server.NODES].pop()
-            assert "is believed in 600 s" in delete(client)
-            assert source.deleted_nodes is not None
-            source.deleted_nodes._since["gone"] -= 601
-            assert delete(client) == ""
-            # Nothing else is answered for it.
-            with pytest.raises(grpc.RpcError) as raised:
-                client.volume(volume)
-            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-            api.lie(api_server.NODES, *[api_server.status(500)] * 3)
-            said = delete(client)
-            assert said.startswith("UNAVAILABLE: ")
-            assert "the API server does not answer" in said
-    loop.run(controller.stop())
-
-
-def test_of_a_group_that_no_object_names_nothing_is_forgotten(
-    api: Cluster, server: access.Server
-) -> None:
-    known = DeletedNodes(Objects(server), Lists(server), "lvm.csi.carver", 0)
-    identity = VolumeId("data", "abcdefgh", "vol-pvc-1")
-    assert known.of(identity) is None
-    add_volume(api, "pvc-2", "gone")
-    api.objects[api_server.VOLUMES][0]["spec"]["csi"]["driver"] = "another"
-    assert known.of(identity) is None
-    api.objects[api_server.VOLUMES][0]["spec"]["csi"]["driver"] = "lvm.csi.carver"
-    assert known.of(identity) == ("gone", 0.0)
-
-
 def test_a_signing_request_s_own_names_are_not_signed(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
@@ -562,6 +308,7 @@ def test_an_address_of_another_host_leads_nowhere(
     api: Cluster, config: Config, server: access.Server, loop: Loop, tmp_path: Path
 ) -> None:
     """Its calls come to the other host, which has no certificate for its name."""
+    api.join("here", "there")
     api.tokens |= {"mine": Token(), "its": Token("there", pod="pod-2", uid="uid-2", is_on="there")}
     source = Enrolment(central(config, tmp_path), Objects(server), Lists(server), SPACE)
     controller = ClusterController(source._config, source)
@@ -698,7 +445,7 @@ def test_the_controller_s_own_certificate_is_renewed_while_the_api_server_refuse
 ) -> None:
     made, port = enrolment
     before = made.certificates
-    made._own_made = made._refreshed = made._listed = -1e6
+    made._own_made = made._refreshed = -1e6
     api.lie(SECRET, *[api_server.status(500)] * 6)
     with pytest.raises(errors.ClusterRefused):
         loop.run(made.look())
@@ -810,14 +557,3 @@ def test_an_address_that_is_taken_is_tried_again(
             listener.serve()
             assert listener.port
             listener.stop()
-
-
-def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
-    api: Cluster, server: access.Server
-) -> None:
-    """Its Node has that name in the label that kubelet made, not as its own."""
-    known = DeletedNodes(Objects(server), Lists(server), "lvm.csi.carver", 0)
-    add_volume(api, "pvc-1", "renamed")
-    labels = {"topology.lvm.csi.carver/node": "renamed"}
-    api.add(api_server.NODES, "machine-7", metadata={"labels": labels})
-    assert known.of(VolumeId("data", "abcdefgh", "vol-pvc-1")) is None

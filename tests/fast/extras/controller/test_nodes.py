@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from simulated import SimulatedNode, name_of, uuid_of
 
 from agent.core import errors
+from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes, placement, routes
 from agent.extras.controller.answers import Answers
+from agent.extras.controller.membership import Record
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.process import ClusterController, Files
 from proto import carver_pb2 as carver
@@ -30,6 +32,25 @@ from proto import csi_pb2 as csi
 
 # A field that this version does not know: number 900, of bytes.
 UNKNOWN = b"\xa2\x38\x05newer"
+
+
+class Named(Record):
+    """What PersistentVolumes name, as the test says."""
+
+    def __init__(self) -> None:
+        # The nodes by groups, and by volumes where a group has several.
+        self.groups: dict[str, set[str]] = {}
+        self.volumes: dict[str, str] = {}
+        self.doubts = 0
+
+    def nodes_of(self, group_uuid: str) -> frozenset[str]:
+        return frozenset(self.groups.get(group_uuid, ()))
+
+    def node_of(self, identity: VolumeId) -> str:
+        return self.volumes.get(str(identity), "")
+
+    def doubt(self) -> None:
+        self.doubts += 1
 
 
 class Cluster:
@@ -41,6 +62,7 @@ class Cluster:
         assert config.tls_directory is not None
         assert config.nodes_file is not None
         self._file, self._directory = config.nodes_file, config.tls_directory.parent
+        self.record = Named()
 
     async def start(self) -> None:
         self.addresses = {
@@ -48,10 +70,16 @@ class Cluster:
             for one in self.nodes
         }
         self.write(*self.addresses)
-        self.controller = ClusterController(self.config, Files(self.config))
+        self.begin()
         await self.controller.start()
         await self.ask()
         self.channel = grpc.aio.insecure_channel(f"unix://{self.config.endpoint}")
+
+    def begin(self) -> None:
+        """Have a controller that knows nothing yet."""
+        source = Files(self.config)
+        source.record = self.record
+        self.controller = ClusterController(self.config, source)
 
     def write(self, *names: str) -> None:
         lines = [f'"{one}" = "{self.addresses[one]}"\n' for one in names]
@@ -84,6 +112,26 @@ class Cluster:
         volume = csi.CreateVolumeResponse.FromString(answer).volume
         return str(volume.accessible_topology[0].segments[TOPOLOGY_KEY])
 
+    async def room(self, name: str) -> tuple[int, int]:
+        """What a node has room for in total, and for the largest volume."""
+        call: Any = self.channel.unary_unary("/csi.v1.Controller/GetCapacity")
+        request = csi.GetCapacityRequest(accessible_topology=topology(name))
+        answer = csi.GetCapacityResponse.FromString(
+            await call(request.SerializeToString(), timeout=20)
+        )
+        return answer.available_capacity, answer.maximum_volume_size.value
+
+    async def refused_new(self, name: str, node: str) -> tuple[grpc.StatusCode, str]:
+        """Create a volume on a node, which is refused."""
+        call: Any = self.channel.unary_unary("/csi.v1.Controller/CreateVolume")
+        request = csi.CreateVolumeRequest(name=name)
+        request.accessibility_requirements.preferred.append(topology(node))
+        return await _ended(call(request.SerializeToString(), timeout=20))
+
+    async def status(self) -> carver.NodesResponse:
+        call: Any = self.channel.unary_unary("/carver.v2.Cluster/Nodes")
+        return carver.NodesResponse.FromString(await call(b""))
+
     async def until_silent(self, node: SimulatedNode) -> None:
         """Wait until the controller knows by itself that a node does not answer."""
         known = self.controller.nodes.get(node.name)
@@ -102,6 +150,10 @@ class Cluster:
         await self.controller.stop()
         for one in self.nodes:
             await one.stop()
+
+
+def topology(name: str) -> csi.Topology:
+    return csi.Topology(segments={TOPOLOGY_KEY: name})
 
 
 @pytest.fixture(autouse=True)
@@ -291,22 +343,34 @@ def test_a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment(in_clus
     in_cluster(test)
 
 
-def test_another_node_s_claim_to_a_group_changes_nothing(
+def test_another_node_s_claim_to_a_group_changes_nothing_for_what_is_there(
     in_cluster: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """PersistentVolumes name the node that has it."""
+
     async def test(cluster: Cluster) -> None:
         first, thief = cluster.nodes[:2]
+        cluster.record.groups[uuid_of(0)] = {first.name}
         thief.groups |= first.groups
         with caplog.at_level(logging.ERROR):
-            await cluster.ask()
-        assert f"node {thief.name} claims volume group data ({uuid_of(0)})" in caplog.text
+            for _ in range(3):
+                await cluster.ask()
+        assert caplog.text.count(f"both claim volume group data ({uuid_of(0)})") == 1
         assert await cluster.get(0) == first.name
         # Also while the one that has it does not answer.
         first.answers.clear()
         await cluster.ask()
         code, why = await cluster.refused(0)
         assert (code, first.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
-        # Until that one is taken out of the cluster: its disks may be attached to the other.
+        # And while it does not say that it has it: nothing says that its disks were moved.
+        first.answers.set()
+        first.groups = {}
+        await cluster.ask()
+        code, why = await cluster.refused(0)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"is on node {thief.name}, but PersistentVolumes name {first.name}" in why
+        assert cluster.record.doubts
+        # Until its Node is deleted: its disks may be attached to the other.
         cluster.write(*(one.name for one in cluster.nodes[1:]))
         await cluster.controller.look()
         assert await cluster.get(0) == thief.name
@@ -314,9 +378,80 @@ def test_another_node_s_claim_to_a_group_changes_nothing(
     in_cluster(test)
 
 
+@pytest.mark.parametrize("named", [None, 0, 1])
+def test_nothing_is_made_where_a_group_is_claimed_by_two(
+    in_cluster: Run, named: int | None
+) -> None:
+    """Whichever PersistentVolumes name, or neither."""
+
+    async def test(cluster: Cluster) -> None:
+        both = cluster.nodes[2:]
+        both[1].groups = dict(both[0].groups)
+        uuid = uuid_of(2)
+        if named is not None:
+            cluster.record.groups[uuid] = {both[named].name}
+        await cluster.ask()
+        said = {uuid: f"both claim volume group data ({uuid})"}[uuid]
+        for one in both:
+            assert await cluster.room(one.name) == (0, 0)
+            code, why = await cluster.refused_new("new-1", one.name)
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert said in why
+            assert both[0].name in why
+            assert both[1].name in why
+            assert "vgchange --uuid" in why
+            assert "vgimportclone" in why
+        # With the most room they would be chosen.
+        assert await cluster.create("new-2") == name_of(1)
+        assert not both[0].created | both[1].created
+        if named is None:
+            code, why = await cluster.refused(2)
+            assert (code, said in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        else:
+            assert await cluster.get(2) == both[named].name
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.create("new-3", f"data@{uuid}/snap-1")
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert said in str(raised.value.details())
+        assert [one.problem for one in (await cluster.status()).nodes if said in one.problem]
+        page = Metrics(cluster.controller.nodes).text().decode()
+        for one in cluster.nodes:
+            count = 1.0 if one in both else 0.0
+            assert f'carver_controller_node_contested_groups{{node="{one.name}"}} {count}' in page
+        # The copy gets another UUID.
+        both[1].groups = {"n0000009": "data"}
+        cluster.record.groups.clear()
+        await cluster.ask()
+        assert await cluster.room(both[0].name) != (0, 0)
+        assert await cluster.get(2) == both[0].name
+
+    in_cluster(test)
+
+
+def test_of_a_group_whose_volumes_are_on_two_nodes_each_volume_has_its_own(
+    in_cluster: Run,
+) -> None:
+    """Both were made from one template, and volumes were made on both."""
+
+    async def test(cluster: Cluster) -> None:
+        both = cluster.nodes[:2]
+        both[1].groups |= both[0].groups
+        cluster.record.groups[uuid_of(0)] = {one.name for one in both}
+        await cluster.ask()
+        for one in both:
+            cluster.record.volumes[f"data@{uuid_of(0)}/vol-1"] = one.name
+            assert await cluster.get(0) == one.name
+        cluster.record.volumes.clear()
+        code, why = await cluster.refused(0)
+        assert (code, "both claim" in why) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    in_cluster(test)
+
+
 def test_a_node_keeps_its_groups_while_its_pod_is_replaced(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         first, thief = cluster.nodes[:2]
+        cluster.record.groups[uuid_of(0)] = {first.name}
         thief.groups |= first.groups
         await cluster.ask()
         await first.stop()
@@ -475,56 +610,48 @@ def test_an_unknown_group_is_never_said_to_be_gone(in_cluster: Run) -> None:
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known(
-    in_cluster: Run, is_silent: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_named", [True, False])
+def test_of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named(
+    in_cluster: Run, is_silent: bool, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stolen node's key, and a controller that just started."""
 
     async def test(cluster: Cluster) -> None:
         true, thief = cluster.nodes[:2]
+        if is_named:
+            cluster.record.groups[uuid_of(0)] = {true.name}
         thief.groups |= true.groups
         await cluster.controller.stop()
         cluster.config.endpoint.unlink(missing_ok=True)
         if is_silent:
             true.answers.clear()
-        cluster.controller = ClusterController(cluster.config, Files(cluster.config))
+        cluster.begin()
         await cluster.controller.start()
         await cluster.ask()
-        if is_silent:
+        if is_silent and is_named:
+            code, why = await cluster.refused(0)
+            assert (code, true.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        elif is_silent:
             # The page says that the calls lie until the true node answers.
             assert await cluster.get(0) == thief.name
-            true.answers.set()
-            await cluster.ask()
-        code, why = await cluster.refused(0)
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert true.name in why
-        assert f"{thief.name} both claim" in why or f"{true.name} both claim" in why
+        true.answers.set()
+        await cluster.ask()
+        if is_named:
+            assert await cluster.get(0) == true.name
+        else:
+            code, why = await cluster.refused(0)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert f"nodes {true.name} and {thief.name} both claim" in why
         assert [await cluster.get(one) for one in (1, 2, 3)] == [name_of(one) for one in (1, 2, 3)]
         for _ in range(3):
             await cluster.ask()
-        assert caplog.text.count(" claims volume group data ") == 1
+        assert caplog.text.count(" claim volume group data ") == 1
         thief.groups = {uuid_of(1): "data"}
         await cluster.ask()
         assert await cluster.get(0) == true.name
 
     with caplog.at_level(logging.ERROR):
         in_cluster(test)
-
-
-def test_who_comes_back_does_not_contest_a_group(in_cluster: Run) -> None:
-    """Its first answer is after the claim of the other, and so is its being known."""
-
-    async def test(cluster: Cluster) -> None:
-        first, thief = cluster.nodes[:2]
-        cluster.write(*(one.name for one in cluster.nodes if one is not thief))
-        await cluster.controller.look()
-        thief.groups |= first.groups
-        cluster.write(*cluster.addresses)
-        await cluster.controller.look()
-        await cluster.ask()
-        assert await cluster.get(0) == first.name
-
-    in_cluster(test)
 
 
 DEEP = "[" * 100_000
@@ -898,24 +1025,35 @@ def test_a_group_that_was_moved_while_its_node_answered_was_the_node_s(in_cluste
     in_cluster(test)
 
 
-def test_an_answer_about_a_group_that_two_nodes_claim_accuses_neither(in_cluster: Run) -> None:
+@pytest.mark.parametrize("named", [None, 0, 1])
+def test_an_answer_about_a_group_that_two_nodes_claim_accuses_neither(
+    in_cluster: Run, named: int | None
+) -> None:
+    """The one that PersistentVolumes name is believed; the other may have a copy, and is not."""
+
     async def test(cluster: Cluster) -> None:
         first, second = cluster.nodes[:2]
-        entry = csi.ListVolumesResponse.Entry(volume=there(0))
-        first.volumes = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
+        listed = csi.ListVolumesResponse(
+            entries=[csi.ListVolumesResponse.Entry(volume=there(0))]
+        ).SerializeToString()
+        first.volumes = listed
+        wrong = [("DATA_LOSS", "DataLoss", "all is lost")]
+        first.unhealthy = {there(0).volume_id: wrong}
         second.groups |= first.groups
-        await cluster.controller.stop()
-        cluster.config.endpoint.unlink(missing_ok=True)
-        second.answers.clear()
-        cluster.controller = ClusterController(cluster.config, Files(cluster.config))
-        await cluster.controller.start()
+        if named is not None:
+            cluster.record.groups[uuid_of(0)] = {cluster.nodes[named].name}
         await cluster.ask()
-        second.answers.set()
-        await cluster.ask()
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call_of(cluster, "Controller", csi.ListVolumesRequest())
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "both claim volume group data" in str(raised.value.details())
+        health = csi.ControllerListVolumeHealthResponse.FromString(
+            await call_of(cluster, "Controller", csi.ControllerListVolumeHealthRequest())
+        )
+        assert len(health.entries) == (named == 0)
+        if named == 0:
+            assert await call_of(cluster, "Controller", csi.ListVolumesRequest()) == listed
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call_of(cluster, "Controller", csi.ListVolumesRequest())
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "both claim volume group data" in str(raised.value.details())
         assert not any(one.refused_answers for one in cluster.controller.nodes)
 
     in_cluster(test)
@@ -973,8 +1111,13 @@ def test_no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere(
             assert f"node {thief.name}: " in str(raised.value.details())
         assert not any(one.requests for one in others)
         thief.requests.clear()
-        # What is another's is asked of that one, whatever the thief says.
+        # What is another's is asked of nobody, or of the one that is named, whatever it says.
         other = csi.DeleteVolumeRequest(volume_id=f"data@{uuid_of(1)}/vol-1")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", other)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert others[0].requests == thief.requests == []
+        cluster.record.groups[uuid_of(1)] = {others[0].name}
         assert await call_of(cluster, "Controller", other) == b""
         assert others[0].requests == [other.SerializeToString()]
         assert thief.requests == []
@@ -1200,7 +1343,6 @@ class Silent:
         self.error: Exception | None = None
         self.hangs = asyncio.Event()
         self.hangs.set()
-        self.deleted_nodes = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)

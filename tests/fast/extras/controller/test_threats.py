@@ -14,6 +14,7 @@ FILES = {
     "cluster": "tests/contract/test_cluster.py",
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
+    "membership": "tests/fast/extras/controller/test_membership.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
 }
@@ -43,9 +44,8 @@ TESTS = {
         "enrolment: a_node_is_named_as_the_node_of_its_pod",
     ),
     "take over a group that another node has": (
-        "nodes: another_node_s_claim_to_a_group_changes_nothing",
+        "nodes: another_node_s_claim_to_a_group_changes_nothing_for_what_is_there",
         "nodes: a_node_keeps_its_groups_while_its_pod_is_replaced",
-        "nodes: who_comes_back_does_not_contest_a_group",
         "nodes: whatever_one_node_says_costs_its_own_calls_only",
     ),
     "learn the places of others' volumes": (
@@ -102,15 +102,20 @@ TESTS = {
         "answer_rules: whatever_is_changed_an_answer_that_passes_names_nothing_of_another",
         "answer_rules: with_any_one_field_changed_an_answer_names_nothing_of_another",
         "answer_rules: each_rpc_of_the_wire_has_a_row_or_is_the_controller_s_or_not_served",
-        "nodes: of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known",
+        "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
     ),
     "be spoken": ("cluster: only_tls_1_3_is_spoken", "enrolment: enrolment_speaks_tls_1_3_only"),
     "A token must be for the controller's audience": (
         "enrolment: a_token_that_proves_no_node_is_refused",
         "enrolment: without_the_node_in_the_token_its_pod_says_which",
     ),
-    "A stolen node's key can claim a group": (
-        "nodes: of_two_that_claim_a_group_none_is_called_if_the_first_is_not_known",
+    "Calls for what a PersistentVolume names never go to another node": (
+        "membership: whatever_happens_to_nodes_and_controllers_the_rule_holds",
+        "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
+    ),
+    "A stolen node's key, of who knows the UUID": (
+        "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
+        "nodes: nothing_is_made_where_a_group_is_claimed_by_two",
     ),
     "Neither side logs secrets": (
         "cluster: secrets_are_in_no_log_of_either_side",

@@ -1,0 +1,737 @@
+"""Who belongs to the cluster: by Nodes, PersistentVolumes and enrolment, whatever was before."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import api_server
+import chosen
+import grpc
+import pytest
+from callers.test_histories import random_histories
+from clustered import Loop
+from csi_client import Client
+from enrolled import (
+    CONTENTS,
+    GROUP,
+    SPACE,
+    Cluster,
+    Token,
+    add_volume,
+    central,
+    enrol,
+    spec_of,
+)
+from hypothesis import strategies as st
+from simulated import SimulatedNode, uuid_of
+
+from agent.core import errors, ids
+from agent.core.ids import VolumeId
+from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.extras.controller.enrolment import Enrolment
+from agent.extras.controller.membership import ClusterRecord, Deleted
+from agent.extras.controller.metrics import Metrics
+from agent.extras.controller.nodes import Nodes, Refused
+from agent.extras.controller.process import ClusterController
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.objects import Keep, Listing, Lists, Objects
+from proto import csi_pb2 as csi
+
+UUID = GROUP.partition("@")[2]
+GRACE = 600.0
+
+
+class Clock:
+    """Seconds that go by as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def record(server: access.Server, clock: Clock) -> ClusterRecord:
+    return ClusterRecord(
+        Objects(server), Lists(server), DRIVER_NAME, grace_seconds=GRACE, clock=clock
+    )
+
+
+def identity(name: str) -> VolumeId:
+    parsed = VolumeId.parse(f"{GROUP}/{name}")
+    assert parsed is not None
+    return parsed
+
+
+def look(record: ClusterRecord, clock: Clock) -> None:
+    """Have all be read that is read within two minutes."""
+    clock.now += 120
+    record.look()
+
+
+# Who belongs
+
+
+@pytest.mark.parametrize(
+    ("has_label", "is_named", "enrols", "belongs"),
+    [
+        (False, False, False, False),
+        (True, False, False, True),
+        (False, True, False, True),
+        (False, False, True, True),
+        (True, True, True, True),
+    ],
+)
+@pytest.mark.parametrize("has_node", [True, False])
+def test_a_node_belongs_while_its_node_exists_and_carver_was_there_once(
+    api: Cluster,
+    record: ClusterRecord,
+    clock: Clock,
+    has_label: bool,
+    is_named: bool,
+    enrols: bool,
+    belongs: bool,
+    has_node: bool,
+) -> None:
+    if has_label and has_node:
+        api.join("a")
+    elif has_node:
+        api.add(api_server.NODES, "a")
+    if is_named:
+        add_volume(api, "pvc-1", "a")
+    if enrols:
+        record.enrol("a", "10.0.0.1:9810")
+    look(record, clock)
+    address = "10.0.0.1:9810" if enrols else ""
+    assert record.addresses == ({"a": address} if belongs and has_node else {})
+    api.leave("a")
+    look(record, clock)
+    assert record.addresses == {}
+
+
+def test_a_node_of_a_long_name_is_known_by_its_segment(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    name = f"{'n' * 70}.example.com"
+    api.add(api_server.NODES, name)
+    add_volume(api, "pvc-1", ids.node_segment(name))
+    look(record, clock)
+    assert record.nodes_of(UUID) == {name}
+    assert list(record.addresses) == [name]
+
+
+def test_a_node_that_is_new_is_looked_for_soon(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    record.look()
+    api.add(api_server.NODES, "a")
+    assert record.enrol("a", "10.0.0.1:9810")
+    assert not record.enrol("a", "10.0.0.1:9810")
+    # Until its Node was seen it does not belong.
+    assert record.addresses == {}
+    clock.now += 5
+    assert record.is_due
+    record.look()
+    assert record.addresses == {"a": "10.0.0.1:9810"}
+    clock.now += 5
+    assert not record.is_due
+
+
+def test_who_enrols_without_a_node_has_the_nodes_listed_twelve_times_a_minute_at_most(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    for _ in range(60):
+        record.enrol("stranger", "10.0.0.1:9810")
+        if record.is_due:
+            record.look()
+        clock.now += 1
+    assert len([one for one, _ in api.asked if one == api_server.NODES]) <= 12
+    assert record.addresses == {}
+
+
+def test_an_idle_controller_lists_nodes_once_a_minute_and_nothing_else(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    api.join("a", "b")
+    record.look()
+    api.asked.clear()
+    for second in range(600):
+        clock.now += 1
+        record.enrol("ab"[second % 2], "10.0.0.1:9810")
+        if record.is_due:
+            record.look()
+    # The fake has pages of two objects.
+    assert [one for one, _ in api.asked] == [api_server.NODES] * 10
+
+
+def test_persistentvolumes_are_read_again_only_while_they_are_doubted(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    api.join("a", "b")
+    add_volume(api, "pvc-1", "a")
+    look(record, clock)
+    assert record.nodes_of(UUID) == {"a"}
+    api.objects[api_server.VOLUMES].clear()
+    add_volume(api, "pvc-1", "b")
+    look(record, clock)
+    assert record.nodes_of(UUID) == {"a"}
+    record.doubt()
+    look(record, clock)
+    assert record.nodes_of(UUID) == {"b"}
+    assert not record.is_due
+
+
+def test_what_was_known_stays_while_the_api_server_does_not_answer(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    api.join("a")
+    add_volume(api, "pvc-1", "a")
+    record.look()
+    record.doubt()
+    clock.now += 120
+    for path in (api_server.VOLUMES, api_server.NODES):
+        api.lie(path, *[api_server.status(500)] * 3)
+        with pytest.raises(errors.ClusterSilent):
+            record.look()
+        assert list(record.addresses) == ["a"]
+        assert record.nodes_of(UUID) == {"a"}
+    record.look()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"csi": {"driver": "another", "volumeHandle": f"{GROUP}/vol-pvc-1"}},
+        {"csi": {"driver": DRIVER_NAME, "volumeHandle": "nonsense"}},
+        {"csi": {"driver": DRIVER_NAME}},
+        {"csi": None},
+        {"nodeAffinity": None},
+        {"nodeAffinity": {"required": {"nodeSelectorTerms": []}}},
+    ],
+)
+def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
+    api: Cluster, record: ClusterRecord, change: dict[str, Any]
+) -> None:
+    api.join("a")
+    add_volume(api, "pvc-1", "a")
+    api.objects[api_server.VOLUMES][0]["spec"] |= change
+    record.look()
+    assert record.nodes_of(UUID) == frozenset()
+    assert record.node_of(identity("vol-pvc-1")) == ""
+    assert record.deleted(identity("vol-pvc-1")) is None
+
+
+# What was deleted
+
+
+def test_the_grace_begins_anew_each_time_that_a_node_is_deleted(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """Also if nobody asked for its volumes while its Node was there again."""
+    for name in ("pvc-1", "pvc-2"):
+        add_volume(api, name, "a")
+    record.look()
+    clock.now += 30
+    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE - 30)
+    api.join("a")
+    look(record, clock)
+    clock.now += 30 * 86400
+    look(record, clock)
+    api.leave("a")
+    assert record.deleted(identity("vol-pvc-2")) is None
+    clock.now += 30
+    assert record.deleted(identity("vol-pvc-2")) == Deleted("a", GRACE)
+    clock.now += GRACE
+    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+
+
+def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    api.join("b")
+    add_volume(api, "pvc-1", "a")
+    look(record, clock)
+    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE)
+    # Its disks are on b, and its PersistentVolume was written anew.
+    api.objects[api_server.VOLUMES].clear()
+    add_volume(api, "pvc-1", "b")
+    clock.now += GRACE
+    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("snap-1")) is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_of_a_group_that_two_nodes_had_each_volume_goes_with_its_own(
+    api: Cluster, record: ClusterRecord, clock: Clock, is_there: bool
+) -> None:
+    add_volume(api, "pvc-1", "a")
+    add_volume(api, "pvc-2", "b")
+    if is_there:
+        api.join("b")
+    look(record, clock)
+    clock.now += GRACE
+    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+    expected = None if is_there else Deleted("b", 0.0)
+    assert record.deleted(identity("vol-pvc-2")) == expected
+    # Which of the two a snapshot was on is not known.
+    assert record.deleted(identity("snap-1")) == expected
+    assert record.node_of(identity("vol-pvc-2")) == ("b" if is_there else "")
+
+
+def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
+    api: Cluster, record: ClusterRecord
+) -> None:
+    """Its Node has that name in the label that kubelet made, not as its own."""
+    add_volume(api, "pvc-1", "renamed")
+    labels = {"topology.lvm.csi.carver/node": "renamed"}
+    api.add(api_server.NODES, "machine-7", metadata={"labels": labels})
+    assert record.deleted(identity("vol-pvc-1")) is None
+
+
+def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.Server) -> None:
+    record = ClusterRecord(Objects(server), Lists(server), DRIVER_NAME)
+    add_volume(api, "pvc-1", "a")
+    record.look()
+    assert not record.forgets
+    assert record.deleted(identity("vol-pvc-1")) is None
+
+
+# With the controller
+
+
+@dataclass
+class Site:
+    """A controller of a cluster, and the sidecars' client."""
+
+    api: Cluster
+    source: Enrolment
+    controller: ClusterController
+    loop: Loop
+    clock: Clock
+    client: Client
+
+    def look(self, seconds: float = 120) -> None:
+        self.clock.now += seconds
+        self.loop.run(self.controller.look())
+
+    def ask(self) -> None:
+        async def asked() -> None:
+            nodes = self.controller.nodes
+            await asyncio.gather(*(nodes.ask(one) for one in nodes if one.address))
+
+        self.loop.run(asked())
+
+    def said(self, call: Any, *arguments: Any) -> str:
+        """What a call is refused with; OK if it is not."""
+        try:
+            call(*arguments)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "OK"
+
+
+@pytest.fixture
+def site(
+    api: Cluster,
+    config: Config,
+    server: access.Server,
+    loop: Loop,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Site]:
+    own = central(config, tmp_path, forget_deleted_nodes=True)
+    source = Enrolment(own, Objects(server), Lists(server), SPACE)
+    monkeypatch.setattr(source.record, "_clock", clock)
+    controller = ClusterController(own, source)
+    loop.run(controller.start())
+    with Client(own.endpoint) as client:
+        yield Site(api, source, controller, loop, clock, client)
+    loop.run(controller.stop())
+
+
+def deletions(client: Client) -> dict[str, Any]:
+    return {
+        "vol-pvc-1": client.delete,
+        "snap-1": client.delete_snapshot,
+        "group-1": lambda one: client.group_controller.DeleteVolumeGroupSnapshot(
+            csi.DeleteVolumeGroupSnapshotRequest(group_snapshot_id=one)
+        ),
+    }
+
+
+def test_what_was_on_a_deleted_node_is_forgotten_after_a_grace(site: Site) -> None:
+    add_volume(site.api, "pvc-1", "gone")
+    site.api.add(api_server.NODES, "gone")
+    site.source.record.doubt()
+    site.look()
+    for name, delete in deletions(site.client).items():
+        said = site.said(delete, f"{GROUP}/{name}")
+        assert said.startswith("UNAVAILABLE: node gone has not enrolled"), said
+    site.api.leave("gone")
+    site.look()
+    for name, delete in deletions(site.client).items():
+        said = site.said(delete, f"{GROUP}/{name}")
+        assert said.startswith("UNAVAILABLE: node gone was deleted"), said
+        assert "is believed in 600 s" in said
+    site.look(GRACE)
+    site.api.lie(api_server.VOLUMES, *[api_server.status(500)] * 3)
+    site.clock.now += 60
+    assert "the API server does not answer" in site.said(
+        site.client.delete_snapshot, f"{GROUP}/snap-1"
+    )
+    for name, delete in deletions(site.client).items():
+        assert site.said(delete, f"{GROUP}/{name}") == "OK"
+
+
+def calls(client: Client) -> dict[str, Any]:
+    """Calls about a volume that is there no more, beside its deletion."""
+    volume = f"{GROUP}/vol-pvc-1"
+    return {
+        "CreateSnapshot": lambda: client.snapshot("snapshot-1", volume),
+        "ControllerExpandVolume": lambda: client.expand(volume, 1 << 30),
+        "ControllerGetVolume": lambda: client.volume(volume),
+        "CreateVolumeGroupSnapshot": lambda: client.group_controller.CreateVolumeGroupSnapshot(
+            csi.CreateVolumeGroupSnapshotRequest(name="g", source_volume_ids=[volume])
+        ),
+        "CreateVolume": lambda: client.controller.CreateVolume(
+            csi.CreateVolumeRequest(
+                name="pvc-2",
+                volume_content_source=csi.VolumeContentSource(
+                    volume=csi.VolumeContentSource.VolumeSource(volume_id=volume)
+                ),
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize("call", list(calls(Any)))  # type: ignore[arg-type]
+def test_all_but_deletions_of_what_was_forgotten_are_not_found(site: Site, call: str) -> None:
+    """So that the snapshotter, whose call is final then, lets the claim go."""
+    add_volume(site.api, "pvc-1", "gone")
+    site.source.record.doubt()
+    site.look()
+    assert site.said(calls(site.client)[call]).startswith("UNAVAILABLE: node gone was deleted")
+    site.look(GRACE)
+    assert site.said(calls(site.client)[call]).startswith("NOT_FOUND: ")
+
+
+def test_nothing_is_forgotten_while_a_member_is_silent(site: Site) -> None:
+    """Its disks may have been attached to that one."""
+    volume = add_volume(site.api, "pvc-1", "gone")
+    site.api.join("here")
+    site.source.record.doubt()
+    site.look()
+    site.look(GRACE)
+    said = site.said(site.client.delete, volume)
+    assert said.startswith("UNAVAILABLE: node gone was deleted")
+    assert "may be on another node by now; nodes that do not answer: here" in said
+
+
+def test_a_forgotten_volume_s_snapshots_are_deleted_before_it(site: Site) -> None:
+    """Its PersistentVolume is the proof that they were on that node, too."""
+    volume = add_volume(site.api, "pvc-1", "gone")
+
+    def content(name: str, driver: str = DRIVER_NAME, **source: str) -> None:
+        site.api.add(CONTENTS, name, spec={"driver": driver, "source": source})
+
+    site.source.record.doubt()
+    site.look()
+    site.look(GRACE)
+    content("foreign", "another", volumeHandle=volume)
+    content("of-another", volumeHandle=f"{GROUP}/vol-pvc-2")
+    content("elsewhere", snapshotHandle="data@ffffffff/snap-7")
+    content("its", volumeHandle=volume)
+    content("imported", snapshotHandle=f"{GROUP}/snap-7")
+    said = site.said(site.client.delete, volume)
+    assert said.startswith("FAILED_PRECONDITION: ")
+    assert "delete their VolumeSnapshots first; VolumeSnapshotContents: imported, its" in said
+    assert site.said(site.client.delete_snapshot, f"{GROUP}/snap-7") == "OK"
+    del site.api.objects[CONTENTS][3:]
+    assert site.said(site.client.delete, volume) == "OK"
+    # Without the snapshots' CRDs there are none.
+    del site.api.objects[CONTENTS]
+    site.api.collection = lambda path: (  # type: ignore[method-assign]
+        None if path == CONTENTS else Cluster.collection(site.api, path)
+    )
+    assert site.said(site.client.delete, volume) == "OK"
+
+
+def test_a_node_whose_carver_ended_stays_a_silent_member(site: Site) -> None:
+    """As with a bad image: kubelet took the driver off the CSINode, the Node is there."""
+    api = site.api
+    api.tokens["t"] = Token()
+    api.join("here")
+    enrol(api, site.source.port, "t", address="127.0.0.1:1")
+    site.look()
+    site.ask()
+    for _ in range(10):
+        site.look(3600)
+        [node] = site.controller.nodes
+        assert node.problem
+        said = site.said(site.client.volumes)
+        assert said.startswith("UNAVAILABLE: node here (127.0.0.1:1) does not answer")
+        page = Metrics(site.controller.nodes).text().decode()
+        assert 'carver_controller_node_answers{node="here"} 0.0' in page
+
+
+def test_a_controller_that_starts_knows_silent_members(site: Site, tmp_path: Path) -> None:
+    """It has the same from the API server as the one before."""
+    site.api.join("here")
+    add_volume(site.api, "pvc-1", "here")
+    site.source.record.doubt()
+    site.look()
+    said = site.said(site.client.delete, f"{GROUP}/vol-pvc-1")
+    assert said.startswith("UNAVAILABLE: node here has not enrolled at this controller")
+    assert site.said(site.client.volumes) == said
+
+
+# Histories
+
+
+NAMES = ("a", "b", "c")
+_names = st.sampled_from(NAMES)
+_actions = st.one_of(
+    st.tuples(st.sampled_from(("node_comes", "node_goes", "breaks", "mends")), _names),
+    st.tuples(st.just("loses_disks"), _names),
+    *(st.tuples(st.sampled_from(("makes", "makes", "steals", "copies")), _names),) * 2,
+    st.tuples(st.just("removes"), _names),
+    st.tuples(st.just("restart")),
+    st.tuples(st.just("wait"), st.sampled_from((1, 60, 700))),
+)
+
+
+class Memory:
+    """An API server's Nodes and PersistentVolumes, in place of Objects and Lists."""
+
+    def __init__(self) -> None:
+        # The labels of the Nodes, and the PersistentVolumes, by name.
+        self.nodes: dict[str, dict[str, str]] = {}
+        self.volumes: dict[str, Mapping[str, Any]] = {}
+
+    def metadata(self, _path: str) -> Listing:
+        about = [{"name": name, "labels": labels} for name, labels in self.nodes.items()]
+        return Listing([{"metadata": one} for one in about], "1")
+
+    def whole(self, _path: str, _kind: str, *, keep: Keep) -> Listing:
+        return Listing([keep(one) for one in self.volumes.values()], "1")
+
+    def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
+        return self.volumes.get(path.rpartition("/")[2])
+
+
+class History:
+    """Three nodes, what happens to them, and what must be so whatever happened.
+
+    Each node has a group of its own, of number 0, 1 or 2. `copies` gives a node the group of the
+    next, as a machine template does; `steals` has it claim all groups.
+    """
+
+    def __init__(self) -> None:
+        self._memory, self.clock = Memory(), Clock()
+        self.simulated = {one: SimulatedNode(at, name=one) for at, one in enumerate(NAMES)}
+        # The Nodes, and those that had Carver.
+        self.nodes: set[str] = set()
+        self.labelled: set[str] = set()
+        self.broken: set[str] = set()
+        self.claims = {name: {uuid_of(number)} for number, name in enumerate(NAMES)}
+        # Which node a group's only volume is on, as its PersistentVolume says.
+        self.volumes: dict[str, str] = {}
+        self.deleted_since: dict[str, float] = {}
+        for name in NAMES:
+            self.node_comes(name)
+        self.restart()
+        for name in NAMES:
+            self.makes(name)
+
+    def restart(self) -> None:
+        """Another controller, which knows nothing; all nodes that can enrol there and answer."""
+        self.record = ClusterRecord(
+            *(cast(Any, self._memory), cast(Any, self._memory), DRIVER_NAME),
+            grace_seconds=GRACE,
+            clock=self.clock,
+        )
+        self.known = Nodes(DRIVER_NAME, self._connect, self.record)
+        self.deleted_since = dict.fromkeys(self.deleted_since, self.clock.now)
+        self.settle()
+
+    def _connect(self, name: str, _address: str) -> Any:
+        return _Line(self, name)
+
+    # What happens
+
+    def node_comes(self, name: str) -> None:
+        if name not in self.nodes:
+            self.nodes.add(name)
+            self._memory.nodes[name] = {}
+            self.broken.discard(name)
+
+    def node_goes(self, name: str) -> None:
+        self.nodes.discard(name)
+        self.labelled.discard(name)
+        self._memory.nodes.pop(name, None)
+
+    def breaks(self, name: str) -> None:
+        self.broken.add(name)
+
+    def mends(self, name: str) -> None:
+        self.broken.discard(name)
+
+    def loses_disks(self, name: str) -> None:
+        self.claims[name] = set()
+
+    def steals(self, name: str) -> None:
+        self.claims[name] = {uuid_of(number) for number in range(len(NAMES))}
+
+    def copies(self, name: str) -> None:
+        self.claims[name].add(uuid_of((NAMES.index(name) + 1) % len(NAMES)))
+
+    def makes(self, name: str) -> None:
+        """A volume on a node's own group, if it has none yet, as the controller would have it."""
+        uuid = uuid_of(NAMES.index(name))
+        if uuid in self.volumes or name not in self.labelled or name in self.broken:
+            return
+        node = self.known.get(name)
+        if node is None or node.problem or uuid not in node.groups or self.known.conflict(node):
+            return
+        self.volumes[uuid] = name
+        self._write()
+
+    def removes(self, name: str) -> None:
+        if self.volumes.pop(uuid_of(NAMES.index(name)), None):
+            self._write()
+
+    def _write(self) -> None:
+        self._memory.volumes = {
+            f"pvc-{uuid}": {"spec": spec_of(f"data@{uuid}/vol-pvc-{uuid}", name)}
+            for uuid, name in self.volumes.items()
+        }
+
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    def act(self, name: str, *arguments: Any) -> None:
+        getattr(self, name)(*arguments)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let two minutes go by: nodes enrol and are asked, and lists are read."""
+        for name in self.nodes - self.broken:
+            self.labelled.add(name)
+            self._memory.nodes[name] = {TOPOLOGY_KEY: name}
+        for _ in range(3):
+            self.clock.now += 120
+            for name in self.nodes - self.broken:
+                self.record.enrol(name, "its address")
+            if self.record.is_due:
+                self.record.look()
+            asyncio.run(self._ask())
+        for name in NAMES:
+            if name in self.nodes:
+                self.deleted_since.pop(name, None)
+            elif name in self.volumes.values() or name in self.deleted_since:
+                self.deleted_since.setdefault(name, self.clock.now)
+
+    async def _ask(self) -> None:
+        self.known.set(self.record.addresses)
+        self.known._turn = asyncio.Semaphore(64)
+        for one in self.known:
+            if one.address:
+                await self.known._ask(one)
+
+    # What must be so
+
+    def judge(self) -> None:
+        members = {one.name: one for one in self.known}
+        # Silence changes nothing in who belongs.
+        assert members.keys() == self.labelled & self.nodes
+        for name, node in members.items():
+            is_down = name in self.broken
+            assert bool(node.problem) is is_down
+        for uuid in map(uuid_of, range(len(NAMES))):
+            self._judge(uuid, members.keys())
+
+    def _judge(self, uuid: str, members: Any) -> None:
+        claiming = {one for one in members if uuid in self.known.get(one).groups}  # type: ignore[union-attr]
+        named = {self.volumes[uuid]} & members if uuid in self.volumes else set()
+        called, code = asyncio.run(self._owner(uuid))
+        if named:
+            # No other node is ever called for what a PersistentVolume names.
+            assert called in (None, *named)
+            [name] = named
+            if name in claiming and name not in self.broken:
+                assert called == name
+        elif len(claiming) != 1:
+            assert called is None
+        if called is not None:
+            assert called not in self.broken
+        holders = claiming | named
+        for name in claiming:
+            node = self.known.get(name)
+            assert node is not None
+            if len(holders) > 1:
+                assert uuid in self.known.conflict(node)
+            # A node may answer about those groups only for which it may be called.
+            is_own = name in named if named else claiming == {name}
+            assert (f"data@{uuid}" in self.known.places(node)) is is_own
+            assert self.known.is_elsewhere(node, VolumeId("data", uuid, "any")) is not is_own
+        if code is grpc.StatusCode.NOT_FOUND:
+            # Forgotten: its Node is gone for long, and all members answer that they have it not.
+            name = self.volumes[uuid]
+            assert name not in self.nodes
+            assert not claiming
+            assert not self.broken & members
+            assert self.clock.now - self.deleted_since[name] >= GRACE - 360
+
+    async def _owner(self, uuid: str) -> tuple[str | None, grpc.StatusCode | None]:
+        self.known._turn = asyncio.Semaphore(64)
+        try:
+            found = await self.known.owner(f"data@{uuid}/vol-pvc-{uuid}", "volume_id")
+        except Refused as error:
+            return None, error.code
+        return found.name, None
+
+
+class _Line:
+    """The way to a node of a history."""
+
+    def __init__(self, history: History, name: str) -> None:
+        self._history, self._name = history, name
+
+    def unary_unary(self, _path: str) -> Any:
+        async def call(_request: bytes, timeout: float | None = None) -> bytes:
+            if self._name in self._history.broken or self._name not in self._history.nodes:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "down")
+            node = self._history.simulated[self._name]
+            node.groups = dict.fromkeys(self._history.claims[self._name], "data")
+            return await node._info(b"", None)
+
+        return call
+
+    async def close(self, _grace_seconds: float | None = None) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("examples", [200, pytest.param(10_000, marks=pytest.mark.long)])
+def test_whatever_happens_to_nodes_and_controllers_the_rule_holds(examples: int) -> None:
+    """`CARVER_MEMBERSHIP=seed=7,examples=1000` chooses other histories."""
+    numbers = chosen.numbers("CARVER_MEMBERSHIP", seed=1, examples=examples, steps=14, shrink=1)
+
+    @random_histories(numbers, _actions)
+    def lived(actions: list[tuple[Any, ...]]) -> None:
+        history = History()
+        for action in actions:
+            history.act(*action)
+            history.judge()
+
+    lived()
