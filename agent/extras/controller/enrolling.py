@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 from agent.core import errors
 from agent.core.background import PeriodicTask
@@ -93,7 +94,7 @@ class Enroller:
     def _enrol_at(self, controller: str) -> None:
         request = carver.EnrolRequest(token=self._token(), address=self._address)
         key = None
-        if time.time() >= self._renew_at:
+        if self._needs_certificate():
             key = new_key()
             request.certificate_request = certificate_request(key)
         stub = carver_pb2_grpc.EnrolmentStub(self._channel(controller))
@@ -105,6 +106,23 @@ class Enroller:
         self._own = (answer.certificate, key_as_pem(key))
         self._renew_at = time.time() + (ends - begins) / 2
         _log.info("this node has a certificate until %s", made.not_valid_after_utc)
+
+    def _needs_certificate(self) -> bool:
+        """Whether the certificate is half over, or no authority that is trusted now issued it.
+
+        So it is where the authority was lost or restored: controllers trust the other one alone.
+        """
+        if time.time() >= self._renew_at:
+            return True
+        made = x509.load_pem_x509_certificate(self._own[0])
+        try:
+            trusted = x509.load_pem_x509_certificates(
+                certificates.read_pem(self._directory / _AUTHORITY)
+            )
+        except ValueError:
+            # Then no controller is trusted either, and its call fails.
+            return True
+        return not any(_issued(one, made) for one in trusted)
 
     def _channel(self, controller: str) -> grpc.Channel:
         """A channel to a controller, which must have a certificate of the authority's."""
@@ -125,3 +143,12 @@ class Enroller:
             return (self._directory / _TOKEN).read_text("ascii").strip()
         except OSError as error:
             raise NotEnrolled(f"{self._directory / _TOKEN}: {error.strerror}") from None
+
+
+def _issued(authority: x509.Certificate, made: x509.Certificate) -> bool:
+    """Whether a certificate is of an authority, by name and signature."""
+    try:
+        made.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

@@ -281,6 +281,111 @@ def test_a_node_enrols_and_is_reached(
     assert not [one for one in caplog.records if "kept-dark" in repr(vars(one))]
 
 
+@pytest.mark.parametrize("what", ["lost", "restored", "followed"])
+def test_nodes_are_reached_again_after_the_authority_was_replaced(
+    api: Cluster,
+    config: Config,
+    server: access.Server,
+    loop: Loop,
+    fake: FakeHost,
+    tmp_path: Path,
+    what: str,
+) -> None:
+    """Its Secret was deleted, or is one from a backup; or all is as it should be, in a year."""
+    api.tokens["t"] = Token()
+    api.join("here")
+    own = central(config, tmp_path)
+    Authority(Objects(server), SPACE, "carver-controller").refresh()
+    backup = api.single.pop(SECRET)
+    source = Enrolment(own, Objects(server), Lists(server), SPACE)
+    controller = ClusterController(own, source)
+    loop.run(controller.start())
+    directory = tmp_path / "enrolment"
+    directory.mkdir()
+    (directory / "token").write_text("t\n")
+    bundle = directory / "ca.crt"
+    bundle.write_text(api.single[MAP]["data"]["ca.crt"])
+    node = replace(
+        config,
+        controllers=Address("127.0.0.1", source.port),
+        controller_address=Address("127.0.0.1", free_port()),
+        advertised_host="127.0.0.1",
+        enrolment_directory=directory,
+    )
+
+    async def asked() -> None:
+        await asyncio.gather(*map(controller.nodes.ask, controller.nodes))
+
+    with serving.served(fake, node) as (service, _), Client(own.endpoint) as client:
+        service.inventory.state()
+        listener: Any = service.extras["controller"]
+        enroller = listener._enroller
+        enroller.task.run_once()
+        loop.run(controller.look())
+        loop.run(asked())
+        assert client.volumes() == []
+        first = enroller._own
+        # An enrolment while all is well brings no other certificate.
+        enroller.task.run_once()
+        assert enroller._own == first
+        if what == "lost":
+            del api.single[SECRET]
+        elif what == "restored":
+            api.single[SECRET] = backup
+        else:
+            data = {**api.single[SECRET]["data"]}
+            known = {key.replace("current", "previous"): one for key, one in data.items()}
+            api.single[SECRET]["data"] = {**backup["data"], **known}
+        source._refreshed = -1e6
+        loop.run(controller.look())
+        # Kubelet brings the changed ConfigMap.
+        bundle.write_text(api.single[MAP]["data"]["ca.crt"])
+        enroller.task.run_once()
+        assert enroller.task.failures == 0
+        assert (enroller._own == first) is (what == "followed")
+
+        async def reached() -> None:
+            # The connection that was refused is tried again.
+            async with asyncio.timeout(20):
+                while True:
+                    await asked()
+                    if not any(one.problem for one in controller.nodes):
+                        return
+                    await asyncio.sleep(0.1)
+
+        loop.run(reached())
+        assert client.volumes() == []
+        listener.stop()
+    loop.run(controller.stop())
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "-----BEGIN CERTIFICATE-----\nAAAA\n"])
+def test_a_broken_bundle_ends_no_enrolment_for_good(
+    api: Cluster,
+    enrolment: tuple[Enrolment, int],
+    config: Config,
+    tmp_path: Path,
+    text: str,
+) -> None:
+    _, port = enrolment
+    api.tokens["secret"] = Token()
+    (tmp_path / "token").write_text("secret\n")
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text(api.single[MAP]["data"]["ca.crt"])
+    own = replace(config, controllers=Address("127.0.0.1", port), enrolment_directory=tmp_path)
+    made = Enroller(own, "10.0.0.1:9810", lambda: None)
+    made.task.run_once()
+    assert made.task.failures == 0
+    good = bundle.read_text()
+    bundle.write_text(text)
+    made.task.run_once()
+    assert made.task.failures == 1
+    bundle.write_text(good)
+    made.task.run_once()
+    # It counts all failures, and there was no other.
+    assert made.task.failures == 1
+
+
 def test_a_signing_request_s_own_names_are_not_signed(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
