@@ -4,7 +4,7 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from real.any import AnyHost
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.extras.controller import certificates
+from agent.extras.controller.membership import Record
 from agent.extras.controller.process import ClusterController, Files
 from agent.extras.controller.service import Listener
 
@@ -56,6 +57,8 @@ class Cluster:
     authority: Authority
     config: Config
     nodes: dict[str, Node] = field(default_factory=dict)
+    # What PersistentVolumes say, to the controllers that start.
+    record: Record = field(default_factory=Record)
     loop: Loop = field(default_factory=Loop)
     controller: ClusterController = field(init=False)
     client: Client = field(init=False)
@@ -74,7 +77,9 @@ class Cluster:
 
     def start(self) -> None:
         """A controller, which has asked all nodes."""
-        self.controller = ClusterController(self.config, Files(self.config))
+        source = Files(self.config)
+        source.record = self.record
+        self.controller = ClusterController(self.config, source)
         self.loop.run(self.controller.start())
         self.ask()
         self.client = Client(self.config.endpoint)
@@ -104,9 +109,16 @@ def listener(node: Node) -> Listener:
 
 @contextmanager
 def cluster(
-    host: AnyHost, config: Config, directory: Path, names: Sequence[str] = ("a", "b")
+    host: AnyHost,
+    config: Config,
+    directory: Path,
+    names: Sequence[str] = ("a", "b"),
+    hosts: Mapping[str, AnyHost] | None = None,
 ) -> Iterator[Cluster]:
-    """A cluster of nodes on one machine, each with a group of its own."""
+    """A cluster of nodes on one machine, each with a group of its own.
+
+    `hosts` are the machines of nodes that have one of their own.
+    """
     authority = Authority()
     own = certificates.controller_name(config.driver_name)
     made = Cluster(
@@ -119,7 +131,8 @@ def cluster(
             nodes_file=directory / "nodes.toml",
         ),
     )
-    with _all(host, config, made, list(names)):
+    machines = {name: (hosts or {}).get(name, host) for name in names}
+    with _all(machines, config, made, list(names)):
         made.write_nodes()
         made.start()
         try:
@@ -130,7 +143,9 @@ def cluster(
 
 
 @contextmanager
-def _all(host: AnyHost, config: Config, made: Cluster, names: list[str]) -> Iterator[None]:
+def _all(
+    hosts: Mapping[str, AnyHost], config: Config, made: Cluster, names: list[str]
+) -> Iterator[None]:
     if not names:
         yield
         return
@@ -141,13 +156,13 @@ def _all(host: AnyHost, config: Config, made: Cluster, names: list[str]) -> Iter
         controller_address=Address("127.0.0.1", 0),
         tls_directory=made.authority.write(made.directory / f"tls-{name}", shown),
     )
-    with nodes.made(host, own, made.directory, name) as node:
+    with nodes.made(hosts[name], own, made.directory, name) as node:
         made.nodes[name] = node
         node.service.inventory.state()
         listener(node).find_other_groups()
         listener(node).serve()
         try:
-            with _all(host, config, made, names[1:]):
+            with _all(hosts, config, made, names[1:]):
                 yield
         finally:
             listener(node).stop()

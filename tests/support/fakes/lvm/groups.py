@@ -51,8 +51,13 @@ class GroupCommands(Machine):
         if arguments.given("--lock-type"):
             return self._unshare(arguments)
         is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
+        has_new_uuid = arguments.flag("--uuid")
         (name,) = arguments.rest()
         group = self._group(name)
+        if has_new_uuid:
+            if any(one.active for one in group.volumes.values()):
+                raise Failure("Volume group has active logical volumes.")
+            group.uuid = self._uuid()
         group.tags = (group.tags - set(removed)) | set(added)
         if is_given:
             assert is_sure, "lvm2 would ask"
