@@ -37,6 +37,8 @@ _LIST = "/csi.v1.Controller/ControllerListVolumeHealth"
 _GET = "/csi.v1.Controller/ControllerGetVolumeHealth"
 # The reason of the Event that says that a condition is over.
 ENDED = "ConditionEnded"
+# The reason of the Event on a Node one of whose volume groups other nodes have, too.
+CONTESTED = "VolumeGroupContested"
 # When nodes are first asked: they have enrolled by then.
 _FIRST_SECONDS = 30.0
 _PATIENCE_SECONDS = 10.0
@@ -112,6 +114,8 @@ class HealthEvents(Extra):
         self._looked: frozenset[str] = frozenset()
         # How often a condition was over, and when it was last.
         self._ends: dict[_Key, tuple[int, float]] = {}
+        # What was said of nodes whose groups other nodes have, too.
+        self._conflicts: dict[str, str] = {}
         # The nodes whose list failed, and whether an Event could not be written.
         self._silent: frozenset[str] = frozenset()
         self._is_refused = False
@@ -139,6 +143,7 @@ class HealthEvents(Extra):
             now = self._clock()
             self._note(found, now)
             self._say(found, now)
+            self._warn(self._in_loop(self._found_conflicts()))
         except CancelledError:
             _log.debug("a look at the volumes' health was cut off")
 
@@ -256,6 +261,27 @@ class HealthEvents(Extra):
         if work and not problems and self._is_refused:
             _log.info("Events of volumes' health can be written again")
             self._is_refused = False
+
+    async def _found_conflicts(self) -> Mapping[str, str]:
+        """What is wrong with nodes' groups that other nodes have, too."""
+        every = {one.name: self._nodes.conflict(one) for one in self._nodes}
+        return {name: problem for name, problem in every.items() if problem}
+
+    def _warn(self, conflicts: Mapping[str, str]) -> None:
+        """Write an Event on each Node whose groups other nodes have, too; once while it lasts.
+
+        Raises ClusterRefused; what could not be written is tried again with the next look.
+        """
+        for name in self._conflicts.keys() - conflicts.keys():
+            del self._conflicts[name]
+        for name, problem in list(conflicts.items())[:_MOST_SAID]:
+            if self._conflicts.get(name) == problem:
+                continue
+            # Of a Node kubectl shows the Events of this UID, which are kubelet's, too.
+            subject = Subject("Node", "", name, name)
+            event = Event(WARNING, CONTESTED, problem[:_MESSAGE_CHARACTERS], CONTESTED)
+            self._events.ensure(subject, event, is_new=True)
+            self._conflicts[name] = problem
 
     async def _ended(self, ending: Sequence[_Condition]) -> list[tuple[_Condition, Event]]:
         """The Events of conditions that are over by the word of the volumes' nodes.

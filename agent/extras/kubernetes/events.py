@@ -18,12 +18,17 @@ NORMAL, WARNING = "Normal", "Warning"
 
 @dataclass(frozen=True)
 class Subject:
-    """An object in a namespace that an Event is about."""
+    """An object that an Event is about; `namespace` is empty for one that is in none."""
 
     kind: str
     namespace: str
     name: str
     uid: str
+
+    @property
+    def events(self) -> str:
+        """The namespace of its Events."""
+        return self.namespace or "default"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Events:
 
         Raises ClusterRefused.
         """
-        path = f"/api/v1/namespaces/{subject.namespace}/events"
+        path = f"/api/v1/namespaces/{subject.events}/events"
         digest = hashlib.sha256(f"{subject.uid} {event.key}".encode()).hexdigest()
         prefix = subject.name[:_NAME_CHARACTERS].rstrip("-.")
         name = f"{prefix}.{digest[:_DIGEST_CHARACTERS]}"
@@ -76,7 +81,7 @@ class Events:
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": name, "namespace": subject.namespace},
+            "metadata": {"name": name, "namespace": subject.events},
             "involvedObject": {
                 "apiVersion": "v1",
                 "kind": subject.kind,

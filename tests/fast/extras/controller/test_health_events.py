@@ -97,7 +97,8 @@ class Cluster(ApiServer):
             if known is not None:
                 return 409, {"kind": "Status", "reason": "AlreadyExists"}
             # pkg/apis/core/validation/events.go; apimachinery's IsDNS1123Subdomain.
-            assert body["involvedObject"]["namespace"] == body["metadata"]["namespace"] == found[1]
+            assert body["metadata"]["namespace"] == found[1]
+            assert found[1] == (body["involvedObject"]["namespace"] or "default")
             assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name), name
             assert len(name) <= 253
         else:
@@ -280,6 +281,40 @@ def test_a_pod_without_a_health_of_its_volumes_is_told(site: Site, status: objec
     site.api.pod("db-1", site.nodes[1].name, claim="logs")["status"] = status
     pod["status"] = {"phase": "Running", "volumeHealth": None}
     assert site.look() == ["Warning RaidDegraded data x1", "Warning RaidDegraded db-0 x1"]
+
+
+def test_a_group_that_two_nodes_have_is_said_once_on_both_nodes(site: Site) -> None:
+    """They are of one machine template."""
+    one, other = site.nodes[:2]
+    own = other.groups
+    other.groups = one.groups
+    site.ask()
+    both = [f"Warning VolumeGroupContested {node.name} x1" for node in (one, other)]
+    site.api.forbidden = "/api/v1/namespaces/default/events"
+    site.seconds += 60
+    site.events.task.run_once()
+    assert site.events.task.failures == 1
+    site.api.forbidden = ""
+    site.seconds += 60
+    site.events.task.run_once()
+    assert site.api.said() == both
+    for event in site.api.events.values():
+        assert event["involvedObject"]["kind"] == "Node"
+        for word in (one.name, other.name, uuid_of(0), "vgchange --uuid", "vgimportclone"):
+            assert word in event["message"]
+    written = site.api.requests.copy()
+    site.seconds += 3600
+    site.events.task.run_once()
+    assert site.api.requests == written
+    # It is over, and begins again.
+    other.groups = own
+    site.ask()
+    site.events.task.run_once()
+    other.groups = one.groups
+    site.ask()
+    site.events.task.run_once()
+    assert len(site.api.requests) > len(written)
+    assert site.api.said() == both
 
 
 def test_while_all_is_well_the_api_server_is_not_asked(site: Site) -> None:
