@@ -267,16 +267,25 @@ class Nodes:
         if parsed is None:
             # No volume has such an id, and any node says that as the call demands.
             return self._any()
-        uuid = parsed.group_uuid
-        if self._is_unsettled(uuid):
-            await self._ask_all()
-        try:
-            node = await self._owner(parsed, what)
-        except NoOwner as error:
-            await self._require_not_forgotten(parsed, str(error))
-            raise
+        node = self._agreed(parsed.group_uuid)
+        if node is None:
+            if self._is_unsettled(parsed.group_uuid):
+                await self._ask_all()
+            try:
+                node = await self._owner(parsed, what)
+            except NoOwner as error:
+                await self._require_not_forgotten(parsed, str(error))
+                raise
         node.require_answering()
         return node
+
+    def _agreed(self, uuid: str) -> Node | None:
+        """The only node that claims a group, if PersistentVolumes name no other."""
+        claiming = self._claims.get(uuid, ())
+        if len(claiming) != 1 or not self._named(uuid).issubset(claiming):
+            return None
+        [name] = claiming
+        return self._nodes[name]
 
     def _is_unsettled(self, uuid: str) -> bool:
         """Whether nodes are to be asked once more who has a group, before a call is refused."""
@@ -300,7 +309,8 @@ class Nodes:
                 raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
             if not claiming:
                 raise NoOwner(self._unknown(parsed, what))
-            return self._nodes[next(iter(claiming))]
+            [name] = claiming
+            return self._nodes[name]
         [name] = named
         node = self._nodes[name]
         if name not in claiming:
@@ -313,15 +323,16 @@ class Nodes:
 
     def _named(self, uuid: str) -> frozenset[str]:
         """The nodes of the cluster that PersistentVolumes of a group name, or may name."""
-        former = self._former.get(uuid, {})
-        for name, moment in list(former.items()):
-            if self._record.is_newer(moment):
-                del former[name]
-        if not former:
-            self._former.pop(uuid, None)
-        return frozenset(
-            one for one in self._record.nodes_of(uuid).union(former) if one in self._nodes
-        )
+        named = self._record.nodes_of(uuid)
+        if uuid in self._former:
+            former = self._former[uuid]
+            for name, moment in list(former.items()):
+                if self._record.is_newer(moment):
+                    del former[name]
+            named = named.union(former)
+            if not former:
+                del self._former[uuid]
+        return frozenset(one for one in named if one in self._nodes)
 
     def _holders(self, uuid: str) -> frozenset[str]:
         """All nodes that a group may be on: those that claim it and those that are named."""
