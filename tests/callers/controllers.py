@@ -26,12 +26,14 @@ from callers.plugin import Plugin
 from callers.sidecars import ClusterResizer, Provisioner, Snapshotter
 from clustered import Loop
 
+from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.core.values import Address
 from agent.csi.client import Client
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import Claims, Questions
+from agent.extras.controller.membership import Record
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
 
@@ -85,6 +87,25 @@ class Line:
             await one.close()
 
 
+class Volumes(Record):
+    """The cluster's PersistentVolumes, as a controller knows them: always the present ones."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def nodes_of(self, group_uuid: str) -> frozenset[str]:
+        return frozenset(
+            one.node
+            for one in self._cluster.volumes()
+            if (parsed := VolumeId.parse(one.id)) and parsed.group_uuid == group_uuid
+            if one.node in self._cluster.nodes
+        )
+
+    def node_of(self, identity: VolumeId) -> str:
+        every = self._cluster.volumes()
+        return next((one.node for one in every if one.id == str(identity)), "")
+
+
 class Controller:
     """One process: it knows nothing when it starts."""
 
@@ -95,6 +116,7 @@ class Controller:
         every: Mapping[str, Machine],
         loop: Loop,
         api: Api,
+        record: Record,
         *,
         attach: bool,
     ) -> None:
@@ -102,6 +124,7 @@ class Controller:
         self.certificates, self.machines, self.loop = found, every, loop
         claims = Claims(api.objects, api.lists, DRIVER_NAME, TOPOLOGY_KEY)
         self._questions = Questions(claims)
+        self._record = record
         # The number of steps after which it dies; a step is a call to a node, or its answer.
         self.dies_after = -1
         self.steps = 0
@@ -110,7 +133,9 @@ class Controller:
         self.client = Client(endpoint)
 
     async def _start(self, endpoint: Path) -> None:
-        self.nodes = Nodes(DRIVER_NAME, lambda name, _: cast(grpc.aio.Channel, Line(self, name)))
+        self.nodes = Nodes(
+            DRIVER_NAME, lambda name, _: cast(grpc.aio.Channel, Line(self, name)), self._record
+        )
         self._server = grpc.aio.server()
         questions, attach = self._questions, self._attach
         router = Router(self.nodes, DRIVER_NAME, "0", questions=questions, attach=attach)
@@ -268,7 +293,7 @@ class Central:
     def _controller(self) -> Controller:
         endpoint = self.directory / f"controller-{next(self._serial)}.sock"
         known = (endpoint, self._certificates, self.machines, self.loop, self.api)
-        return Controller(*known, attach=self.cluster.attaches)
+        return Controller(*known, Volumes(self.cluster), attach=self.cluster.attaches)
 
     def stop(self) -> None:
         for one in self.controllers:
