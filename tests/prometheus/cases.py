@@ -102,10 +102,10 @@ def _extensions(outcome: str) -> str:
     return f'carver_extensions_total{{kind="data",outcome="{outcome}"}}'
 
 
-def _answers(controller: str) -> str:
+def _answers(controller: str, metric: str = "answers") -> str:
     # A controller's page is that of the node that it runs on.
     labels = f'node="{NODE}",pod="controller-{controller}",instance="node-9"'
-    return f"carver_controller_node_answers{{{labels}}}"
+    return f"carver_controller_node_{metric}{{{labels}}}"
 
 
 _REFUSED = _answers("a").replace("_node_answers", "_refused_answers_total")
@@ -351,6 +351,17 @@ CASES: Mapping[str, Sequence[Case]] = {
             f"Carver on {NODE} answers what cannot be true",
             {"node": NODE},
             of_counters=True,
+            node="node",
+        )
+    ],
+    "CarverGroupContested": [
+        Case(
+            # The other has not asked all nodes yet.
+            {_answers("a", "contested_groups"): 1, _answers("b", "contested_groups"): 0},
+            {_answers("a", "contested_groups"): 0, _answers("b", "contested_groups"): 0},
+            6,
+            f"A volume group of {NODE} is another node's, too",
+            {"node": NODE},
             node="node",
         )
     ],
