@@ -24,7 +24,7 @@ from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.daemon.extra import Extra
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.nodes import Node, Nodes, NoOwner, Refused
+from agent.extras.controller.nodes import Forgotten, Node, Nodes, NoOwner, Refused
 from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
@@ -318,6 +318,8 @@ class HealthEvents(Extra):
         except NoOwner:
             is_gone = self._nodes.get(one.node) is None
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
+        except Forgotten:
+            return _Fate.GONE, ()
         except Refused:
             return _Fate.LASTS, ()
         reasons = [entry.reason for entry in health.health_statuses]

@@ -83,8 +83,11 @@ class Record:
 class _Seen:
     """What the API server said last. Replaced as a whole: another thread reads it."""
 
-    # The name of each Node, by each topology segment that may be the Node's.
+    # The name of each Node, by itself and by the topology segment that follows from it.
     nodes: Mapping[str, str] = field(default_factory=dict)
+    # All segments that a Node may have, by its labels too: a node can write those of its own Node,
+    # so they only keep what is there from being taken for deleted.
+    existing: frozenset[str] = frozenset()
     # The names of the Nodes with the driver's label.
     labelled: frozenset[str] = frozenset()
     # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
@@ -172,17 +175,15 @@ class ClusterRecord(Record):
         begun = self._clock()
         self._has_stranger = False
         found = self._lists.metadata(_NODES).items
-        nodes = {
-            segment: str(one["metadata"]["name"])
-            for one in found
-            for segment in references.names_of_nodes([one], self._topology_key)
-        }
+        names = [str(one["metadata"]["name"]) for one in found]
+        nodes = {key: one for one in names for key in (one, ids.node_segment(one))}
+        existing = frozenset(references.names_of_nodes(found, self._topology_key))
         labelled = frozenset(
             str(one["metadata"]["name"])
             for one in found
             if self._topology_key in (one["metadata"].get("labels") or {})
         )
-        self._take(replace(self._seen, nodes=nodes, labelled=labelled))
+        self._take(replace(self._seen, nodes=nodes, existing=existing, labelled=labelled))
         self._nodes_read = begun
         for name, (_, seen) in list(self._enrolled.items()):
             if name not in nodes and seen < begun:
@@ -221,7 +222,9 @@ class ClusterRecord(Record):
         """
         wanted = frozenset(self._seen.missing).union(*seen.named.values())
         now = self._clock()
-        missing = {one: self._seen.missing.get(one, now) for one in wanted if one not in seen.nodes}
+        missing = {
+            one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
+        }
         self._seen = replace(seen, missing=missing)
         self._belonging = self._seen.belonging
 
@@ -269,7 +272,7 @@ class ClusterRecord(Record):
             if self._nodes_read <= since:
                 self._read_nodes()
             segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
-            if not segments or any(one in self._seen.nodes for one in segments):
+            if not segments or not self._seen.existing.isdisjoint(segments):
                 return None
             now = self._clock()
             begun = {one: self._seen.missing.get(one, now) for one in segments}
