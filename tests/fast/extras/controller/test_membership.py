@@ -746,6 +746,43 @@ class _Line:
         """Nothing is open."""
 
 
+@pytest.mark.parametrize(
+    "actions",
+    [
+        pytest.param(
+            [("node_goes", "a"), ("breaks", "b"), ("wait", 700), ("mends", "b")],
+            id="a node is deleted, and another silent",
+        ),
+        pytest.param(
+            [("node_goes", "a"), ("wait", 700), ("node_comes", "a"), ("node_goes", "a")],
+            id="a node is deleted twice",
+        ),
+        pytest.param(
+            [("loses_disks", "b"), ("copies", "a"), ("restart",)],
+            id="another claims the group whose node has lost it",
+        ),
+        pytest.param(
+            [("breaks", "a"), ("restart",), ("steals", "b"), ("mends", "a")],
+            id="another claims the group of a silent node at a controller that has just started",
+        ),
+        pytest.param(
+            [("steals", "b"), ("node_goes", "a"), ("wait", 700), ("loses_disks", "b")],
+            id="a deleted node's disks were attached to another",
+        ),
+        pytest.param(
+            [("removes", "a"), ("steals", "b"), ("breaks", "a"), ("makes", "a"), ("restart",)],
+            id="a group without volumes is claimed by two",
+        ),
+    ],
+)
+def test_the_rule_holds_in_histories_that_could_do_harm(actions: list[tuple[Any, ...]]) -> None:
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        for action in actions:
+            history.act(*action)
+            history.judge()
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [60, pytest.param(10_000, marks=pytest.mark.long)])
 def test_whatever_happens_to_nodes_and_controllers_the_rule_holds(examples: int) -> None:
