@@ -297,12 +297,14 @@ class Nodes:
     async def _owner(self, parsed: VolumeId, what: str) -> Node:
         """The node that an id belongs to. Raises Refused where that is not certain."""
         uuid = parsed.group_uuid
-        claiming, named = self._claims.get(uuid, set()), self._named(uuid)
+        named = self._named(uuid)
         if len(named) > 1:
             own = await self._asked(self._record.node_of, parsed)
-            named = named & {own}
+            # Nodes may have left meanwhile.
+            named = self._named(uuid) & {own}
             if not named:
                 raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+        claiming = self._claims.get(uuid, set())
         if not named:
             if len(claiming) > 1:
                 self._record.doubt()
@@ -322,16 +324,14 @@ class Nodes:
         return node
 
     def _named(self, uuid: str) -> frozenset[str]:
-        """The nodes of the cluster that PersistentVolumes of a group name, or may name."""
+        """The nodes of the cluster that PersistentVolumes of a group name, or may name.
+
+        It changes nothing: a scrape asks in a thread of its own.
+        """
         named = self._record.nodes_of(uuid)
-        if uuid in self._former:
-            former = self._former[uuid]
-            for name, moment in list(former.items()):
-                if self._record.is_newer(moment):
-                    del former[name]
-            named = named.union(former)
-            if not former:
-                del self._former[uuid]
+        if former := self._former.get(uuid):
+            every = tuple(former.items())
+            named = named.union(one for one, at in every if not self._record.is_newer(at))
         return frozenset(one for one in named if one in self._nodes)
 
     def _holders(self, uuid: str) -> frozenset[str]:
@@ -381,12 +381,12 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a group is a node's: PersistentVolumes name that node, or that alone claims it.
+        """Whether a group is a node's: PersistentVolumes name that node, or no other may have it.
 
-        A group that PersistentVolumes do not name is no node's while several claim it.
+        That they may name a node, as it had the group until lately, proves nothing for that node.
         """
-        named = self._named(uuid)
-        return node.name in named if named else self._claims.get(uuid) == {node.name}
+        named = self._record.nodes_of(uuid) & self._nodes.keys()
+        return node.name in named if named else self._holders(uuid) == {node.name}
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.
@@ -537,7 +537,10 @@ class Nodes:
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
-        for uuid in node.groups.keys() - groups.keys():
+        given_up = node.groups.keys() - groups.keys()
+        if given_up:
+            self._forget_former()
+        for uuid in given_up:
             self._give_up(node, uuid)
             self._former.setdefault(uuid, {})[node.name] = self._record.now()
             self._record.doubt()
@@ -547,6 +550,8 @@ class Nodes:
                 # They may have been made since the last reading.
                 self._record.doubt()
             self._claims.setdefault(uuid, set()).add(node.name)
+            # It claims the group again, and is believed no more than at first.
+            self._former.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
 
     def _note_conflict(self, uuid: str, group: str) -> None:
@@ -566,6 +571,15 @@ class Nodes:
         claiming.discard(node.name)
         if not claiming:
             self._claims.pop(uuid, None)
+
+    def _forget_former(self) -> None:
+        """Forget who gave up which group before PersistentVolumes were read last."""
+        for uuid, former in list(self._former.items()):
+            for name, moment in list(former.items()):
+                if self._record.is_newer(moment):
+                    del former[name]
+            if not former:
+                del self._former[uuid]
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]

@@ -42,6 +42,9 @@ class Named(Record):
         self.groups: dict[str, set[str]] = {}
         self.volumes: dict[str, str] = {}
         self.doubts = 0
+        # Whether PersistentVolumes are not read again; and what happens while that is asked.
+        self.is_old = False
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         return frozenset(self.groups.get(group_uuid, ()))
@@ -51,6 +54,11 @@ class Named(Record):
 
     def doubt(self) -> None:
         self.doubts += 1
+
+    def is_newer(self, moment: float) -> bool:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return not self.is_old
 
 
 class Cluster:
@@ -424,6 +432,58 @@ def test_nothing_is_made_where_a_group_is_claimed_by_two(
         await cluster.ask()
         assert await cluster.room(both[0].name) != (0, 0)
         assert await cluster.get(2) == both[0].name
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_node_that_claims_a_group_gives_it_up_and_claims_it_again_gets_nothing_by_that(
+    in_cluster: Run, is_named: bool
+) -> None:
+    """Until PersistentVolumes are read again they may name it, as it had the group."""
+
+    async def test(cluster: Cluster) -> None:
+        true, thief = cluster.nodes[:2]
+        cluster.record.is_old = True
+        if is_named:
+            cluster.record.groups[uuid_of(0)] = {true.name}
+            cluster.record.volumes[f"data@{uuid_of(0)}/vol-1"] = true.name
+        own, volume = dict(thief.groups), VolumeId("data", uuid_of(0), "vol-1")
+        for claimed in (own | true.groups, own, own | true.groups, own):
+            thief.groups = claimed
+            await cluster.ask()
+            known = cluster.controller.nodes
+            node = known.get(thief.name)
+            assert node is not None
+            assert known.places(node) == {f"data@{uuid_of(1)}"}
+            assert known.is_elsewhere(node, volume)
+            if is_named:
+                assert await cluster.get(0) == true.name
+            else:
+                code, _ = await cluster.refused(0)
+                assert code is grpc.StatusCode.UNAVAILABLE
+        assert thief.calls == []
+        cluster.record.is_old = False
+        assert await cluster.get(0) == true.name
+
+    in_cluster(test)
+
+
+def test_a_scrape_and_a_call_look_up_a_group_at_the_same_time(in_cluster: Run) -> None:
+    """A scrape has a thread of its own, and may be between any two steps of a call."""
+
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        second.groups |= first.groups
+        cluster.record.is_old = True
+        await cluster.ask()
+        second.groups = {uuid_of(1): "data"}
+        await cluster.ask()
+        metrics = Metrics(cluster.controller.nodes)
+        assert f'contested_groups{{node="{first.name}"}} 1.0' in metrics.text().decode()
+        cluster.record.is_old = False
+        cluster.record.meanwhile = metrics.text
+        assert await cluster.get(0) == first.name
 
     in_cluster(test)
 
