@@ -47,7 +47,7 @@ WELL, WRONG, UNUSABLE = 0, 1, 2
 
 # The PodMonitor that the chart makes, with all its ports (tests/chart holds it to that).
 MONITOR_NAME = "carver-node"
-PORTS = ("metrics", "provisioner", "resizer", "snapshotter", "cbt-metrics")
+PORTS = ("metrics", "provisioner", "resizer", "snapshotter", "attacher", "cbt-metrics")
 NODE_LABELS = [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "instance"}]
 
 # The panels of the picture: numbers, and lines.
