@@ -445,8 +445,8 @@ class Nodes:
         if found:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{identity} was on a node that was deleted, and has snapshots: delete their"
-                f" VolumeSnapshots first; VolumeSnapshotContents: {_several(found)}",
+                f"cannot forget {identity} yet: its node was deleted, and it goes after its"
+                f" snapshots, of which these VolumeSnapshotContents are left: {_several(found)}",
             )
 
     async def _asked(

@@ -34,7 +34,6 @@ _ALLOWED = {
     # Objects of the API server, whose PersistentVolume has the policy Retain meanwhile.
     ("agent/extras/transfer/claims.py", "kubectl delete pvc"),
     ("agent/extras/kubernetes/rebinding.py", ""),
-    ("agent/extras/controller/nodes.py", "Node object"),
     ("agent/extras/controller/placement.py", "delete its Node object"),
     ("agent/extras/orphans/candidates.py", "delete its Node if"),
     # A key that is made anew.

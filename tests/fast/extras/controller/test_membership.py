@@ -478,7 +478,7 @@ def test_a_forgotten_volume_s_snapshots_are_deleted_before_it(site: Site) -> Non
     content("imported", snapshotHandle=f"{GROUP}/snap-7")
     said = site.said(site.client.delete, volume)
     assert said.startswith("FAILED_PRECONDITION: ")
-    assert "delete their VolumeSnapshots first; VolumeSnapshotContents: imported, its" in said
+    assert "these VolumeSnapshotContents are left: imported, its" in said
     assert site.said(site.client.delete_snapshot, f"{GROUP}/snap-7") == "OK"
     del site.api.objects[CONTENTS][3:]
     assert site.said(site.client.delete, volume) == "OK"
