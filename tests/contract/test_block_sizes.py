@@ -132,6 +132,7 @@ def test_an_encrypted_copy_that_is_made_can_be_mounted(
     source, how = of_volume(origin.volume_id), {"class": "sealed-four"}
     copy = client.create("pvc-2", SIZE, capability, parameters=how, source=source)
     client.stage(copy, staging, capability, KEY)
+    client.unstage(copy.volume_id, staging)
 
 
 @pytest.mark.parametrize(

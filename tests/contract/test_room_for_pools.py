@@ -59,11 +59,15 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(host: AnyHost, service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+def sweep(
+    host: AnyHost, group: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sweep]:
     made = Sweep(host, monkeypatch)
     made.service.append(service)
     yield made
     made.go.set()
+    # A real group is another test's afterwards.
+    expect.soon(lambda: not report.read(host.lvm).group(group).own_tags)
 
 
 def fill(host: AnyHost, group: str, name: str, size_bytes: int) -> None:

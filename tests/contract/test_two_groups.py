@@ -234,10 +234,12 @@ def test_a_decision_about_all_groups_reads_those_alone_that_carver_changed(
     with serving.served(host, config) as (service, client):
         source = client.create("source", SIZE, block())
         there = client.create("there", SIZE, block(), parameters={"class": "b"})
-        for count, change in ((1, lambda: client.snapshot("t", there.volume_id)), (0, list)):
+        changes = ((True, lambda: client.snapshot("t", there.volume_id)), (False, list))
+        for is_read, change in changes:
             snapshot = client.snapshot("s", source.volume_id)
             service.inventory.state()
             change()
             host.commands.clear()
             client.delete_snapshot(snapshot.snapshot_id)
-            assert reports(host, other) == count
+            # On a real machine udev tells of a change as well, and the group may be read once more.
+            assert bool(reports(host, other)) is is_read
