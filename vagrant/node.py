@@ -274,5 +274,7 @@ def served(folder: Path, port: int, address: str) -> str:
     """Write the configuration of the host's rsync daemon, which serves one folder, read-only."""
     return (
         f"address = {address}\nport = {port}\nuse chroot = no\nmunge symlinks = no\n"
+        # containerd's store is root's alone, and its files keep their owners.
+        "uid = root\ngid = root\n"
         f"[node]\npath = {folder}\nread only = yes\n"
     )

@@ -136,17 +136,19 @@ def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it
 
 
 def test_a_disk_that_a_move_filled_is_not_swept_though_carver_was_restarted(
-    host: AnyHost, group: str, config: Config
+    host: AnyHost, config: Config
 ) -> None:
-    new = host.new_device(61 * EXTENT)
-    old = report.read(host.lvm).group(group).disks[0].name
-    with serving.served(host, config) as (_, client):
-        client.create("pvc-1", 10 * EXTENT, block())
-        assert client.replace_disk(old, new)[0] is False
-    with serving.served(host, config) as (service, client):
-        expect.soon(lambda: client.replace_disk(old, new)[0])
-        assert not service.freed_eraser.jobs.counts()["running"]
-    assert not report.read(host.lvm).group(group).own_tags
+    old, new = (host.new_device(61 * EXTENT) for _ in range(2))
+    with host.own_group("zzmoved", [old]):
+        config = replace(config, classes=(DeviceClass("plain", "zzmoved", default=True),))
+        with serving.served(host, config) as (_, client):
+            made = client.create("pvc-1", 10 * EXTENT, block())
+            assert client.replace_disk(old, new)[0] is False
+        with serving.served(host, config) as (service, client):
+            expect.soon(lambda: client.replace_disk(old, new)[0])
+            assert not service.freed_eraser.jobs.counts()["running"]
+            assert not report.read(host.lvm).group("zzmoved").own_tags
+            client.delete(made.volume_id)
 
 
 @pytest.mark.parametrize("what", ["a snapshot", "a clone", "another clone", "a group snapshot"])

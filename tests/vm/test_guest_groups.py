@@ -63,8 +63,8 @@ def test_what_a_guests_group_keeps_in_use_is_named_and_the_runbook_frees_it(
     number = target.stat().st_rdev
     name = attribute(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/dm/name")
     make_group(f"/dev/mapper/{name}")
-    # What kubelet does for the next pod.
-    loop.append(run("losetup", "--find", "--show", str(target)))
+    # What kubelet does for the next pod, over a path of its own to the same device.
+    loop.append(run("losetup", "--find", "--show", f"/dev/mapper/{name}"))
     run("udevadm", "trigger", "--action=change", "--settle", loop[0])
     end = time.monotonic() + ACTIVATED_SECONDS
     while not is_activated() and time.monotonic() < end:
