@@ -4,6 +4,7 @@ The kernel mounts no such file system (xfs: sectors, ext4: blocks), and a partit
 the blocks of the disk that it was made on.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,14 +27,17 @@ SIZE = 304 * MIB
 
 @pytest.fixture
 def group(host: AnyHost) -> Iterator[str]:
-    with host.own_group("zz512", [host.new_device(DISK)]):
-        yield "zz512"
+    # Others of these tests run beside this one on the same machine.
+    name = f"zz512_{os.getpid()}"
+    with host.own_group(name, [host.new_device(DISK)]):
+        yield name
 
 
 @pytest.fixture
 def four(host: AnyHost) -> Iterator[str]:
-    with host.disk("4 KiB", DISK) as disk, host.own_group("zz4096", [disk]):
-        yield "zz4096"
+    name = f"zz4096_{os.getpid()}"
+    with host.disk("4 KiB", DISK) as disk, host.own_group(name, [disk]):
+        yield name
 
 
 @pytest.fixture

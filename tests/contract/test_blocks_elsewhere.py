@@ -1,6 +1,7 @@
 """Streams and moves to a node whose disks have larger logical blocks."""
 
 import io
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,11 @@ DISK = 241 * MIB
 @pytest.fixture
 def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
     """A node whose disk has logical blocks of 4 KiB."""
+    name = f"zz4096_{os.getpid()}"
     with (
         host.disk("4 KiB", DISK) as disk,
-        host.own_group("zz4096", [disk]),
-        nodes.made(host, config, tmp_path, "there", "zz4096") as node,
+        host.own_group(name, [disk]),
+        nodes.made(host, config, tmp_path, "there", name) as node,
     ):
         yield node
 
