@@ -285,6 +285,12 @@ def running(name: str) -> list[str] | None:
         record = json.loads(_record(name).read_text())
         words: list[str] = record["words"]
         present = Path(f"/proc/{record['pid']}/cmdline").read_bytes()
+        # It is empty for a moment while a program takes another's place, and for one that ended.
+        for _ in range(5):
+            if present:
+                break
+            time.sleep(0.02)
+            present = Path(f"/proc/{record['pid']}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return words if words[0].encode() in present.split(b"\0") else None
@@ -304,6 +310,7 @@ def end_process(name: str, number: int = signal.SIGTERM, limit_seconds: float = 
             if name in _started:
                 _started[name].poll()
     if (own := _started.pop(name, None)) is not None:
+        own.terminate()
         own.wait()
     _record(name).unlink(missing_ok=True)
 
