@@ -11,7 +11,6 @@ the README says: its image, and the committed manifest, unchanged.
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,6 +85,11 @@ class Cluster:
             cpus=machines.setting("CARVER_LAB_CPUS", 2),
             memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
         )
+
+    @cached_property
+    def _image_digest(self) -> str:
+        """What Carver's image is made of, as it was when it was asked for first."""
+        return host.digest_of(*_PARTS_OF_IMAGE)[:16]
 
     @property
     def kubectl(self) -> Callable[..., subprocess.CompletedProcess[str]]:
@@ -160,7 +165,7 @@ class Cluster:
         with step("install Carver", "carver") as installing:
             before = self._installed_image()
             self.apply(_MANIFEST.read_text())
-            digest = _digest_of_image()
+            digest = self._image_digest
             if before != digest:
                 mark = f"carver.lab/image={digest}"
                 self.kubectl("label", "namespace", NAMESPACE, mark, "--overwrite")
@@ -417,21 +422,15 @@ class Cluster:
     def _carver(self) -> str:
         """Make Carver's own image, where what it is made of changed since it was made last."""
         stamp = host.PROJECT / ".cache" / "image-of-cluster"
-        archive = max(
-            (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar"),
-            key=lambda path: path.stat().st_mtime,
-            default=None,
-        )
-        made = f"{_digest_of_image()} {archive.stat().st_mtime_ns if archive else 0}"
+        archive = _newest_image()
+        made = f"{self._image_digest} {archive.stat().st_mtime_ns if archive else 0}"
         if archive is None or not stamp.exists() or stamp.read_text() != made:
             with step("make Carver's image", "image") as making:
                 build = host.PROJECT / "deploy" / "image" / "build.py"
                 making.run(*host.as_root(sys.executable, build))
-            archive = max(
-                (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar"),
-                key=lambda path: path.stat().st_mtime,
-            )
-            stamp.write_text(f"{_digest_of_image()} {archive.stat().st_mtime_ns}")
+            if (archive := _newest_image()) is None:
+                raise ControlPlaneError(f"{build} left no image in dist")
+            stamp.write_text(f"{self._image_digest} {archive.stat().st_mtime_ns}")
         _serve(_SERVED / "images" / "carver.tar", archive)
         return "carver.tar"
 
@@ -490,16 +489,10 @@ def _at_once(items: Sequence[T], act: Callable[[T], None]) -> None:
             future.result()
 
 
-def _digest_of_image() -> str:
-    """Hash what Carver's image is made of."""
-    content = hashlib.sha256()
-    for part in _PARTS_OF_IMAGE:
-        top = host.PROJECT / part
-        for path in [top] if top.is_file() else sorted(top.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                content.update(str(path.relative_to(host.PROJECT)).encode())
-                content.update(path.read_bytes())
-    return content.hexdigest()[:16]
+def _newest_image() -> Path | None:
+    """Return Carver's image that was made last."""
+    found = (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def main() -> int:

@@ -91,19 +91,15 @@ class ControlPlane:
         """Have every process running as it is described, and the API server ready."""
         FOLDER.mkdir(parents=True, exist_ok=True)
         authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
-        for name, words in self._words().items():
+        described = self._words()
+        for name, words in described.items():
             ensure_process(name, words)
             if name == "kube-apiserver":
                 self.wait()
         time.sleep(1)
-        for name in self._words():
+        for name in described:
             if running(name) is None:
                 raise ControlPlaneError(f"{name} has ended; its log: {log(name)}")
-
-    def restart(self, name: str) -> None:
-        """End one process, as by a crash, and start it again."""
-        end_process(name, signal.SIGKILL)
-        ensure_process(name, self._words()[name])
 
     def distribute_snapshots(self, by_nodes: bool) -> None:
         """Have the snapshot-controller name each snapshot's node, as sidecars on each node want."""

@@ -1,6 +1,7 @@
 """What the lab needs of the machine it runs on: packages, root, libvirt, a network of its own."""
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -92,6 +93,18 @@ def driver() -> str:
     """
     words = Path("/proc/cpuinfo").read_text().split()
     return "kvm" if ("vmx" in words or "svm" in words) and _KVM.exists() else "qemu"
+
+
+def digest_of(*parts: str) -> str:
+    """Hash files and folders of the project, with their names, without what Python compiled."""
+    content = hashlib.sha256()
+    for part in parts:
+        top = PROJECT / part
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                content.update(str(path.relative_to(PROJECT)).encode())
+                content.update(path.read_bytes())
+    return content.hexdigest()
 
 
 def missing_packages() -> list[str]:

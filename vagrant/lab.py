@@ -5,7 +5,6 @@ As a program: `lab.py --help`. As a module, for tests on the host: see __all__.
 """
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -28,6 +27,7 @@ _KIND = "machine"
 _INSIDE = f"{guest.TREE}/vagrant/inside"
 _PYTHON = "/opt/carver/venv/bin/python"
 _PARTS_OF_WHEEL = ("agent", "lvm", "mount", "proto", "pyproject.toml", "README.md", "LICENSE")
+_INSTALLERS = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
 
 
 def up() -> None:
@@ -69,7 +69,7 @@ def _machine() -> Machines:
 
 
 def _provision(*, only_if_changed: bool) -> None:
-    digest = _wheel_digest()
+    digest = host.digest_of(*_PARTS_OF_WHEEL, "systemd", *_INSTALLERS)
     stamp = "/opt/carver/provisioned"
     if only_if_changed and guest.run(["cat", stamp], check=False).stdout == digest:
         return
@@ -82,18 +82,6 @@ def _provision(*, only_if_changed: bool) -> None:
         script = f"{_INSIDE}/provision.sh {guest.TREE} /opt/carver/wheel/{wheel.name}"
         line = f"rm -f {stamp}; bash {script} && echo -n {digest} > {stamp} && sync"
         installing.run(*guest.ssh([line]))
-
-
-def _wheel_digest() -> str:
-    content = hashlib.sha256()
-    installers = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
-    for part in (*_PARTS_OF_WHEEL, "systemd", *installers):
-        top = host.PROJECT / part
-        for path in [top] if top.is_file() else sorted(top.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                content.update(str(path.relative_to(host.PROJECT)).encode())
-                content.update(path.read_bytes())
-    return content.hexdigest()
 
 
 def _wheel(building: Step, digest: str) -> Path:

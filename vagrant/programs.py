@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -190,14 +189,6 @@ def pinned_version(module: str, package: str) -> str:
     if found is None:
         raise LookupError(f"tests/cluster/programs/{module}/go.mod requires no {package}")
     return found[1]
-
-
-def remove_old(keep: Programs) -> None:
-    """Remove the programs that were made of something else than what the tree asks for."""
-    kept = {keep._folder(module).name for module in PROGRAMS} | {"modules"}
-    for folder in _CACHE.iterdir() if _CACHE.exists() else ():
-        if folder.name not in kept:
-            shutil.rmtree(folder)
 
 
 def _compiler() -> str:

@@ -404,7 +404,7 @@ def restart(site: Site) -> str:
     def replaced() -> Object | None:
         now = site.place.pod_on(site.kubectl, node)
         is_new = now is not None and now["metadata"]["uid"] != old["metadata"]["uid"]
-        return now if is_new and _is_ready(now) else None
+        return now if is_new and is_ready(now) else None
 
     site.until(f"another pod of Carver's is ready on {node}", replaced)
     before = len(site.until("the writer's lines are there", lambda: lines_of(site, writer)))
@@ -426,9 +426,10 @@ def restart(site: Site) -> str:
     return f"longest pause of a writer with 1 line a second: {pause:.1f} s"
 
 
-def _is_ready(pod: Object | None) -> bool:
-    conditions = path(pod, "status", "conditions", default=[])
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+def is_ready(one: Object | None) -> bool:
+    """Whether a pod, or a node, has the condition Ready."""
+    conditions = path(one, "status", "conditions", default=[])
+    return any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
 
 
 def stopped(site: Site) -> str:
@@ -445,7 +446,7 @@ def stopped(site: Site) -> str:
             return True
         about = now["metadata"]
         site.kubectl.delete("pods", about["name"], namespace=about["namespace"])
-        return None if _is_ready(now) else True
+        return None if is_ready(now) else True
 
     site.until(f"Carver on {node} ends", is_away)
     other = site.claim("other")
@@ -533,7 +534,7 @@ def drain(site: Site) -> str:
     first = site.until("the deployment has a pod", lambda: _pod_of(site, without=""))
     site.ready(first)
     words, node = site.write(first), site.node_of(first)
-    with _cordoned(site, node):
+    with cordoned(site, node):
         own = f"--pod-selector={site.mine}"
         limit = f"--timeout={site.limit_seconds:.0f}s"
         site.kubectl("drain", node, own, limit, seconds=site.limit_seconds + 30)
@@ -557,15 +558,17 @@ def _pod_of(site: Site, without: str) -> str | None:
 
 
 @contextmanager
-def _cordoned(site: Site, node: str) -> Iterator[None]:
-    """A node that takes no pods while this lasts. Its label says whose doing that is."""
+def cordoned(site: Site, *nodes: str) -> Iterator[None]:
+    """Nodes that take no pods while this lasts. Their label says whose doing that is."""
     kubectl = site.kubectl
-    kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
     try:
-        kubectl("cordon", node)
+        for node in nodes:
+            kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
+            kubectl("cordon", node)
         yield
     finally:
-        site.persist(f"{node} is uncordoned", lambda: removal.uncordon(kubectl, site.run))
+        names = ", ".join(nodes)
+        site.persist(f"{names} are uncordoned", lambda: removal.uncordon(kubectl, site.run))
 
 
 def needs_controller(site: Site) -> None:

@@ -6,12 +6,11 @@ them, also where it fails.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from cluster import checks, installation, objects, removal
 from cluster.checks import Check, lines_of
-from cluster.kubectl import Object, path
+from cluster.kubectl import path
 from cluster.site import Failed, Lab, Site
 
 # How long a node is paused, in seconds: longer than a call of a sidecar may take, shorter than the
@@ -129,7 +128,7 @@ def dead_node(site: Site) -> str:
     others = [one for one in site.place.nodes if one != node]
     lab.power_off(node)
     try:
-        with _all_cordoned(site, others):
+        with checks.cordoned(site, *others):
             # The scheduler does not know yet that the node is off, and has no other one.
             waiting = site.pod("waiting", site.claim("data"))
             site.until("the claim is sent to the node", lambda: _is_sent(site, "data", node))
@@ -225,23 +224,18 @@ def _is_back(site: Site, node: str) -> None:
     """Wait until a node is ready, and Carver serves there with its driver registered."""
 
     def ready() -> bool | None:
-        if not _condition(site.kubectl.find("nodes", node), "Ready"):
+        if not checks.is_ready(site.kubectl.find("nodes", node)):
             return None
         drivers = path(
             site.kubectl.find("csinodes.storage.k8s.io", node), "spec", "drivers", default=[]
         )
         if site.place.driver not in {one["name"] for one in drivers or []}:
             return None
-        return True if _condition(site.place.pod_on(site.kubectl, node), "Ready") else None
+        return True if checks.is_ready(site.place.pod_on(site.kubectl, node)) else None
 
     site.until(f"{node} is ready, and Carver serves there", ready)
     # What was said of a pod before its node went away is not what is so now.
     site.until(f"Carver on {node} answers", lambda: site.place.held(site.kubectl, node))
-
-
-def _condition(one: Object | None, kind: str) -> bool:
-    found = path(one, "status", "conditions", default=[])
-    return any((it["type"], it["status"]) == (kind, "True") for it in found)
 
 
 def _is_sent(site: Site, name: str, node: str) -> bool | None:
@@ -259,18 +253,6 @@ def _node_without_leader(site: Site) -> str:
         if "controller" in one["metadata"]["name"]
     }
     return next((one for one in site.place.nodes if one not in busy), site.place.nodes[-1])
-
-
-@contextmanager
-def _all_cordoned(site: Site, nodes: Sequence[str]) -> Iterator[None]:
-    """Have nodes take no pods while this lasts."""
-    try:
-        for node in nodes:
-            site.kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
-            site.kubectl("cordon", node)
-        yield
-    finally:
-        site.persist("nodes are uncordoned", lambda: removal.uncordon(site.kubectl, site.run))
 
 
 # In the order in which they run: what costs more comes later.
