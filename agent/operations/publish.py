@@ -160,13 +160,15 @@ class Publisher:
     def _publish_device(self, call: PublishVolume, device: Device | None) -> None:
         if device is None or (device.below is None and self._is_encrypted(call.volume_id)):
             device = self._staged_again(call)
-        top = table.read(self._kernel).top(call.target_path)
+        known = table.read(self._kernel)
+        top = known.top(call.target_path)
         if top is not None and top.is_stale_node:
             # Of the device that the volume had before it was deactivated.
             mounts.ensure_unmounted(self._kernel, call.target_path, [])
+            known = table.read(self._kernel)
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
-            self._require_single(call, device, table.read(self._kernel))
+            self._require_single(call, device, known)
         elif (published == device.number) == call.read_only:
             raise errors.Incompatible(
                 f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"

@@ -15,18 +15,23 @@ from urllib.parse import quote
 
 from agent.core import errors
 from agent.core.ids import VolumeId
-from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
+from agent.extras.kubernetes.objects import (
+    CONTENTS,
+    NODES,
+    VOLUMES,
+    Lists,
+    Object,
+    Objects,
+    claims_of,
+)
 from agent.extras.orphans import references
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_NODES = "/api/v1/nodes"
-_VOLUMES = "/api/v1/persistentvolumes"
 _SNAPSHOTS = "snapshot.storage.k8s.io"
 _CONTENT = "VolumeSnapshotContent"
-_CONTENTS = f"/apis/{_SNAPSHOTS}/v1/volumesnapshotcontents"
 # Where a VolumeSnapshotContent has the id of a snapshot that was there before, or of the volume.
 _HANDLES = ("snapshotHandle", "volumeHandle")
 # How long a call waits for the API server, and how many ask it at once.
@@ -86,9 +91,9 @@ class Claims:
         Node that was just made has no label yet.
         """
         label = f"{self.topology_key}={segment}"
-        if self._lists.whole(_NODES, "NodeList", labelSelector=label).items:
+        if self._lists.whole(NODES, "NodeList", labelSelector=label).items:
             return True
-        every = self._lists.whole(_NODES, "NodeList").items
+        every = self._lists.whole(NODES, "NodeList").items
         return segment in references.names_of_nodes(every, self.topology_key)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
@@ -157,7 +162,7 @@ class Claims:
         bound = (snapshot.get("status") or {}).get("boundVolumeSnapshotContentName")
         asked = (snapshot.get("spec") or {}).get("source") or {}
         if content := bound or asked.get("volumeSnapshotContentName"):
-            found = self._objects.find(f"{_CONTENTS}/{_quoted(content)}", _CONTENT) or {}
+            found = self._objects.find(f"{CONTENTS}/{_quoted(content)}", _CONTENT) or {}
             spec, status = found.get("spec") or {}, found.get("status") or {}
             if not _is_for(spec.get("volumeSnapshotRef"), namespace, name):
                 return None
@@ -183,7 +188,7 @@ class Claims:
         name = (claim.get("spec") or {}).get("volumeName")
         if not name:
             return {}
-        found = self._objects.find(f"{_VOLUMES}/{_quoted(name)}", "PersistentVolume") or {}
+        found = self._objects.find(f"{VOLUMES}/{_quoted(name)}", "PersistentVolume") or {}
         spec: Object = found.get("spec") or {}
         about = claim["metadata"]
         is_bound = _is_for(spec.get("claimRef"), about["namespace"], about["name"])

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 
 from agent.core import ids
 from agent.core.ids import VolumeId
-from agent.extras.kubernetes.objects import Lists, Object, Objects
+from agent.extras.kubernetes.objects import CONTENTS, NODES, VOLUMES, Lists, Object, Objects
 from agent.extras.orphans import references
 
-_VOLUMES = "/api/v1/persistentvolumes"
-_NODES = "/api/v1/nodes"
-_CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 # How often the Nodes are listed; how soon for a node that enrolled and is not among them.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
 # How often PersistentVolumes are listed again while they may not agree with the nodes.
@@ -174,7 +171,7 @@ class ClusterRecord(Record):
     def _read_nodes(self) -> None:
         begun = self._clock()
         self._has_stranger = False
-        found = self._lists.metadata(_NODES).items
+        found = self._lists.metadata(NODES).items
         names = [str(one["metadata"]["name"]) for one in found]
         nodes = {key: one for one in names for key in (one, ids.node_segment(one))}
         existing = frozenset(references.names_of_nodes(found, self._topology_key))
@@ -193,7 +190,7 @@ class ClusterRecord(Record):
         begun = self._clock()
         self._is_doubted = False
         named: dict[str, frozenset[str]] = {}
-        found = self._lists.whole(_VOLUMES, "PersistentVolumeList", keep=self._place)
+        found = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
         for one in found.items:
             if uuid := one.get("group"):
                 named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
@@ -254,7 +251,7 @@ class ClusterRecord(Record):
     def _segment_of(self, identity: VolumeId) -> str:
         """The segment in a volume's own PersistentVolume, which has the volume's name; or empty."""
         name = ids.readable_name(str(identity))
-        found = self._objects.find(f"{_VOLUMES}/{name}", "PersistentVolume")
+        found = self._objects.find(f"{VOLUMES}/{name}", "PersistentVolume")
         handle, segment = (None, "") if found is None else self._parsed(found)
         return segment if handle == identity else ""
 
@@ -286,7 +283,7 @@ class ClusterRecord(Record):
         Also those that were not made by a VolumeSnapshot, if they are in the volume's group: which
         volume they are of is not known.
         """
-        found = self._lists.whole(_CONTENTS, "VolumeSnapshotContentList", if_served=True)
+        found = self._lists.whole(CONTENTS, "VolumeSnapshotContentList", if_served=True)
         return sorted(
             str(one["metadata"]["name"]) for one in found.items if self._needs(one, identity)
         )

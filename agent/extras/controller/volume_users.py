@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from agent.core import ids
 from agent.extras.kubernetes.events import Subject
-from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
+from agent.extras.kubernetes.objects import VOLUMES, Lists, Object, Objects, claims_of
 from agent.extras.orphans import references
 
-_VOLUMES = "/api/v1/persistentvolumes"
 _PODS = "/api/v1/pods"
 
 
@@ -45,11 +44,11 @@ class VolumeUsers:
     def _volume(self, volume_id: str) -> Object | None:
         # The provisioner names a PersistentVolume as its volume; a person may name it otherwise.
         name = ids.readable_name(volume_id)
-        found = self._objects.find(f"{_VOLUMES}/{name}", "PersistentVolume")
+        found = self._objects.find(f"{VOLUMES}/{name}", "PersistentVolume")
         if found is not None and self._handle(found) == volume_id:
             return found
         if self._listed is None:
-            every = self._lists.whole(_VOLUMES, "PersistentVolumeList").items
+            every = self._lists.whole(VOLUMES, "PersistentVolumeList").items
             self._listed = {self._handle(one): one for one in every}
         return self._listed.get(volume_id)
 

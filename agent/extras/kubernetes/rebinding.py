@@ -20,9 +20,9 @@ from urllib.parse import quote
 
 from agent.core import errors, ids
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.objects import Lists, Object, Objects, claims_of
+from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, Objects, claims_of
 
-_VOLUMES, _CLAIMS = "/api/v1/persistentvolumes", "persistentvolumeclaims"
+_CLAIMS = "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
 _RETAIN = "Retain"
 # Annotations that Kubernetes' binder and scheduler set again.
@@ -162,7 +162,7 @@ class Rebinding:
 
     def _look(self) -> _State:
         found: dict[str, Object] = {}
-        for one in self._lists.whole(_VOLUMES, f"{_VOLUME}List").items:
+        for one in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
             handle = str(_at(one, "spec", "csi", "volumeHandle"))
             if _at(one, "spec", "csi", "driver") != self._place.driver:
                 continue
@@ -230,7 +230,7 @@ class Rebinding:
         made = _volume_at(self._place, old, claim)
         if new is None:
             what = f"make {_VOLUME} {_name(made)}, reserved for {state}, of the volume on"
-            make = partial(self._objects.create, _VOLUMES, made)
+            make = partial(self._objects.create, VOLUMES, made)
             return _Step(f"{what} {self._place.node}", make)
         if not _is_alike(new, made) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old)} now"
@@ -254,7 +254,7 @@ class Rebinding:
             raise state.refused("it is its pod's, and goes with it")
         if list(_wanted_labels(old)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
-        nodes = self._lists.whole("/api/v1/nodes", "NodeList").items
+        nodes = self._lists.whole(NODES, "NodeList").items
         wanted = self._place.segment
         if wanted not in (_at(one, "metadata", "labels", key) for one in nodes):
             why = f"no node has the label {key}={wanted}; does Carver run there?"
@@ -440,7 +440,7 @@ def _is_going(one: Object) -> bool:
 
 
 def _volume_path(volume: Object) -> str:
-    return f"{_VOLUMES}/{quote(_name(volume), safe='')}"
+    return f"{VOLUMES}/{quote(_name(volume), safe='')}"
 
 
 def _path(namespace: str, *inside: str) -> str:

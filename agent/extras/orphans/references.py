@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.core import errors, ids
-from agent.extras.kubernetes.objects import Listing, Lists
+from agent.extras.kubernetes.objects import NODES, VOLUMES, Listing, Lists
 
 # Kubernetes' own: the prefix of provisioned volumes, and a mirror pod's annotation with the UID of
 # its static pod.
@@ -95,7 +95,7 @@ def read(
 def _read(
     lists: Lists, driver_name: str, topology_key: str, node_ids: Collection[str], pods_on: str
 ) -> References:
-    nodes = lists.whole("/api/v1/nodes", "NodeList")
+    nodes = lists.whole(NODES, "NodeList")
     known = frozenset(names_of_nodes(nodes.items, topology_key))
     for one in sorted(node_ids):
         if one not in known:
@@ -106,7 +106,7 @@ def _read(
     if pods_on:
         pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={pods_on}")
     claims = lists.whole("/api/v1/persistentvolumeclaims", "PersistentVolumeClaimList")
-    volumes = lists.whole("/api/v1/persistentvolumes", "PersistentVolumeList")
+    volumes = lists.whole(VOLUMES, "PersistentVolumeList")
     capacities = lists.whole(
         "/apis/storage.k8s.io/v1/csistoragecapacities", "CSIStorageCapacityList"
     )
