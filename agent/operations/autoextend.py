@@ -24,7 +24,6 @@ from agent.core.background import GroupTasks
 from agent.core.context import Context
 from agent.operations import erase
 from agent.operations.erase_free import FreedSpaceEraser
-from agent.operations.erase_policy import ErasePolicy
 from lvm import layout, names, report, thin, volumes
 from lvm.devicemapper import Snapshot, Status, ThinPool
 from lvm.devices import Written
@@ -83,7 +82,7 @@ class Autoextender:
     """Extends pools and COW stores that are too full."""
 
     def __init__(self, context: Context, sweeper: FreedSpaceEraser) -> None:
-        self._sweeper, self._policy = sweeper, ErasePolicy(context.config, context.kernel)
+        self._sweeper = sweeper
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
         self._allocators = context.allocators
@@ -192,7 +191,7 @@ class Autoextender:
 
     def _may_be_unclean(self, part: _Part) -> bool:
         """Whether a part may have extents that were not overwritten: it is overwritten itself."""
-        return part.kind != AREA or self._policy.zeroes
+        return part.kind != AREA or self._sweeper.policy.zeroes
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
         if part not in self._due[part.group]:

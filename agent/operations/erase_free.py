@@ -195,7 +195,7 @@ class FreedSpaceEraser:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
-        self._policy = ErasePolicy(context.config, context.kernel)
+        self.policy = ErasePolicy(context.config, context.kernel)
         self.jobs = TaskQueue(
             "sweep",
             self._work,
@@ -268,7 +268,7 @@ class FreedSpaceEraser:
                 flush=partial(self._kernel.flush, device),
                 progress=job.progress,
             )
-            for offset, length, by in self._policy.pieces(
+            for offset, length, by in self.policy.pieces(
                 work, device, taken.size_bytes, done_bytes, purpose=Purpose.DELETED
             ):
                 self._kernel.zero_out(device, offset, length, by=by)
@@ -323,7 +323,7 @@ class FreedSpaceEraser:
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
         """Remove a pool or an origin with all that depends on it; all of it was deleted."""
         lvm, held = self._lvm(group.name), _dependents(group, root)
-        if self._policy.erases_any((root, *held)):
+        if self.policy.erases_any((root, *held)):
             erase.mark_for_erase(lvm, group)
         for one in (root, *held):
             self._mappings.copies.forget(one.uuid)
