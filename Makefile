@@ -191,12 +191,13 @@ upgrade: venv ## volumes of each kind that one version made, served by another, 
 cluster: venv ## a Kubernetes cluster of the lab's machines, with Carver in it; 3 nodes
 	$(BIN)/python vagrant/cluster.py up
 
-# CHECKS='--record', '--only NAME'; without them every check, and Kubernetes' own storage tests.
+# CHECKS='--record', '--only NAME'; without a name every check, and Kubernetes' own storage tests. Exit
+# code 3 is that of checks that all passed, but for what the cluster lacks.
 CHECKS ?=
 .PHONY: cluster-test
 cluster-test: venv ## in that cluster: our checks, those that want a lab too, and Kubernetes' own tests
-	$(BIN)/python vagrant/cluster.py check --lab $(CHECKS)
-	$(BIN)/python tests/cluster/e2e.py $(filter --record,$(CHECKS))
+	$(BIN)/python vagrant/cluster.py check --lab $(CHECKS) || [ $$? = 3 ]
+	$(if $(filter --only,$(CHECKS)),,$(BIN)/python tests/cluster/e2e.py $(filter --record,$(CHECKS)))
 
 .PHONY: cluster-down
 cluster-down: venv ## remove the cluster; its programs and the box stay cached

@@ -10,7 +10,6 @@ the README says: its image, and the committed manifest, unchanged.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -69,15 +68,23 @@ T = TypeVar("T")
 class Cluster:
     """The cluster of this checkout: its nodes, its versions, and how it is brought up."""
 
-    def __init__(self, nodes: int, kubernetes: str = "", gates: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        kubernetes: str = "",
+        gates: Sequence[str] = (),
+        values: Sequence[str] = (),
+    ) -> None:
         """Describe a cluster.
 
         `kubernetes` is a version such as 1.37.2, or empty for the one that go.mod requires; `gates`
-        are feature gates of Kubernetes, each NAME=true or NAME=false.
+        are feature gates of Kubernetes, each NAME=true or NAME=false; `values` are those files of
+        tests/cluster/values with which Carver is installed over the manifest's values.
         """
         self.guests = [_guest(number) for number in range(1, nodes + 1)]
         self.programs = Programs(kubernetes)
         self.gates = gates
+        self.values = list(values)
         self.control_plane = ControlPlane(self.programs, gates)
         self.machines = Machines(
             _KIND,
@@ -90,6 +97,11 @@ class Cluster:
     def _image_digest(self) -> str:
         """What Carver's image is made of, as it was when it was asked for first."""
         return host.digest_of(*_PARTS_OF_IMAGE)[:16]
+
+    @property
+    def server(self) -> str:
+        """The URL of the API server."""
+        return control_plane.SERVER
 
     @property
     def kubectl(self) -> Callable[..., subprocess.CompletedProcess[str]]:
@@ -136,7 +148,6 @@ class Cluster:
         with step("start kubelets", "kubelets"):
             _at_once(self.guests, node.start)
             self.wait_for_nodes()
-        self._write_settings()
         self.install_carver()
 
     def _write_settings(self) -> None:
@@ -145,6 +156,7 @@ class Cluster:
             "nodes": len(self.guests),
             "kubernetes": self.programs.kubernetes,
             "gates": [*self.gates],
+            "values": self.values,
         }
         _SETTINGS.write_text(json.dumps(settings))
 
@@ -161,27 +173,34 @@ class Cluster:
     # Carver
 
     def install_carver(self) -> None:
-        """Apply the committed manifest, and wait until every node has enrolled."""
+        """Apply the committed manifest, and wait until every node has enrolled.
+
+        What helm has installed meanwhile goes back to the manifest's values by helm.
+        """
+        if self._is_of_helm():
+            self.install_values([])
         with step("install Carver", "carver") as installing:
-            before = self._installed_image()
-            self.apply(_MANIFEST.read_text())
-            digest = self._image_digest
-            if before != digest:
-                mark = f"carver.lab/image={digest}"
-                self.kubectl("label", "namespace", NAMESPACE, mark, "--overwrite")
-            if before and before != digest:
-                # Another image has the same name, so the manifest is as before.
-                self.kubectl(
-                    *("--namespace", NAMESPACE, "rollout", "restart"),
-                    *("daemonset/carver-node", "deployment/carver-controller"),
-                )
+            if not self._namespace():
+                self.kubectl("create", "namespace", NAMESPACE)
+                self._mark_image()
+            if not self._is_of_helm():
+                self.apply(_MANIFEST.read_text())
+            if self.image != self._image_digest:
+                # Another image has the same name, so no pod's template changed. The mark comes
+                # last: whoever is interrupted before it restarts the pods once more.
+                workloads = self._workloads()
+                self.kubectl("--namespace", NAMESPACE, "rollout", "restart", *workloads)
+                self._mark_image()
             self.wait_for_carver(installing)
+        self.values = []
+        self._write_settings()
 
     def install_values(self, names: Sequence[str]) -> None:
         """Install or upgrade Carver by helm, with tests/cluster/values over the manifest's values.
 
-        What the committed manifest made is taken over; a CSIDriver that may not be changed in place
-        is made anew, as docs/install.md says.
+        Helm takes over what the committed manifest made; only what it has taken over does it remove
+        where the new values leave it out. A CSIDriver that may not be changed in place is made
+        anew, as docs/install.md says.
         """
         files = [_VALUES / f"{name}.yaml" for name in names]
         if missing := [one.name for one in files if not one.exists()]:
@@ -193,16 +212,40 @@ class Cluster:
             by_nodes = "sidecars" in names
             self.control_plane.distribute_snapshots(by_nodes)
             self.apply(json.dumps(_SECRET))
+            if not self._is_of_helm():
+                self._helm(it, [])
+            self._helm(it, files)
+            self.wait_for_carver(it)
+        self.values = [*names]
+        self._write_settings()
+
+    def _helm(self, installing: Step, files: Sequence[Path]) -> None:
+        """Have helm install or upgrade Carver with the manifest's values and these files."""
+        values = [f"--values={one}" for one in (_MANIFEST_VALUES, *files)]
+        helm, chart = str(render.ensure_helm()), str(render.CHART)
+        shown = subprocess.run(
+            [helm, "template", "carver", chart, *values, "--show-only=templates/csidriver.yaml"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        try:
+            self.kubectl("apply", "--dry-run=server", "--filename=-", stdin=shown)
+        except ControlPlaneError:
             self.kubectl("delete", "csidriver", "lvm.csi.carver", "--ignore-not-found")
-            words = [
-                *(str(render.ensure_helm()), "upgrade", "--install", "carver", str(render.CHART)),
+        installing.run(
+            *host.in_network(
+                *(helm, "upgrade", "--install", "carver", chart, *values),
                 *("--namespace", NAMESPACE, "--take-ownership"),
                 f"--kubeconfig={control_plane.kubeconfig()}",
-                f"--values={_MANIFEST_VALUES}",
-                *(f"--values={one}" for one in files),
-            ]
-            it.run(*host.in_network(*words), environment={**os.environ, "HOME": str(_SERVED)})
-            self.wait_for_carver(it)
+            ),
+            environment={**os.environ, "HOME": str(_SERVED)},
+        )
+
+    def _is_of_helm(self) -> bool:
+        """Return whether helm has installed Carver, and not the manifest alone."""
+        words = (f"--namespace={NAMESPACE}", "--selector=owner=helm,name=carver")
+        return bool(self.control_plane.objects("secrets", *words))
 
     def apply(self, text: str) -> None:
         """Apply objects as an administrator."""
@@ -210,22 +253,38 @@ class Cluster:
 
     def wait_for_carver(self, waiting: Step, limit_seconds: float = 900) -> None:
         """Wait until Carver's pods are ready and every node has its driver and its capacity."""
-        for kind in ("daemonset/carver-node", "deployment/carver-controller"):
-            timeout = f"--timeout={limit_seconds:.0f}s"
-            with contextlib.suppress(ControlPlaneError):
-                if self.kubectl("--namespace", NAMESPACE, "get", kind).returncode:
-                    continue
-            done = self.kubectl("--namespace", NAMESPACE, "rollout", "status", kind, timeout)
+        timeout = f"--timeout={limit_seconds:.0f}s"
+        for workload in self._workloads():
+            done = self.kubectl("--namespace", NAMESPACE, "rollout", "status", workload, timeout)
             with waiting.log.open("a") as log:
                 log.write(done.stdout)
         self._until("every node has the driver", self._have_driver, limit_seconds)
         self._until("every node has a capacity", self._have_capacity, limit_seconds)
 
-    def _installed_image(self) -> str:
-        """Return what the image of the installed Carver was made of; empty without Carver."""
+    def _workloads(self) -> list[str]:
+        """Name the DaemonSets and Deployments of the installed Carver, each as KIND/NAME."""
+        return [
+            f"{kind}/{one['metadata']['name']}"
+            for kind in ("daemonset", "deployment")
+            for one in self.control_plane.objects(f"{kind}s", f"--namespace={NAMESPACE}")
+        ]
+
+    def _mark_image(self) -> None:
+        """Have the namespace's label say what the image of the installed Carver was made of."""
+        mark = f"carver.lab/image={self._image_digest}"
+        self.kubectl("label", "namespace", NAMESPACE, mark, "--overwrite")
+
+    @property
+    def image(self) -> str:
+        """A digest of what the image of the installed Carver was made of; empty without Carver."""
+        labels = self._namespace().get("metadata", {}).get("labels", {})
+        return str(labels.get("carver.lab/image", ""))
+
+    def _namespace(self) -> dict[str, Any]:
+        """Return the namespace of Carver; empty where there is none."""
         words = ("get", "namespace", NAMESPACE, "--ignore-not-found", "--output=json")
-        shown = json.loads(self.kubectl(*words).stdout or "{}")
-        return str(shown.get("metadata", {}).get("labels", {}).get("carver.lab/image", ""))
+        shown: dict[str, Any] = json.loads(self.kubectl(*words).stdout or "{}")
+        return shown
 
     def _have_driver(self) -> bool:
         served = {
@@ -453,7 +512,9 @@ def present() -> Cluster:
         settings: dict[str, Any] = json.loads(_SETTINGS.read_text())
     except FileNotFoundError:
         raise ControlPlaneError("there is no cluster: `make cluster` makes one") from None
-    return Cluster(settings["nodes"], settings["kubernetes"], settings["gates"])
+    return Cluster(
+        settings["nodes"], settings["kubernetes"], settings["gates"], settings.get("values", ())
+    )
 
 
 def sidecars() -> dict[str, str]:
@@ -555,8 +616,9 @@ def _check(arguments: argparse.Namespace) -> int:
         "PATH": f"{kubectl}{os.pathsep}{os.environ['PATH']}",
     }
     settings = [f"{name}={value}" for name, value in environment.items()]
-    words = ["env", *settings, sys.executable, str(program), *arguments.words]
-    return subprocess.run(host.in_network(*words), check=False).returncode
+    words = host.in_network("env", *settings, sys.executable, str(program), *arguments.words)
+    # In place of this process: after an interrupt the checks have to remove what they have made.
+    os.execvp(words[0], words)  # noqa: S606
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -163,6 +163,8 @@ def group_snapshot(site: Site) -> str:
     needs_controller(site)
     if site.place.no_groups:
         raise NotHere(site.place.no_groups)
+    if not site.place.groups:
+        raise Off("Carver's snapshotter makes no group snapshots (sidecars.snapshotter.groups)")
     data, pod, words = site.used("pod")
     second = site.start("second", site.claim("log"), terms=site.topology(data))
     wanted = sorted([words, site.write(second)])

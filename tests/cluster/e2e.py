@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("--focus", default="", help="only specs whose name this expression matches")
     parser.add_argument("--record", action="store_true", help="write the outcome into the docs")
     arguments = parser.parse_args()
+    if arguments.focus and arguments.record:
+        parser.error("--record is about every spec: leave out --focus")
     try:
         lab = cluster.present()
     except ControlPlaneError as error:
@@ -49,38 +51,46 @@ def main() -> int:
         return _UNUSABLE
     lab.apply(_ATTRIBUTES.read_text().partition("\n---")[0])
     folder = _RESULTS / time.strftime("%Y%m%d-%H%M%S")
-    names = [one for one in _listed(lab, folder) if re.search(arguments.focus, one)]
+    suite, listed = _listed(lab, folder)
+    names = [one for one in listed if re.search(arguments.focus, one)]
     alone = [one for one in names if re.search(_ALONE, one)]
     beside = [one for one in names if one not in alone]
     print(f"{len(names)} specs, {len(alone)} of them alone; results: {folder}", flush=True)
-    shares = [beside[number :: arguments.shards] for number in range(arguments.shards)]
-    _run(lab, folder, {f"shard-{number}": one for number, one in enumerate(shares) if one})
+    shares = {
+        f"shard-{number}": beside[number :: arguments.shards] for number in range(arguments.shards)
+    }
+    _run(lab, folder, {name: focus_on(suite, share) for name, share in shares.items() if share})
     if alone:
-        _run(lab, folder, {"alone": alone})
-    found = [one for path in folder.glob("*/report.json") for one in read(path)]
+        shares["alone"] = alone
+        _run(lab, folder, {"alone": focus_on(suite, alone)})
+    found = outcomes(folder, shares)
     if arguments.record:
         _record(lab, found)
     return judge(found)
 
 
-def _listed(lab: cluster.Cluster, folder: Path) -> list[str]:
-    """Name the specs of the suite that are about Carver."""
-    _run(lab, folder, {"list": None}, "--ginkgo.dry-run")
-    report = folder / "list" / "report.json"
-    names = [one.name for one in read(report) if re.search(_FOCUS, one.name)]
-    report.unlink()
-    return names
+def _listed(lab: cluster.Cluster, folder: Path) -> tuple[str, list[str]]:
+    """Return the suite's name, and the names of its specs that are about Carver."""
+    _run(lab, folder, {"list": _FOCUS}, "--ginkgo.dry-run")
+    report = json.loads((folder / "list" / "report.json").read_text())
+    names = [one.name for one in specs(report) if re.search(_FOCUS, one.name)]
+    return str(report[0]["SuiteDescription"]), names
 
 
-def _run(
-    lab: cluster.Cluster, folder: Path, shares: dict[str, list[str] | None], *options: str
-) -> None:
-    """Run the suite's program once for each share of the specs, side by side."""
+def focus_on(suite: str, names: Iterable[str]) -> str:
+    """Return the expression that focuses on these specs of a suite and on no other ones.
+
+    Ginkgo matches it against the suite's name, a space and the spec's name.
+    """
+    return f"^{re.escape(suite)} ({'|'.join(map(re.escape, names))})$"
+
+
+def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *options: str) -> None:
+    """Run the suite's program once for each focus, side by side."""
     processes = []
-    for name, share in shares.items():
+    for name, focus in focuses.items():
         here = folder / name
         here.mkdir(parents=True)
-        focus = _FOCUS if share is None else f"^({'|'.join(map(re.escape, share))})$"
         words = [
             str(lab.programs.path("e2e.test")),
             f"--kubeconfig={control_plane.kubeconfig()}",
@@ -109,14 +119,34 @@ def _run(
     try:
         for process in processes:
             process.wait()
-    finally:
+    except KeyboardInterrupt:
+        # The terminal has interrupted each of them too. A second signal would keep the suite from
+        # removing what it has made.
         for process in processes:
-            process.terminate()
+            process.wait()
+        raise
 
 
-def read(report: Path) -> list[Spec]:
-    """Read the specs of a JSON report as Ginkgo writes it."""
-    return list(specs(json.loads(report.read_text())))
+def outcomes(folder: Path, shares: Mapping[str, Sequence[str]]) -> list[Spec]:
+    """Return how each spec of each share ended, as the reports of the suite's program say.
+
+    A spec that no report names did not run, and a share whose program failed without a spec that
+    failed is a failure of its own: neither may pass for success.
+    """
+    found: list[Spec] = []
+    for share, names in shares.items():
+        report = folder / share / "report.json"
+        suites = json.loads(report.read_text()) if report.exists() else []
+        by_name = {one.name: one for one in specs(suites)}
+        why = f"no report names it; the log: {folder / share / 'log'}"
+        ended = [by_name.get(name, Spec(name, "not run", why)) for name in names]
+        found += ended
+        is_well = all(one["SuiteSucceeded"] for one in suites)
+        if is_well or any(one.state not in ("passed", "skipped", "pending") for one in ended):
+            continue
+        said = "; ".join(why for one in suites for why in one["SpecialSuiteFailureReasons"] or ())
+        found.append(Spec(share, "failed", f"its program failed, and no spec did: {said}"))
+    return found
 
 
 def reasons(document: str) -> dict[str, str]:
@@ -160,8 +190,10 @@ def _record(lab: cluster.Cluster, found: Sequence[Spec]) -> None:
             mode="controller" if is_central else "sidecars on each node",
             nodes=len(lab.guests),
             storage_class="carver",
+            values=tuple(one for one in lab.values if one not in record.WITHOUT_EFFECT),
+            gates=tuple(lab.gates),
         ),
-        image.rpartition(":")[2],
+        f"{image.rpartition(':')[2]}, image {lab.image}",
         time.strftime("%Y-%m-%d"),
         {"Kubernetes' e2e suite": f"{passed} of {len(ran)} specs passed"},
     )

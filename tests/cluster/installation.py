@@ -56,6 +56,8 @@ class Installation:
     # Why snapshots cannot be made here; empty where they can.
     no_snapshots: str
     no_groups: str
+    # Whether Carver's snapshotter is installed so that it makes group snapshots.
+    groups: bool
 
     def pods(self, kubectl: Kubectl, *, controllers: bool = False) -> list[Object]:
         """Carver's pods on the nodes, or with those of the controller."""
@@ -157,7 +159,8 @@ def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") 
         image=image,
         inline="Ephemeral" in modes,
         no_snapshots=no_snapshots,
-        no_groups=no_snapshots or _no_groups(kinds, controllers),
+        no_groups=no_snapshots or _no_groups(kinds),
+        groups=_makes_groups(controllers),
     )
 
 
@@ -264,14 +267,16 @@ def _no_snapshots(
     return _no_nodes_for_controller(kubectl)
 
 
-def _no_groups(kinds: Container[str], controllers: Sequence[Object]) -> str:
+def _no_groups(kinds: Container[str]) -> str:
     """Why no group snapshot can be made, as far as it can be seen beforehand."""
     if GROUP_SNAPSHOTS not in kinds:
         return "the cluster has no CRDs of groupsnapshot.storage.k8s.io/v1"
-    containers = [one for it in controllers for one in it["spec"]["template"]["spec"]["containers"]]
-    if not any(_GROUPS in one.get("args", ()) for one in containers):
-        return "Carver's snapshotter makes no group snapshots (sidecars.snapshotter.groups)"
     return ""
+
+
+def _makes_groups(controllers: Sequence[Object]) -> bool:
+    containers = [one for it in controllers for one in it["spec"]["template"]["spec"]["containers"]]
+    return any(_GROUPS in one.get("args", ()) for one in containers)
 
 
 def _no_nodes_for_controller(kubectl: Kubectl) -> str:

@@ -112,7 +112,10 @@ def controller_killed(site: Site) -> str:
 def _kill_controllers(site: Site) -> int:
     """Kill `carver controller` on every node by SIGKILL; return how many there were."""
     lab = _lab(site)
-    return sum(lab.kill(node, "carver controller") for node in lab.nodes)
+    killed = sum(lab.kill(node, "carver controller") for node in lab.nodes)
+    if not killed:
+        raise Failed("no process of `carver controller` was found on any node")
+    return killed
 
 
 def dead_node(site: Site) -> str:
@@ -151,18 +154,19 @@ def modes(site: Site) -> str:
     """Carver goes from one controller to sidecars on each node, and back, under a writer."""
     checks.needs_controller(site)
     lab = _lab(site)
+    values = [*lab.values]
     data = site.claim("data")
     writer = site.start("writer", data, script=checks.WRITER)
     kept, pod, words = site.used("pod")
     monday = "" if site.place.no_snapshots else site.snapshot("monday", kept)
     try:
-        lab.install_values(["sidecars"])
+        lab.install_values([*values, "sidecars"])
         distributed = _found_anew(site)
         if distributed.place.controllers:
             raise Failed("the controller is still installed")
         _serves(distributed, "there", kept, pod, words, monday)
     finally:
-        lab.install_values([])
+        lab.install_values(values)
     _serves(_found_anew(site), "back", kept, pod, words, monday)
     numbers = [int(line.split()[0]) for line in lines_of(site, writer)]
     if numbers != list(range(1, len(numbers) + 1)):

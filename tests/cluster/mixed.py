@@ -15,6 +15,8 @@ def mixed_claims(site: Site) -> str:
     """
     if not site.place.controllers:
         raise Off("no controller serves the cluster (controller.enabled)")
+    if len(site.place.nodes) < 2:
+        raise NotHere("a cluster of one node has no other one")
     if site.place.no_snapshots:
         raise NotHere(site.place.no_snapshots)
     data, pod, words = site.used("pod")

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRIALS = Path(__file__).with_name("trials.json")
 DOCUMENT = ROOT / "docs" / "testing.md"
 _BEGIN, _END = "<!-- trials: begin -->", "<!-- trials: end -->"
+# Values that only change what is logged, or what `mode` and `nodes` say already.
+WITHOUT_EFFECT = frozenset({"recording", "sidecars"})
 _NOT_TRIED = "not tried"
 
 
@@ -26,14 +28,20 @@ class Configuration:
     mode: str
     nodes: int
     storage_class: str
+    # The files of tests/cluster/values with which Carver was installed, and feature gates.
+    values: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """The head of a column of the table."""
-        return (
+        parts = [
             f"{self.mode}, {self.nodes} nodes, class `{self.storage_class}`, Kubernetes"
-            f" {self.kubernetes.removeprefix('v')}"
-        )
+            f" {self.kubernetes.removeprefix('v')}",
+            *(f"values `{one}`" for one in self.values),
+            *(f"`{one}`" for one in self.gates),
+        ]
+        return ", ".join(parts)
 
 
 def add(configuration: Configuration, carver: str, day: str, outcomes: Mapping[str, str]) -> None:
@@ -80,4 +88,11 @@ def _cell(outcome: Mapping[str, str] | None) -> str:
 
 
 def _of(trial: Mapping[str, Any]) -> Configuration:
-    return Configuration(trial["kubernetes"], trial["mode"], trial["nodes"], trial["storage_class"])
+    return Configuration(
+        trial["kubernetes"],
+        trial["mode"],
+        trial["nodes"],
+        trial["storage_class"],
+        tuple(trial.get("values", ())),
+        tuple(trial.get("gates", ())),
+    )

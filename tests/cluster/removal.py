@@ -1,8 +1,9 @@
 """What is left of a run, and its end: objects, volumes on the nodes, a node that is cordoned."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 from cluster import objects
+from cluster.installation import Held
 from cluster.kubectl import (
     ATTRIBUTES,
     CONTENTS,
@@ -148,7 +149,10 @@ def _still_there(site: Site, node: str, handles: Container[str]) -> list[str]:
 
     A volume whose making was interrupted can be there without a PersistentVolume.
     """
-    held = site.place.held(site.kubectl, node) or {}
+    held: Mapping[str, Held] = {}
+    if site.place.daemonsets:
+        asked = f"Carver on {node} says what it holds"
+        held = site.until(asked, lambda: site.place.held(site.kubectl, node))
     start = f"{site.namespace}/{site.check}"
     return sorted(key for key, one in held.items() if key in handles or one.claim.startswith(start))
 

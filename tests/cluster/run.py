@@ -79,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--record",
         action="store_true",
-        help="write the outcomes into tests/cluster/trials.json and the table of docs/testing.md",
+        help="in the cluster of `make cluster`: write the outcomes into tests/cluster/trials.json"
+        " and the table of docs/testing.md",
     )
     made.add_argument(
         "--image",
@@ -144,14 +145,16 @@ def try_all(
     parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time, lab: Lab | None = None
 ) -> int:
     """Run the checks, print how each came out, remove everything; the exit code."""
-    if parsed.lab and lab is None:
+    if (parsed.lab or parsed.record) and lab is None:
         lab = the_lab()
-    every = {**checks.ALL, **(lab_checks.ALL if lab is not None else {})}
+    every = {**checks.ALL, **(lab_checks.ALL if parsed.lab else {})}
     if unknown := set(parsed.only) - every.keys():
         raise Unusable(f"these checks want a lab (--lab): {', '.join(sorted(unknown))}")
     if left := removal.runs_left(kubectl):
         print(f"earlier runs have left something, or are under way: {', '.join(left)} (--clean)")
     place = installation.find(kubectl, parsed.driver, parsed.image, parsed.like)
+    if lab is not None and place.server != lab.server:
+        raise Unusable(f"KUBECONFIG names {place.server}, the lab's cluster is {lab.server}")
     run = secrets.token_hex(3)
     print(f"{place.driver} at {place.server}, Kubernetes {place.version}, run {run}")
     print(f"nodes: {', '.join(place.nodes)}; image: {place.image}; ", end="")
@@ -177,8 +180,8 @@ def try_all(
         row, interrupted = _removed(whole, interrupted)
         rows.append(row)
     print("\n" + "\n".join(map(_line, rows)))
-    if parsed.record:
-        _record(place, rows)
+    if parsed.record and lab is not None:
+        _record(place, lab, rows)
     return INTERRUPTED if interrupted else _code(rows)
 
 
@@ -222,16 +225,18 @@ def _outcome(site: Site, check: checks.Check) -> tuple[str, str]:
         return FAILED, f"{type(error).__name__}: {error}"
 
 
-def _record(place: installation.Installation, rows: Sequence[Row]) -> None:
+def _record(place: installation.Installation, lab: Lab, rows: Sequence[Row]) -> None:
     """Record how each check came out, in which cluster, with which Carver."""
     configuration = record.Configuration(
         kubernetes=place.version,
         mode="controller" if place.controllers else "sidecars on each node",
         nodes=len(place.nodes),
         storage_class=str(path(place.like, "metadata", "name", default="none")),
+        values=tuple(one for one in lab.values if one not in record.WITHOUT_EFFECT),
+        gates=tuple(lab.gates),
     )
     outcomes = {one.check: one.outcome for one in rows if one.check != "removed"}
-    carver = place.image.rpartition(":")[2]
+    carver = f"{place.image.rpartition(':')[2]}, image {lab.image}"
     record.add(configuration, carver, time.strftime("%Y-%m-%d"), outcomes)
 
 

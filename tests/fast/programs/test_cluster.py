@@ -142,6 +142,7 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("mode stays", "modes", "the controller is still installed"),
         ("never scheduled", "dead-node", "not within"),
         ("never ready", "controller-killed", "is ready"),
+        ("survives", "controller-killed", "no process of `carver controller` was found"),
     ],
 )
 def test_a_failed_check_gives_the_lab_back_as_it_was(
@@ -319,7 +320,7 @@ CENTRAL = {
         ),
         (no_snapshotter, run.PARTLY, "not here", SNAPSHOTS, "sidecars.snapshotter.enabled"),
         (no_group_kinds, run.PARTLY, "not here", {"group-snapshot"}, "no CRDs of groupsnapshot"),
-        (no_groups, run.PARTLY, "not here", {"group-snapshot"}, "sidecars.snapshotter.groups"),
+        (no_groups, run.WELL, "off", {"group-snapshot"}, "sidecars.snapshotter.groups"),
         (no_attributes, run.PARTLY, "not here", {"attributes"}, "no VolumeAttributesClass"),
         (no_controller, run.WELL, "off", CENTRAL, "controller.enabled"),
         (no_inline_volumes, run.WELL, "off", {"inline"}, "does not allow Ephemeral"),
@@ -356,7 +357,7 @@ def test_a_cluster_with_a_controller_is_found_by_its_manifest(
     found = installation.find(Kubectl(cluster.execute), DRIVER)
     assert [one["metadata"]["name"] for one in found.daemonsets] == ["carver-node"]
     assert [one["metadata"]["name"] for one in found.controllers] == ["carver-controller"]
-    assert bool(found.no_groups)
+    assert not found.groups
     assert ("snapshotter" in found.no_snapshots) is bool(without)
 
 
@@ -429,7 +430,9 @@ def test_an_api_server_that_stays_away_is_a_failure(cluster: FakeCluster, tried:
     cluster.errors = [("exec", 1000, PASSING)]
     printed = tried(run.WRONG, "--only", "claim")
     assert "not within 20 s: pod claim-first writes; kubectl exec" in printed
+    assert "Carver on one says what it holds" in printed
     cluster.errors = []
+    tried(run.WELL, "--clean")
     assert left(cluster) == []
 
 

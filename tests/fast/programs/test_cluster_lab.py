@@ -274,6 +274,53 @@ def test_a_spec_that_fails_needs_a_reason_in_the_document(
     assert "known: the suite's own mistake" in capsys.readouterr().out
 
 
+def suite(*specs: tuple[str, str], is_well: bool = True) -> list[dict[str, object]]:
+    """A report as Ginkgo writes it."""
+    reports = [
+        {"ContainerHierarchyTexts": ["External"], "LeafNodeText": name, "LeafNodeType": "It"}
+        | {"State": state}
+        for name, state in specs
+    ]
+    why = [] if is_well else ["the suite timed out"]
+    return [
+        {"SpecReports": reports, "SuiteSucceeded": is_well, "SpecialSuiteFailureReasons": why}
+        | {"SuiteDescription": "Kubernetes e2e suite"}
+    ]
+
+
+def outcomes(folder: Path, names: list[str], report: object) -> dict[str, str]:
+    (folder / "shard-0").mkdir()
+    if report is not None:
+        (folder / "shard-0" / "report.json").write_text(json.dumps(report))
+    return {one.name: one.state for one in e2e.outcomes(folder, {"shard-0": names})}
+
+
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        (suite(("a", "passed"), ("b", "skipped"), ("c", "passed")), ["passed", "skipped"]),
+        (suite(("a", "passed"), ("c", "passed")), ["passed", "not run"]),
+        (None, ["not run", "not run"]),
+        (
+            suite(("a", "skipped"), ("b", "skipped"), is_well=False),
+            ["skipped", "skipped", "failed"],
+        ),
+        (suite(("a", "failed"), ("b", "passed"), is_well=False), ["failed", "passed"]),
+    ],
+)
+def test_a_spec_that_was_asked_for_and_did_not_run_is_no_success(
+    tmp_path: Path, report: object, found: list[str]
+) -> None:
+    assert [*outcomes(tmp_path, ["External a", "External b"], report).values()] == found
+
+
+def test_specs_are_focused_on_by_what_ginkgo_matches() -> None:
+    focus = e2e.focus_on("Kubernetes e2e suite", ["External [x] a", "External [x] b (c)"])
+    assert re.search(focus, "Kubernetes e2e suite External [x] b (c)")
+    assert not re.search(focus, "Kubernetes e2e suite External [x] a and more")
+    assert not re.search(focus, "Kubernetes e2e suite Other External [x] a")
+
+
 def test_a_suite_of_which_nothing_passed_has_failed() -> None:
     assert e2e.judge([]) == 1
     assert e2e.judge([Spec("a", "skipped", "")]) == 1

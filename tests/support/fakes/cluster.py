@@ -18,6 +18,7 @@ from typing import Any
 
 from cluster.kubectl import Answer, Object, path
 
+SERVER = "https://fake:6443"
 DRIVER, TOPOLOGY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
 IMAGE = "localhost/carver:0.1.0"
 _MIB = 1 << 20
@@ -197,7 +198,7 @@ class FakeCluster:
         return 0, json.dumps({"serverVersion": {"gitVersion": "v1.36.0"}}), ""
 
     def _do_config(self, *_: Any) -> tuple[int, str, str]:
-        return 0, json.dumps({"clusters": [{"cluster": {"server": "https://fake:6443"}}]}), ""
+        return 0, json.dumps({"clusters": [{"cluster": {"server": SERVER}}]}), ""
 
     def _do_get(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
         if "raw" in options:
@@ -754,6 +755,10 @@ class FakeLab:
         self.done: list[tuple[str, str]] = []
         # The controller's objects, while there is none.
         self.central: dict[Key, Object] = {}
+        self.server = SERVER
+        self.image = "0123456789abcdef"
+        self.values: list[str] = []
+        self.gates: list[str] = []
 
     @property
     def nodes(self) -> list[str]:
@@ -793,7 +798,7 @@ class FakeLab:
 
     def kill(self, name: str, program: str) -> int:
         self.done.append((f"kill {program}", name))
-        return int(name == "control")
+        return int(name == "control" and "survives" not in self.cluster.wrong)
 
     def add_node(self) -> str:
         self.done.append(("add", "three"))
@@ -802,6 +807,7 @@ class FakeLab:
 
     def install_values(self, names: Sequence[str]) -> None:
         self.done.append(("install", " ".join(names)))
+        self.values = [*names]
         if "sidecars" in names and "mode stays" not in self.cluster.wrong:
             self.central = self.cluster.distribute()
         elif "sidecars" not in names:
