@@ -89,7 +89,9 @@ class Cluster:
         self.machines = Machines(
             _KIND,
             self.guests,
-            cpus=machines.setting("CARVER_LAB_CPUS", 2),
+            # With two, an emulated processor spins while it waits for the other one, and the host may
+            # not be running that one.
+            cpus=machines.setting("CARVER_CLUSTER_CPUS", 1),
             memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
         )
 
@@ -560,7 +562,7 @@ def main() -> int:
     """Run one command; return the exit code."""
     parser = _parser()
     arguments, words = parser.parse_known_args()
-    if arguments.command == "check":
+    if arguments.command in _OF_OTHERS:
         arguments.words = words
     elif words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
@@ -667,6 +669,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 _CHANGES = frozenset({"up", "down", "install"})
+# Whose words are those of another program, options and all.
+_OF_OTHERS = frozenset({"check", "kubectl"})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -675,14 +679,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in _COMMANDS.items():
-        command = commands.add_parser(name, help=(function.__doc__ or "").partition("\n")[0])
+        command = commands.add_parser(
+            name,
+            help=(function.__doc__ or "").partition("\n")[0],
+            add_help=name not in _OF_OTHERS,
+            allow_abbrev=False,
+        )
         if name in ("run", "clock") or function is _change:
             command.add_argument("node")
         if name == "clock":
             command.add_argument("seconds", type=int)
         if name == "install":
             command.add_argument("values", nargs="*", help="such as everything, sidecars")
-        if name in ("run", "kubectl"):
+        if name == "run":
             # The command's options are not ours.
             command.add_argument("words", nargs=argparse.REMAINDER)
     return parser

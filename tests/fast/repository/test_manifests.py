@@ -371,8 +371,11 @@ def test_the_probes_ask_where_carver_answers(path: Path, tmp_path: Path) -> None
         probes = {key: one[key]["httpGet"] for key in one if key.endswith("Probe")}
         ports = {port["name"] for port in one.get("ports", [])}
         assert {probe["port"] for probe in probes.values()} <= ports
+        # Until a container has started, however long that takes, it is not restarted as dead.
+        assert ("startupProbe" in probes) == ("livenessProbe" in probes), one["name"]
         if one["name"] == "controller":
             assert {key: probe["path"] for key, probe in probes.items()} == {
+                "startupProbe": "/healthz",
                 "livenessProbe": "/healthz",
                 "readinessProbe": "/healthz",
             }

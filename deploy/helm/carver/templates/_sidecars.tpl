@@ -199,9 +199,11 @@ replicas; without a controller those of each node.
 {{- /* The port of a sidecar's metrics; where it `leads`, a leader's health is there, too. */ -}}
 {{- define "carver.observed" -}}
 {{- if .leads }}
-livenessProbe:
-  {{- $probe := .root.Values.sidecars.livenessProbe }}
-  {{- include "carver.probe" (dict "path" "/healthz/leader-election" "port" .name "probe" $probe) | nindent 2 }}
+{{- range $name := list "startupProbe" "livenessProbe" }}
+{{ $name }}:
+  {{- $probe := index $.root.Values.sidecars $name }}
+  {{- include "carver.probe" (dict "path" "/healthz/leader-election" "port" $.name "probe" $probe) | nindent 2 }}
+{{- end }}
 {{- end }}
 ports:
   - name: {{ .name }}
