@@ -89,8 +89,8 @@ class Cluster:
         self.machines = Machines(
             _KIND,
             self.guests,
-            # With two, an emulated processor spins while it waits for the other one, and the host may
-            # not be running that one.
+            # With two, an emulated processor spins while it waits for the other one, which the host
+            # may not be running.
             cpus=machines.setting("CARVER_CLUSTER_CPUS", 1),
             memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
         )
