@@ -104,10 +104,12 @@ class Cluster:
         names = ", ".join(one.name for one in self.guests)
         raise GuestError(f"no machine of the cluster is called {name!r}: there are {names}")
 
-    def up(self) -> None:
+    def up(self, copy_of: str = "") -> None:
         """Bring the cluster up with the present tree's Carver in it.
 
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
+        Where a node is named by `copy_of`, the last machine gets a copy of that node's disk before
+        it has a volume group of its own.
         """
         machines.prepare()
         self.programs.build(
@@ -133,11 +135,14 @@ class Cluster:
             _at_once(numbered, lambda it: node.install(it[1], it[0], bridge, gates))
         with step("import images that changed", "images"):
             _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
+        if copy_of:
+            with step(f"copy the disk of {copy_of} to {self.guests[-1].name}", "copy"):
+                node.copy_disk(self.guest(copy_of), self.guests[-1])
         with step("start kubelets", "kubelets"):
             _at_once(self.guests, node.start)
             self.wait_for_nodes()
         self._write_settings()
-        self.install_carver()
+        self.install_carver(has_room=not copy_of)
 
     def _write_settings(self) -> None:
         """Remember what the cluster is, for those who find it up."""
@@ -160,8 +165,11 @@ class Cluster:
 
     # Carver
 
-    def install_carver(self) -> None:
-        """Apply the committed manifest, and wait until every node has enrolled."""
+    def install_carver(self, *, has_room: bool = True) -> None:
+        """Apply the committed manifest, and wait until every node has enrolled.
+
+        Nodes need not have a capacity where `has_room` is False.
+        """
         with step("install Carver", "carver") as installing:
             before = self._installed_image()
             self.apply(_MANIFEST.read_text())
@@ -175,7 +183,7 @@ class Cluster:
                     *("--namespace", NAMESPACE, "rollout", "restart"),
                     *("daemonset/carver-node", "deployment/carver-controller"),
                 )
-            self.wait_for_carver(installing)
+            self.wait_for_carver(installing, has_room=has_room)
 
     def install_values(self, names: Sequence[str]) -> None:
         """Install or upgrade Carver by helm, with tests/cluster/values over the manifest's values.
@@ -208,7 +216,9 @@ class Cluster:
         """Apply objects as an administrator."""
         self.kubectl("apply", "--filename=-", stdin=text)
 
-    def wait_for_carver(self, waiting: Step, limit_seconds: float = 900) -> None:
+    def wait_for_carver(
+        self, waiting: Step, limit_seconds: float = 900, *, has_room: bool = True
+    ) -> None:
         """Wait until Carver's pods are ready and every node has its driver and its capacity."""
         for kind in ("daemonset/carver-node", "deployment/carver-controller"):
             timeout = f"--timeout={limit_seconds:.0f}s"
@@ -219,7 +229,8 @@ class Cluster:
             with waiting.log.open("a") as log:
                 log.write(done.stdout)
         self._until("every node has the driver", self._have_driver, limit_seconds)
-        self._until("every node has a capacity", self._have_capacity, limit_seconds)
+        if has_room:
+            self._until("every node has a capacity", self._have_capacity, limit_seconds)
 
     def _installed_image(self) -> str:
         """Return what the image of the installed Carver was made of; empty without Carver."""
@@ -288,12 +299,27 @@ class Cluster:
         )
         return int(done.stdout.strip() or 0)
 
-    def add_node(self) -> str:
-        """Add one machine to the cluster as a node, and return its name."""
+    def add_node(self, copy_of: str = "") -> str:
+        """Add one machine to the cluster as a node, and return its name.
+
+        Where a node is named by `copy_of`, the new one has a copy of that node's disk, as a cloned
+        machine has, and so the same volume group. If a step fails, the machine and its Node are
+        removed.
+        """
+        before = self.guests, self.machines
         larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
-        larger.up()
         self.guests, self.machines = larger.guests, larger.machines
-        return self.guests[-1].name
+        name = self.guests[-1].name
+        try:
+            larger.up(copy_of)
+        except BaseException:
+            with contextlib.suppress(ControlPlaneError, StepError, GuestError):
+                self.kubectl("delete", "nodes", name, "--ignore-not-found")
+                self.remove_node(name)
+            self.guests, self.machines = before
+            self._write_settings()
+            raise
+        return name
 
     def remove_node(self, name: str) -> None:
         """Remove the machine that was added last."""
