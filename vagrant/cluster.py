@@ -10,6 +10,7 @@ the README says: its image, and the committed manifest, unchanged.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -118,10 +119,12 @@ class Cluster:
         names = ", ".join(one.name for one in self.guests)
         raise GuestError(f"no machine of the cluster is called {name!r}: there are {names}")
 
-    def up(self) -> None:
+    def up(self, copy_of: str = "") -> None:
         """Bring the cluster up with the present tree's Carver in it.
 
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
+        Where a node is named by `copy_of`, the last machine gets a copy of that node's disk before
+        it has a volume group of its own.
         """
         machines.prepare()
         self.programs.build(
@@ -147,10 +150,13 @@ class Cluster:
             _at_once(numbered, lambda it: node.install(it[1], it[0], bridge, gates))
         with step("import images that changed", "images"):
             _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
+        if copy_of:
+            with step(f"copy the disk of {copy_of} to {self.guests[-1].name}", "copy"):
+                node.copy_disk(self.guest(copy_of), self.guests[-1])
         with step("start kubelets", "kubelets"):
             _at_once(self.guests, node.start)
             self.wait_for_nodes()
-        self.install_carver()
+        self.install_carver(has_room=not copy_of)
 
     def _write_settings(self) -> None:
         """Remember what the cluster is, for those who find it up."""
@@ -174,10 +180,11 @@ class Cluster:
 
     # Carver
 
-    def install_carver(self) -> None:
+    def install_carver(self, *, has_room: bool = True) -> None:
         """Apply the committed manifest, and wait until every node has enrolled.
 
-        What helm has installed meanwhile goes back to the manifest's values by helm.
+        What helm has installed meanwhile goes back to the manifest's values by helm. Nodes need not
+        have a capacity where `has_room` is False.
         """
         if self._is_of_helm():
             self.install_values([])
@@ -193,7 +200,7 @@ class Cluster:
                 workloads = self._workloads()
                 self.kubectl("--namespace", NAMESPACE, "rollout", "restart", *workloads)
                 self._mark_image()
-            self.wait_for_carver(installing)
+            self.wait_for_carver(installing, has_room=has_room)
         self.values = []
         self._write_settings()
 
@@ -253,7 +260,9 @@ class Cluster:
         """Apply objects as an administrator."""
         self.kubectl("apply", "--filename=-", stdin=text)
 
-    def wait_for_carver(self, waiting: Step, limit_seconds: float = 900) -> None:
+    def wait_for_carver(
+        self, waiting: Step, limit_seconds: float = 900, *, has_room: bool = True
+    ) -> None:
         """Wait until Carver's pods are ready and every node has its driver and its capacity."""
         timeout = f"--timeout={limit_seconds:.0f}s"
         for workload in self._workloads():
@@ -261,7 +270,8 @@ class Cluster:
             with waiting.log.open("a") as log:
                 log.write(done.stdout)
         self._until("every node has the driver", self._have_driver, limit_seconds)
-        self._until("every node has a capacity", self._have_capacity, limit_seconds)
+        if has_room:
+            self._until("every node has a capacity", self._have_capacity, limit_seconds)
 
     def _workloads(self) -> list[str]:
         """Name the DaemonSets and Deployments of the installed Carver, each as KIND/NAME."""
@@ -349,12 +359,27 @@ class Cluster:
         )
         return int(done.stdout.strip() or 0)
 
-    def add_node(self) -> str:
-        """Add one machine to the cluster as a node, and return its name."""
+    def add_node(self, copy_of: str = "") -> str:
+        """Add one machine to the cluster as a node, and return its name.
+
+        Where a node is named by `copy_of`, the new one has a copy of that node's disk, as a cloned
+        machine has, and so the same volume group. If a step fails, the machine and its Node are
+        removed.
+        """
+        before = self.guests, self.machines
         larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
-        larger.up()
         self.guests, self.machines = larger.guests, larger.machines
-        return self.guests[-1].name
+        name = self.guests[-1].name
+        try:
+            larger.up(copy_of)
+        except BaseException:
+            with contextlib.suppress(ControlPlaneError, StepError, GuestError):
+                self.kubectl("delete", "nodes", name, "--ignore-not-found")
+                self.remove_node(name)
+            self.guests, self.machines = before
+            self._write_settings()
+            raise
+        return name
 
     def remove_node(self, name: str) -> None:
         """Remove the machine that was added last."""

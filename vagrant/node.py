@@ -7,6 +7,7 @@ the routes, and the loop device of the volume group.
 
 import json
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -152,6 +153,25 @@ def import_images(guest: Guest, bridge: str, archives: Sequence[str]) -> None:
         f"rsync --recursive --times --delete {served_from}/stamps/ {HOME}/stamps/",
         *(_imported(served_from, name) for name in archives),
     )
+
+
+def copy_disk(source: Guest, target: Guest) -> None:
+    """Give a machine the disk of another one's volume group, as a cloned machine has it.
+
+    The machine must not have a disk yet. The other's volumes may be in use: what is written to them
+    meanwhile may be in the copy or not. Holes are not sent.
+    """
+    folder, _, name = _DISK.rpartition("/")
+    unless_there = f"if [ -e {_DISK} ]; then echo {_DISK} is there >&2; exit 1; fi"
+    send = source.ssh([f"tar --create --sparse --directory {folder} --file - {name}"])
+    receive = target.ssh([f"{unless_there}; tar --extract --directory {folder} --file - && sync"])
+    with subprocess.Popen(send, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as sending:
+        received = subprocess.run(receive, stdin=sending.stdout, capture_output=True, check=False)
+        _, said = sending.communicate()
+    # tar(1): 1 where a file was written to while it was read.
+    if sending.returncode not in (0, 1) or received.returncode != 0:
+        text = (said + received.stderr).decode(errors="replace").strip()
+        raise GuestError(f"the disk of {source.name} was not copied to {target.name}: {text}")
 
 
 def start(guest: Guest) -> None:

@@ -61,12 +61,12 @@ class Installation:
 
     def pods(self, kubectl: Kubectl, *, controllers: bool = False) -> list[Object]:
         """Carver's pods on the nodes, or with those of the controller."""
-        found = []
-        for one in (*self.daemonsets, *(self.controllers if controllers else ())):
-            labels = one["spec"]["selector"]["matchLabels"].items()
-            selector = ",".join(f"{key}={value}" for key, value in sorted(labels))
-            found += kubectl.all("pods", one["metadata"]["namespace"], selector)
-        return found
+        return _pods_of(kubectl, *self.daemonsets, *(self.controllers if controllers else ()))
+
+    def controller_pods(self, kubectl: Kubectl) -> list[Object]:
+        """The controllers' pods: none that is on its way out."""
+        every = _pods_of(kubectl, *self.controllers)
+        return [one for one in every if "deletionTimestamp" not in one["metadata"]]
 
     def pod_on(self, kubectl: Kubectl, node: str) -> Object | None:
         """Carver's pod on a node: not one that is on its way out."""
@@ -162,6 +162,16 @@ def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") 
         no_groups=no_snapshots or _no_groups(kinds),
         groups=_makes_groups(controllers),
     )
+
+
+def _pods_of(kubectl: Kubectl, *owners: Object) -> list[Object]:
+    """The pods of DaemonSets and Deployments."""
+    found = []
+    for one in owners:
+        labels = one["spec"]["selector"]["matchLabels"].items()
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels))
+        found += kubectl.all("pods", one["metadata"]["namespace"], selector)
+    return found
 
 
 def container(spec: Object) -> Object:

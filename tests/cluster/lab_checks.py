@@ -5,12 +5,13 @@ the other checks, each makes what it needs and leaves nothing; each gives the no
 them, also where it fails.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
-from cluster import checks, installation, objects, removal
+from cluster import checks, nodes, objects, removal
+from cluster.belonging import authority_lost, cloned_group, forgotten_node, quiet_node
 from cluster.checks import Check, lines_of
 from cluster.kubectl import path
+from cluster.lying import lying_node
 from cluster.site import Failed, Lab, Site
 
 # How long a node is paused, in seconds: longer than a call of a sidecar may take, shorter than the
@@ -40,8 +41,8 @@ def _interrupted(site: Site, interrupt: Callable[[Lab, str], None]) -> str:
         "the writer has written some lines",
         lambda: len(lines) if len(lines := lines_of(site, writer)) >= 5 else None,
     )
-    interrupt(_lab(site), node)
-    _is_back(site, node)
+    interrupt(nodes.lab(site), node)
+    nodes.is_back(site, node)
     site.stop(writer)
     following = site.start("next", data, terms=site.topology(data))
     found = site.sh(following, f"cat {objects.PLACE}/log").splitlines()
@@ -57,10 +58,8 @@ def pause(site: Site) -> str:
     """While a node answers nothing the others serve; afterwards its claims are served too."""
     _, pod, words = site.used("pod")
     node = site.node_of(pod)
-    others = [one for one in site.place.nodes if one != node]
-    if not others:
-        raise Failed("a cluster of one node has no other one")
-    lab = _lab(site)
+    others = nodes.others_than(site, node)
+    lab = nodes.lab(site)
     lab.pause(node)
     try:
         elsewhere = site.start("elsewhere", site.claim("other"), terms=objects.on_nodes(others))
@@ -79,7 +78,7 @@ def clock(site: Site) -> str:
     """A node whose clock is an hour ahead makes, serves and deletes volumes as before."""
     data, pod, words = site.used("pod")
     node = site.node_of(pod)
-    lab = _lab(site)
+    lab = nodes.lab(site)
     lab.set_clock(node, _AHEAD_SECONDS)
     try:
         where = objects.on_nodes([node])
@@ -111,7 +110,7 @@ def controller_killed(site: Site) -> str:
 
 def _kill_controllers(site: Site) -> int:
     """Kill `carver controller` on every node by SIGKILL; return how many there were."""
-    lab = _lab(site)
+    lab = nodes.lab(site)
     killed = sum(lab.kill(node, "carver controller") for node in lab.nodes)
     if not killed:
         raise Failed("no process of `carver controller` was found on any node")
@@ -124,11 +123,9 @@ def dead_node(site: Site) -> str:
     The node's power is cut, its Node object deleted. In the end it comes back, as another would.
     """
     checks.needs_controller(site)
-    if len(site.place.nodes) < 2:
-        raise Failed("a cluster of one node has no other one")
-    lab = _lab(site)
-    node = _node_without_leader(site)
-    others = [one for one in site.place.nodes if one != node]
+    lab = nodes.lab(site)
+    node = nodes.without_leader(site)
+    others = nodes.others_than(site, node)
     lab.power_off(node)
     try:
         with checks.cordoned(site, *others):
@@ -145,7 +142,7 @@ def dead_node(site: Site) -> str:
             raise Failed(f"it ran elsewhere after {seconds:.0f} s, not {_ELSEWHERE_SECONDS}")
     finally:
         lab.power_on(node)
-        _is_back(site, node)
+        nodes.is_back(site, node)
     site.expect(waiting, site.write(waiting))
     return f"{node} was deleted; {seconds:.0f} s later the pod ran on {found}"
 
@@ -153,7 +150,7 @@ def dead_node(site: Site) -> str:
 def modes(site: Site) -> str:
     """Carver goes from one controller to sidecars on each node, and back, under a writer."""
     checks.needs_controller(site)
-    lab = _lab(site)
+    lab = nodes.lab(site)
     values = [*lab.values]
     data = site.claim("data")
     writer = site.start("writer", data, script=checks.WRITER)
@@ -161,24 +158,17 @@ def modes(site: Site) -> str:
     monday = "" if site.place.no_snapshots else site.snapshot("monday", kept)
     try:
         lab.install_values([*values, "sidecars"])
-        distributed = _found_anew(site)
+        distributed = nodes.found_anew(site)
         if distributed.place.controllers:
             raise Failed("the controller is still installed")
         _serves(distributed, "there", kept, pod, words, monday)
     finally:
         lab.install_values(values)
-    _serves(_found_anew(site), "back", kept, pod, words, monday)
+    _serves(nodes.found_anew(site), "back", kept, pod, words, monday)
     numbers = [int(line.split()[0]) for line in lines_of(site, writer)]
     if numbers != list(range(1, len(numbers) + 1)):
         raise Failed(f"the writer's {len(numbers)} lines are not all there, or not in order")
     return f"a writer wrote {len(numbers)} lines meanwhile"
-
-
-def _found_anew(site: Site) -> Site:
-    """Return the check's site in the cluster as it is now."""
-    like = str(path(site.place.like, "metadata", "name", default=""))
-    place = installation.find(site.kubectl, site.place.driver, site.place.image, like)
-    return dataclasses.replace(site, place=place)
 
 
 def _serves(site: Site, name: str, kept: str, pod: str, words: str, monday: str) -> None:
@@ -196,18 +186,13 @@ def _serves(site: Site, name: str, kept: str, pod: str, words: str, monday: str)
 
 def added_node(site: Site) -> str:
     """A node that is added later gets Carver and serves claims; it is removed in the end."""
-    lab = _lab(site)
-    node = lab.add_node()
-    try:
-        _is_back(site, node)
+    with nodes.added(site) as node:
+        nodes.is_back(site, node)
         pod = site.start("pod", site.claim("data"), terms=objects.on_nodes([node]))
         site.expect(pod, site.write(pod))
         site.stop(pod)
         site.stop(site.called("data"), "persistentvolumeclaims")
         _no_volume(site)
-    finally:
-        site.kubectl.delete("nodes", node)
-        lab.remove_node(node)
     return f"{node} came and went"
 
 
@@ -218,30 +203,6 @@ def _no_volume(site: Site) -> None:
     site.until("the volume goes before its node does", gone)
 
 
-def _lab(site: Site) -> Lab:
-    if site.lab is None:
-        raise Failed("there is no lab (--lab)")
-    return site.lab
-
-
-def _is_back(site: Site, node: str) -> None:
-    """Wait until a node is ready, and Carver serves there with its driver registered."""
-
-    def ready() -> bool | None:
-        if not checks.is_ready(site.kubectl.find("nodes", node)):
-            return None
-        drivers = path(
-            site.kubectl.find("csinodes.storage.k8s.io", node), "spec", "drivers", default=[]
-        )
-        if site.place.driver not in {one["name"] for one in drivers or []}:
-            return None
-        return True if checks.is_ready(site.place.pod_on(site.kubectl, node)) else None
-
-    site.until(f"{node} is ready, and Carver serves there", ready)
-    # What was said of a pod before its node went away is not what is so now.
-    site.until(f"Carver on {node} answers", lambda: site.place.held(site.kubectl, node))
-
-
 def _is_sent(site: Site, name: str, node: str) -> bool | None:
     claim = site.found(site.called(name))
     selected = path(claim, "metadata", "annotations", "volume.kubernetes.io/selected-node")
@@ -249,21 +210,12 @@ def _is_sent(site: Site, name: str, node: str) -> bool | None:
     return True if selected == node and any(node in one for one in said) else None
 
 
-def _node_without_leader(site: Site) -> str:
-    """Choose a node on which no controller's pod runs, or the last one where each has one."""
-    busy = {
-        str(path(one, "spec", "nodeName"))
-        for one in site.place.pods(site.kubectl, controllers=True)
-        if "controller" in one["metadata"]["name"]
-    }
-    return next((one for one in site.place.nodes if one not in busy), site.place.nodes[-1])
-
-
 # In the order in which they run: what costs more comes later.
 ALL: Mapping[str, Check] = {
     check.__name__.replace("_", "-"): check
     for check in (
         *(controller_killed, pause, clock, modes, reboot, power_cut),
-        *(dead_node, added_node),
+        *(dead_node, authority_lost, lying_node, quiet_node),
+        *(added_node, cloned_group, forgotten_node),
     )
 }

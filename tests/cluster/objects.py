@@ -7,6 +7,8 @@ from cluster.kubectl import Object
 
 # Objects of a run and of a check; a node that a run has cordoned.
 RUN, CHECK, CORDONED = "carver-checks/run", "carver-checks/check", "carver-checks/cordoned-by"
+# The taint of a node that Carver has been taken from; its value is the run.
+WITHOUT_CARVER = "carver-checks/without-carver"
 PREFIX = "carver-checks-"
 # Where a pod finds its volume.
 PLACE, DEVICE = "/data", "/dev/carver"

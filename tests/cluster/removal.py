@@ -1,4 +1,4 @@
-"""What is left of a run, and its end: objects, volumes on the nodes, a node that is cordoned."""
+"""What is left of a run, and its end: objects, volumes on the nodes, nodes that are kept apart."""
 
 from collections.abc import Callable, Container, Mapping
 
@@ -51,7 +51,10 @@ def clear(site: Site) -> None:
 
 def end(site: Site) -> None:
     """End all of a run; raises Failed with what does not go."""
-    site.persist("nodes are uncordoned", lambda: uncordon(site.kubectl, site.run))
+    site.persist("nodes are given back", lambda: give_back(site.kubectl, site.run))
+    for where in sorted({one["metadata"]["namespace"] for one in site.place.daemonsets}):
+        # What takes Carver's place on a node (lying.py).
+        _end(site, "pods", f"{objects.RUN}={site.run}", where)
     clear(site)
     name = objects.named(site.run)
     classes = ["storageclasses.storage.k8s.io"]
@@ -69,8 +72,30 @@ def runs_left(kubectl: Kubectl) -> list[str]:
         for kind in kinds
         for one in kubectl.all(kind, selector=objects.RUN)
     }
-    cordoned = kubectl.all("nodes", selector=objects.CORDONED)
-    return sorted(found | {str(one["metadata"]["labels"][objects.CORDONED]) for one in cordoned})
+    for node in kubectl.all("nodes"):
+        cordoned_by = str(path(node, "metadata", "labels", objects.CORDONED, default=""))
+        found |= {cordoned_by, _taker(node)} - {""}
+    return sorted(found)
+
+
+def give_back(kubectl: Kubectl, run: str) -> None:
+    """Let pods, and Carver, onto the nodes again that a run has kept them from."""
+    uncordon(kubectl, run)
+    untaint(kubectl, run)
+
+
+def untaint(kubectl: Kubectl, run: str) -> None:
+    """Have Carver on the nodes again that a run has taken it from, and on no others."""
+    for node in kubectl.all("nodes"):
+        if _taker(node) == run:
+            kubectl("taint", "nodes", node["metadata"]["name"], f"{objects.WITHOUT_CARVER}-")
+
+
+def _taker(node: Object) -> str:
+    """The run that has taken Carver from a node; empty if none has."""
+    taints = path(node, "spec", "taints", default=[]) or []
+    found = [one.get("value") for one in taints if one["key"] == objects.WITHOUT_CARVER]
+    return str(found[0]) if found else ""
 
 
 def uncordon(kubectl: Kubectl, run: str) -> None:
@@ -157,8 +182,8 @@ def _still_there(site: Site, node: str, handles: Container[str]) -> list[str]:
     return sorted(key for key, one in held.items() if key in handles or one.claim.startswith(start))
 
 
-def _end(site: Site, kind: str, selector: str) -> None:
-    where = {"namespace": site.namespace, "selector": selector}
+def _end(site: Site, kind: str, selector: str, namespace: str = "") -> None:
+    where = {"namespace": namespace or site.namespace, "selector": selector}
     site.persist(f"{kind} are deleted", lambda: site.kubectl.delete(kind, **where))
 
     def left() -> list[str]:

@@ -269,7 +269,7 @@ def clean(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -> 
     runs = removal.runs_left(kubectl)
     # First: where every node is cordoned, the rest could not be done.
     for run in runs:
-        removal.uncordon(kubectl, run)
+        removal.give_back(kubectl, run)
     # An image and a StorageClass are of no account here, and must not stop it.
     place = installation.find(kubectl, parsed.driver, image="-", like=None)
     rows = []

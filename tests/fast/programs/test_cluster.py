@@ -10,16 +10,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import kubernetes_validate
 import manifest
 import pytest
-from cluster import checks, installation, lab_checks, objects, run, site
+from cluster import checks, installation, lab_checks, lying, objects, run, site
 from cluster.kubectl import Kubectl, Object, Refused
 from fakes import cluster as fake_cluster
-from fakes.cluster import DRIVER, FakeCluster, FakeLab
+from fakes.cluster import DRIVER, FakeCluster, FakeLab, Key
 
 PROGRAM = Path(run.__file__)
 REFUSED = 'Error from server (Forbidden): pods is forbidden: User "x" cannot'
@@ -75,9 +76,16 @@ def left(cluster: FakeCluster) -> list[str]:
         if objects.PREFIX in f"{namespace} {name}"
         or kind.startswith(("persistentvolume", "volumesnapshotcontent"))
         or objects.CORDONED in one["metadata"]["labels"]
-        or one.get("spec", {}).get("unschedulable")
+        or (kind == "nodes" and is_kept_apart(cluster, (kind, namespace, name)))
     ]
     return found + [f"volume {name}" for name in cluster.held]
+
+
+def is_kept_apart(cluster: FakeCluster, node: Key) -> bool:
+    """Whether a node is cordoned, or Carver was taken from it."""
+    one = cluster.objects[node]
+    taints = [it["key"] for it in one["spec"].get("taints", [])]
+    return bool(one["spec"].get("unschedulable")) or objects.WITHOUT_CARVER in taints
 
 
 def outcomes(printed: str) -> dict[str, str]:
@@ -143,6 +151,17 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("never scheduled", "dead-node", "not within"),
         ("never ready", "controller-killed", "is ready"),
         ("survives", "controller-killed", "no process of `carver controller` was found"),
+        ("left out", "quiet-node", "not within 20 s: two is silent"),
+        ("shorter", "quiet-node", "lists the volumes of a cluster without two"),
+        ("never enrolled", "authority-lost", "every controller reaches every node"),
+        ("same authority", "authority-lost", "trust the authority that was lost"),
+        ("believed", "lying-node", "by a lie of one"),
+        ("drawn", "lying-node", "that claims the topology of two was asked for"),
+        ("uncounted", "lying-node", "0 refused answers of one were counted, not 2"),
+        ("made on the copy", "cloned-group", "was given a node, and must not be"),
+        ("deleted on the copy", "cloned-group", "was deleted, and is on two still"),
+        ("forgotten soon", "forgotten-node", "is silent a controller says of data@x/pvc-"),
+        ("never forgotten", "forgotten-node", "not within 320 s: PersistentVolume pvc-"),
     ],
 )
 def test_a_failed_check_gives_the_lab_back_as_it_was(
@@ -158,6 +177,13 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
     assert [node for word, node in lab.done if word == "install"][-1:] in ([], [""])
     assert words.count("pause") == words.count("resume")
     assert [one for one in words if one.startswith("clock")][-1:] in ([], ["clock 0"])
+    assert words.count("add") == words.count("remove")
+    assert cluster.carver_nodes() in (["one", "two"], ["two", "one"])
+    kept_from = [
+        key for key in cluster.objects if key[0] == "nodes" and is_kept_apart(cluster, key)
+    ]
+    assert kept_from == []
+    assert not [key for key in cluster.objects if key[2].endswith("-liar")]
 
 
 @pytest.mark.parametrize(
@@ -491,6 +517,23 @@ def test_after_an_interrupt_at_any_call_nothing_is_left(
         assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
 
 
+@pytest.mark.parametrize("check", ["lying-node", "quiet-node", "cloned-group"])
+def test_after_an_interrupt_at_any_call_the_lab_is_as_it_was(tmp_path: Path, check: str) -> None:
+    moment = 1
+    while True:
+        (folder := tmp_path / str(moment)).mkdir()
+        cluster = FakeCluster(folder)
+        cluster.interrupts = [moment]
+        parsed = run.parser().parse_args(["--limit", "20", "--lab", "--only", check])
+        with suppress(KeyboardInterrupt):  # while nothing was made
+            run.try_all(parsed, Kubectl(cluster.execute), Clock(), FakeLab(cluster))
+        if cluster.interrupts:
+            return  # it had ended before
+        assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
+        assert sorted(cluster.carver_nodes()) == ["one", "two"]
+        moment += 23
+
+
 @pytest.mark.parametrize("words", ["apply", "exec", "cordon two", "drain two", "delete pods"])
 def test_after_an_interrupt_the_exit_code_says_so(
     cluster: FakeCluster, words: str, tried: Tried
@@ -524,6 +567,23 @@ def test_a_run_killed_with_nodes_cordoned_goes(cluster: FakeCluster, tried: Trie
     with pytest.raises(installation.Unusable, match="cordoned"):
         code_of(cluster)
     tried(run.WELL, "--clean")
+    assert left(cluster) == []
+
+
+def test_a_run_killed_while_a_program_is_in_carver_s_place_goes(
+    cluster: FakeCluster, tried: Tried
+) -> None:
+    taint = {"key": objects.WITHOUT_CARVER, "value": "abcdef", "effect": "NoSchedule"}
+    taints = cluster.objects["nodes", "", "two"]["spec"]["taints"]
+    others = [*taints, {**taint, "key": "someone-else-s"}]
+    taints[:] = [*others, taint]
+    spec: Object = {"nodeName": "two", "containers": [{"name": "carver"}]}
+    labels = {objects.RUN: "abcdef"}
+    name = f"{objects.PREFIX}abcdef-liar"
+    cluster._add("Pod", name, "carver-system", labels=labels, spec=spec)
+    assert "abcdef (--clean)" in tried(run.WELL, "--only", "inline")
+    tried(run.WELL, "--clean")
+    assert taints == others
     assert left(cluster) == []
 
 
@@ -598,6 +658,26 @@ def test_all_objects_fit_the_schema_of_kubernetes(cluster: FakeCluster, tried: T
             }
         else:
             kubernetes_validate.validate(one, "1.37", strict=True)
+
+
+def test_what_takes_carver_s_place_is_a_pod_like_carver_s(cluster: FakeCluster) -> None:
+    path = PROGRAM.parents[2] / "deploy" / "kubernetes" / "container-lvm2.yaml"
+    [daemonset] = [one for one in manifest.objects(path) if one["kind"] == "DaemonSet"]
+    place = installation.find(Kubectl(cluster.execute), DRIVER)
+    found = replace(place, daemonsets=(daemonset,))
+    here = site.Site(Kubectl(cluster.execute), found, "abcdef", "lying-node", 512, 20)
+    pod = lying.program_in_place(here, "two", ["print()", "{}"])
+    kubernetes_validate.validate(pod, "1.37", strict=True)
+    template, spec = daemonset["spec"]["template"], pod["spec"]
+    # By its token it proves the node that it is on, and no DaemonSet takes it for its own.
+    assert (spec["nodeName"], pod["metadata"]["namespace"]) == ("two", "carver-system")
+    assert spec["serviceAccountName"] == template["spec"]["serviceAccountName"]
+    assert pod["metadata"]["labels"].keys().isdisjoint(template["metadata"]["labels"])
+    [own], [other] = spec["containers"], template["spec"]["containers"]
+    assert own["command"] == ["python", "-c", "print()", "{}"]
+    for key in ("env", "volumeMounts", "securityContext", "terminationMessagePath"):
+        assert own[key] == other[key]
+    assert not [key for key in own if key.endswith("Probe")]
 
 
 def test_pods_have_no_more_rights_than_they_need(cluster: FakeCluster, tried: Tried) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -198,6 +199,54 @@ def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> 
     made.guests = [Guest("carver-node-1", Path("config"))]
     with pytest.raises(GuestError, match=r"'other': there are carver-node-1"):
         made.guest("other")
+
+
+class Here(Guest):
+    """A machine whose commands run on this one, with a folder in place of /var/lib."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.name, folder / "config")
+        self.folder = folder
+        folder.mkdir()
+
+    def ssh(self, words: Sequence[str], *options: str) -> list[str]:
+        return ["sh", "-c", words[0].replace("/var/lib", str(self.folder))]
+
+
+@pytest.mark.starts_programs
+def test_a_disk_is_copied_with_its_holes_to_a_machine_that_has_none(tmp_path: Path) -> None:
+    source, target = Here(tmp_path / "source"), Here(tmp_path / "target")
+    with (source.folder / "cluster-disk.img").open("wb") as disk:
+        disk.write(b"label")
+        disk.seek(64 << 20)
+        disk.write(b"metadata")
+    node.copy_disk(source, target)
+    [one, other] = [it.folder / "cluster-disk.img" for it in (source, target)]
+    assert one.read_bytes() == other.read_bytes()
+    assert other.stat().st_blocks * 512 < 1 << 20
+    with pytest.raises(GuestError, match=r"source was not copied to target: .* is there"):
+        node.copy_disk(source, target)
+
+
+def test_a_machine_that_could_not_be_made_a_node_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = list[str]()
+
+    def fail(one: cluster.Cluster, copy_of: str) -> None:
+        assert (one.nodes[-1], copy_of) == ("carver-node-3", "carver-node-1")
+        raise GuestError("it does not boot")
+
+    monkeypatch.setattr(cluster, "_SETTINGS", folder / "settings.json")
+    monkeypatch.setattr(cluster.Cluster, "up", fail)
+    monkeypatch.setattr(cluster.Cluster, "remove_node", lambda _, name: removed.append(name))
+    made = cluster.Cluster(2)
+    monkeypatch.setattr(made.control_plane, "kubectl", lambda *words: removed.append(words[2]))
+    with pytest.raises(GuestError, match="it does not boot"):
+        made.add_node(copy_of="carver-node-1")
+    assert removed == ["carver-node-3"] * 2
+    assert made.nodes == ["carver-node-1", "carver-node-2"]
+    assert json.loads((folder / "settings.json").read_text())["nodes"] == 2
 
 
 @pytest.mark.parametrize("values", sorted((ROOT / "tests/cluster/values").glob("*.yaml")))

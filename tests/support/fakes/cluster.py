@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.kubectl import Answer, Object, path
+from cluster.objects import WITHOUT_CARVER
 
 SERVER = "https://fake:6443"
 DRIVER, TOPOLOGY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
@@ -56,6 +57,8 @@ _WIDE = frozenset(
 _EVERYONE = {"verbs": ["create"], "apiGroups": ["authorization.k8s.io"], "resources": ["x"]}
 # After so many looks a pod of Carver's is ready.
 _START_STEPS = 6
+# The authority's Secret and ConfigMap.
+_AUTHORITY = "carver-controller"
 # No node has room for so much.
 _MOST_MIB = 1 << 20
 
@@ -86,6 +89,15 @@ class FakeCluster:
         self.off: set[str] = set()
         # Nodes that run, and whose Carver never answers.
         self.silent: set[str] = set()
+        # By a node that was made with a copy of another's disk: that other, and what the copy has.
+        self.copies: dict[str, tuple[str, set[str]]] = {}
+        # Whether what was on a node that was deleted is forgotten.
+        self.forgets = False
+        # What the liar was asked to create, and how many answers of a node were refused.
+        self.asked: set[str] = set()
+        self.refused_answers: dict[str, int] = {}
+        # The step in which every node has a certificate of the present authority.
+        self._enrolled = 0
         # By the PersistentVolume's or snapshot's name: where it is and how large its device is.
         self.held: dict[str, tuple[str, int]] = {}
         # The claims that volumes were made for, as Carver knows them.
@@ -115,13 +127,18 @@ class FakeCluster:
         selector, template = {"matchLabels": {"app": "carver"}}, {"spec": pod}
         own: Object = {"selector": selector, "template": template}
         self._add("DaemonSet", "carver-node", "carver-system", spec=own)
+        self._add("Namespace", "carver-system")
         self._add("Deployment", "snapshot-controller", "kube-system", spec=_CONTROLLER)
         containers: list[Object] = [
             {
                 "name": "controller",
                 "image": IMAGE,
                 "args": ["controller"],
-                "env": [{"name": "CARVER_DRIVER_NAME", "value": DRIVER}],
+                "env": [
+                    {"name": "CARVER_DRIVER_NAME", "value": DRIVER},
+                    {"name": "CARVER_CONTROLLER_AUTHORITY", "value": _AUTHORITY},
+                ],
+                "ports": [{"name": "metrics", "containerPort": 9898}],
             },
             {"name": "provisioner", "image": "csi-provisioner:v6"},
             {
@@ -136,8 +153,6 @@ class FakeCluster:
             "template": {"spec": {"containers": containers}},
         }
         self._add("Deployment", "carver-controller", "carver-system", spec=central)
-        running: Object = {"containers": containers, "nodeName": "control"}
-        self._add("Pod", "carver-controller-1", "carver-system", labels=labels, spec=running)
         self._serve()
 
     def add_node(self, name: str) -> None:
@@ -154,8 +169,8 @@ class FakeCluster:
 
     def distribute(self) -> dict[Key, Object]:
         """Have no controller: each node has its own sidecars. Return the controller's objects."""
-        kinds = {"deployments": "carver-controller", "pods": "carver-controller-1"}
-        keys = [(kind, "carver-system", name) for kind, name in kinds.items()]
+        keys = [key for key in self.objects if key[2].startswith("carver-controller")]
+        keys = [key for key in keys if key[0] in ("deployments", "pods")]
         central = {key: self.objects.pop(key) for key in keys}
         daemonset = self.objects["daemonsets", "carver-system", "carver-node"]
         spec = daemonset["spec"]["template"]["spec"]
@@ -201,6 +216,8 @@ class FakeCluster:
         return 0, json.dumps({"clusters": [{"cluster": {"server": SERVER}}]}), ""
 
     def _do_get(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        if options.get("raw", "").endswith("/proxy/metrics"):
+            return 0, self._metrics(), ""
         if "raw" in options:
             group = options["raw"].split("/")[2].removesuffix(".k8s.io")
             if group in self.missing or (not self.snapshots and group != "storage"):
@@ -215,6 +232,8 @@ class FakeCluster:
             assert "ignore-not-found" in options
             return 0, json.dumps(found) if found else "", ""
         items = [one for _, one in self._chosen(kind, options)]
+        if kind == "csistoragecapacities":
+            items = self._capacities()
         return 0, json.dumps({"items": items}), ""
 
     def _do_apply(self, words: list[str], _: dict[str, str], stdin: str) -> tuple[int, str, str]:
@@ -274,6 +293,18 @@ class FakeCluster:
             del labels[key.removesuffix("-")]
         return 0, "labelled", ""
 
+    def _do_taint(self, words: list[str], *_: Any) -> tuple[int, str, str]:
+        assert words[0] == "nodes"
+        taints = self.objects["nodes", "", words[1]]["spec"]["taints"]
+        key, _equals, rest = words[2].removesuffix("-").partition("=")
+        if words[2].endswith("-") and all(one["key"] != key for one in taints):
+            return 1, "", f'error: taint "{key}" not found'
+        taints[:] = [one for one in taints if one["key"] != key]
+        if rest:
+            value, _colon, effect = rest.partition(":")
+            taints.append({"key": key, "value": value, "effect": effect})
+        return 0, "tainted", ""
+
     def _do_cordon(self, words: list[str], *_: Any) -> tuple[int, str, str]:
         self.objects["nodes", "", words[0]]["spec"]["unschedulable"] = True
         return 0, "cordoned", ""
@@ -291,7 +322,9 @@ class FakeCluster:
         return 0, "drained", ""
 
     def _do_logs(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
-        assert ("pods", options["namespace"], words[0]) in self.objects
+        pod = self.objects["pods", options["namespace"], words[0]]
+        if self._lies(pod):
+            return 0, "\n".join(f"CreateVolume {name}" for name in sorted(self.asked)), ""
         lines = [f'{options["container"]} says "CreateVolume" of {name}' for name in self.held]
         return 0, "\n".join([*lines, "a line about something else"]), ""
 
@@ -299,6 +332,8 @@ class FakeCluster:
         self, words: list[str], options: dict[str, str], inside: list[str]
     ) -> tuple[int, str, str]:
         pod = self.objects["pods", options["namespace"], words[0]]
+        if options["container"] == "controller":
+            return self._central(" ".join(inside))
         if inside == ["carver", "status", "--json"]:
             return self._status(pod)
         assert inside[:2] == ["sh", "-c"]
@@ -355,6 +390,7 @@ class FakeCluster:
     def _status(self, carver: Object) -> tuple[int, str, str]:
         node = carver["spec"]["nodeName"]
         here = [name for name, (where, _) in self.held.items() if where == node]
+        here += self.copies.get(node, ("", set()))[1]
         places: dict[str, list[Object]] = {name: [] for name in here}
         for (kind, _, _), one in self.objects.items():
             if kind == "pods" and path(one, "spec", "volumes", 0, "csi"):
@@ -367,6 +403,96 @@ class FakeCluster:
             for name in here
         ]
         return 0, json.dumps({"volumes": volumes, "snapshots": []}), ""
+
+    # The controller
+
+    def _central(self, line: str) -> tuple[int, str, str]:
+        """What a command prints in a controller's pod."""
+        away = [one for one in self.carver_nodes() if self._is_away(one)]
+        if "carver controller status --json" in line:
+            every = {one: self._problem(one) for one in self.carver_nodes()}
+            if "left out" in self.wrong:
+                every = {one: it for one, it in every.items() if one not in away}
+            shown = [
+                {"name": one, "problem": it, "groups": {f"uuid-{one}": "data"}}
+                for one, it in every.items()
+            ]
+            return 0, json.dumps({"nodes": shown}), ""
+        if line.startswith("python -c"):
+            volume = line.rpartition("/")[2]
+            gone = f"node {self.held[volume][0]} was deleted"
+            if away and "forgotten soon" not in self.wrong:
+                return 0, f"UNAVAILABLE {gone}; nodes that do not answer: {', '.join(away)}", ""
+            return 0, "OK", ""
+        assert "carver controller orphans" in line
+        if away and "shorter" not in self.wrong:
+            return 0, f"carver: node {', '.join(away)} does not answer", ""
+        found = [f"data@x/{name}" for name in self.held if not self._is_named(name)]
+        if " --delete " in line:
+            [name] = [one for one in found if f" --delete {one} --yes" in line]
+            del self.held[name.partition("/")[2]]
+        shown = [{"name": one, "kind": "volume"} for one in found]
+        return 0, json.dumps(shown) if "--json" in line else "There are no orphans.", ""
+
+    def _is_named(self, volume: str) -> bool:
+        """Whether an object of the cluster names a volume or snapshot."""
+        kinds = ("persistentvolumes", "volumesnapshotcontents")
+        return any((kind, "", volume) in self.objects for kind in kinds)
+
+    def _problem(self, node: str) -> str:
+        """Why a node does not answer, or what is wrong with its group; empty if nothing is."""
+        if (lies := self._liar_on(node)) is not None:
+            return "it answers what Carver does not: its topology is x" if lies["as_other"] else ""
+        if self._is_away(node) or self.steps < self._enrolled:
+            return "UNAVAILABLE: failed to connect"
+        for clone, original in self._contested():
+            if node in (clone, original):
+                both = " and ".join(sorted((clone, original)))
+                remedy = "vgchange --uuid, or vgimportclone"
+                said = f"nodes {both} both claim volume group data"
+                return f"{said}, PersistentVolumes name {original}, and none is made: {remedy}"
+        return ""
+
+    def _contested(self) -> list[tuple[str, str]]:
+        """The nodes with a copy of another's group, and that other, while both are there."""
+        there = self.carver_nodes()
+        return [(one, it[0]) for one, it in self.copies.items() if {one, it[0]} <= {*there}]
+
+    def _metrics(self) -> str:
+        lines = [
+            f'carver_controller_node_answers{{node="{one}"}} {float(not self._is_away(one))}\n'
+            f'carver_controller_refused_answers_total{{node="{one}"}} '
+            f"{float(self.refused_answers.get(one, 0))}"
+            for one in self.carver_nodes()
+        ]
+        return "\n".join(lines)
+
+    def _capacities(self) -> list[Object]:
+        """The room of each node."""
+        contested = {one for it in self._contested() for one in it}
+        if "made on the copy" in self.wrong:
+            contested = set()
+        return [
+            {
+                "nodeTopology": {"matchLabels": {TOPOLOGY: one}},
+                "capacity": "0" if one in contested else "8Gi",
+            }
+            for one in self.carver_nodes()
+        ]
+
+    @staticmethod
+    def _lies(pod: Object) -> Object | None:
+        """What a pod is to lie; None for one that is not the liar's."""
+        command = path(pod, "spec", "containers", 0, "command", default=[])
+        return dict(json.loads(command[3])) if command[:2] == ["python", "-c"] else None
+
+    def _liar_on(self, node: str) -> Object | None:
+        """What the liar on a node says, where one runs."""
+        for one in self._pods("carver-system"):
+            is_there = one["spec"].get("nodeName") == node and path(one, "status", "conditions")
+            if is_there and (lies := self._lies(one)) is not None:
+                return lies
+        return None
 
     def _chosen(self, kind: str, options: dict[str, str]) -> Iterator[tuple[Key, Object]]:
         for key, one in list(self.objects.items()):
@@ -392,6 +518,7 @@ class FakeCluster:
             if "deletionTimestamp" in one["metadata"]:
                 self._end(key, one)
         self._serve()
+        self._keep_authority()
         for key, one in list(self.objects.items()):
             going_on = getattr(self, f"_go_on_{key[0]}", None)
             if going_on is not None and self._ages.get(key, 0) > 1 and key in self.objects:
@@ -423,15 +550,45 @@ class FakeCluster:
             content = f"snapcontent-{one['metadata']['uid']}"
             self.objects.pop(("volumesnapshotcontents", "", content), None)
             self.held.pop(content, None)
-        if kind == "persistentvolumes" and "volume kept" not in self.wrong:
-            self.held.pop(name, None)
+        if kind == "persistentvolumes" and not self._deletes(name):
+            return
         if kind == "pods" and "inline kept" not in self.wrong:
             self.held.pop(f"csi-{one['metadata']['uid']}", None)
         del self.objects[key]
         self._ages.pop(key, None)
 
+    def _deletes(self, volume: str) -> bool:
+        """Whether DeleteVolume of a PersistentVolume succeeds, and what comes of it."""
+        node = self.held.get(volume, ("", 0))[0]
+        if node and node not in self.carver_nodes():
+            # It is on the node still, which was deleted.
+            silent = any(self._is_away(one) for one in self.carver_nodes())
+            if "forgotten soon" in self.wrong:
+                return self.forgets
+            return self.forgets and not silent and "never forgotten" not in self.wrong
+        copies = [it[1] for one, it in self.copies.items() if (one, node) in self._contested()]
+        if copies and "deleted on the copy" in self.wrong:
+            copies[0].discard(volume)
+        elif "volume kept" not in self.wrong:
+            self.held.pop(volume, None)
+        return True
+
+    def _keep_authority(self) -> None:
+        """The controller makes another authority where there is none; nodes enrol later."""
+        key = ("secrets", "carver-system", _AUTHORITY)
+        if key not in self.objects and self.is_central:
+            self._count += 1
+            number = 0 if "same authority" in self.wrong else self._count
+            data = {"ca.crt": f"authority {number}"}
+            self._add("Secret", _AUTHORITY, "carver-system")
+            self._add("ConfigMap", _AUTHORITY, "carver-system", data=data)
+            if self.steps > 1:
+                never = "never enrolled" in self.wrong
+                self._enrolled = self.steps + (1 << 30 if never else _START_STEPS)
+
     def _serve(self) -> None:
-        """Carver has a pod on each of its nodes, where it has a DaemonSet."""
+        """Carver has a controller, and a pod on each node that is not tainted, as installed."""
+        self._serve_controller()
         if ("daemonsets", "carver-system", "carver-node") not in self.objects:
             return
         there = self.carver_nodes()
@@ -439,13 +596,27 @@ class FakeCluster:
             of_node = one["metadata"]["labels"] == {"app": "carver"}
             if of_node and one["spec"]["nodeName"] not in there:
                 one["metadata"]["deletionTimestamp"] = "now"
-        pods = {it["spec"].get("nodeName") for it in self._pods("carver-system")}
+        there = [it for it in there if not self._is_tainted(it)]
+        own_pods = self._pods("carver-system")
+        pods = {it["spec"].get("nodeName") for it in own_pods if not self._lies(it)}
         spec = self.objects["daemonsets", "carver-system", "carver-node"]["spec"]
         for node in {*there} - pods:
             self._count += 1
             own = {**spec["template"]["spec"], "nodeName": node}
             labels = {"app": "carver"}
             self._add("Pod", f"carver-{self._count}", "carver-system", labels=labels, spec=own)
+
+    def _serve_controller(self) -> None:
+        if self.is_central and not self._pods("carver-system", "carver-controller-"):
+            self._count += 1
+            spec = self.objects["deployments", "carver-system", "carver-controller"]["spec"]
+            own = {**spec["template"]["spec"], "nodeName": "control"}
+            name, labels = f"carver-controller-{self._count}", spec["selector"]["matchLabels"]
+            self._add("Pod", name, "carver-system", labels=labels, spec=own)
+
+    def _is_tainted(self, node: str) -> bool:
+        taints = self.objects["nodes", "", node]["spec"]["taints"]
+        return any(one["key"] == WITHOUT_CARVER for one in taints)
 
     def _is_away(self, node: str) -> bool:
         """Whether the Carver of a node does not answer; by systemd it always does."""
@@ -482,7 +653,13 @@ class FakeCluster:
             for waiting in unbound:
                 about = self.objects["persistentvolumeclaims", key[1], waiting]["metadata"]
                 about["annotations"] = {"volume.kubernetes.io/selected-node": node}
-            if unbound and (self._is_away(node) or "claim lost" in self.wrong):
+            lies = self._liar_on(node) if unbound else None
+            if lies is not None and not lies["as_other"] and "believed" not in self.wrong:
+                self._refuse(key, node, unbound[0])
+                return
+            if any((it := self._liar_on(one)) and it["as_other"] for one in self.carver_nodes()):
+                self.asked.update(unbound if "drawn" in self.wrong else ())
+            if lies is None and unbound and (self._is_away(node) or "claim lost" in self.wrong):
                 why = f"node {node} does not answer"
                 place = ("persistentvolumeclaims", key[1], unbound[0])
                 if self._is_away(node) and "says nothing" not in self.wrong:
@@ -596,6 +773,7 @@ class FakeCluster:
         """A node, or why there is none. Of several it is the last: seldom the right one."""
         tolerated = {it["key"] for it in pod["spec"].get("tolerations", [])}
         found = []
+        contested = {one for it in self._contested() for one in it}
         for node in self.carver_nodes():
             spec = self.objects["nodes", "", node]["spec"]
             taints = {it["key"] for it in spec["taints"]}
@@ -604,6 +782,10 @@ class FakeCluster:
         terms = ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
         for term in [path(pod["spec"], *terms, "nodeSelectorTerms", default=[])]:
             found = [it for it in found if not term or any(_matches(one, it) for one in term)]
+        if contested and "made on the copy" not in self.wrong and self._wants_room(key, pod):
+            found = [it for it in found if it not in contested]
+            if not found:
+                return "", "1 node(s) did not have enough free storage"
         if "apart" in self.wrong and len(self._claims(pod)) > 1:
             return "", "2 node(s) didn't match PersistentVolume's node affinity"
         for name in self._claims(pod):
@@ -624,6 +806,11 @@ class FakeCluster:
                 if found != ["one"] and found != ["two"]:
                     return "", "the source is on another node"
         return (found[-1], "") if found else ("", "no node is left")
+
+    def _wants_room(self, key: Key, pod: Object) -> bool:
+        """Whether a volume is to be made for a pod."""
+        claims = [self.objects["persistentvolumeclaims", key[1], it] for it in self._claims(pod)]
+        return any("volumeName" not in it["spec"] for it in claims)
 
     def _source(self, namespace: str, source: Object) -> str:
         if source["kind"] == "VolumeSnapshot":
@@ -723,11 +910,22 @@ class FakeCluster:
         names = [path(one, "persistentVolumeClaim", "claimName") for one in volumes]
         return [name for name in names if name]
 
-    def _event(self, key: Key, sort: str, reason: str, message: str) -> None:
+    def _refuse(self, key: Key, node: str, claim: str) -> None:
+        """The liar on a node is asked for a claim's volume; its answers are refused."""
+        place = ("persistentvolumeclaims", key[1], claim)
+        self.asked.add(f"pvc-{self.objects[place]['metadata']['uid']}")
+        for number, field in enumerate(("volume.volume_id", "volume.accessible_topology")):
+            why = f"code = Internal desc = cannot pass on the answer of node {node} to x: {field}"
+            self._event(place, "Warning", "ProvisioningFailed", why, f"-{number}")
+            if "uncounted" not in self.wrong:
+                self.refused_answers[node] = self.refused_answers.get(node, 0) + 1
+
+    def _event(self, key: Key, sort: str, reason: str, message: str, number: str = "") -> None:
         kinds = {"pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim"}
         of = {"kind": kinds[key[0]], "name": key[2]}
         event: Object = {"type": sort, "reason": reason, "message": message, "involvedObject": of}
-        self._add("Event", f"{key[2]}.{reason}", key[1], count=3, lastTimestamp="1", **event)
+        name = f"{key[2]}.{reason}{number}"
+        self._add("Event", name, key[1], count=3, lastTimestamp="1", **event)
 
     def _add(
         self,
@@ -800,14 +998,18 @@ class FakeLab:
         self.done.append((f"kill {program}", name))
         return int(name == "control" and "survives" not in self.cluster.wrong)
 
-    def add_node(self) -> str:
+    def add_node(self, copy_of: str = "") -> str:
         self.done.append(("add", "three"))
         self.cluster.add_node("three")
+        if copy_of:
+            held = {name for name, (where, _) in self.cluster.held.items() if where == copy_of}
+            self.cluster.copies["three"] = copy_of, held
         return "three"
 
     def install_values(self, names: Sequence[str]) -> None:
         self.done.append(("install", " ".join(names)))
         self.values = [*names]
+        self.cluster.forgets = "forgetting" in names
         if "sidecars" in names and "mode stays" not in self.cluster.wrong:
             self.central = self.cluster.distribute()
         elif "sidecars" not in names:
@@ -815,6 +1017,7 @@ class FakeLab:
 
     def remove_node(self, name: str) -> None:
         self.done.append(("remove", name))
+        self.cluster.copies.pop(name, None)
         self.cluster.objects.pop(("nodes", "", name), None)
         self.cluster.objects.pop(("csinodes", "", name), None)
 
