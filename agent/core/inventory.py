@@ -84,16 +84,17 @@ class Inventory:
         """All groups, where any may matter: the fresh ones, and the others as Carver left them.
 
         No command and no wait for a group that Carver did not change since it was read: an idle
-        group that hangs keeps no call of another. A changed one is read, for three seconds at most,
-        and is `silent` where it does not answer. One that this process never read has nothing that
-        this process did.
+        group that hangs keeps no call of another. One that was changed, or never read, is read, for
+        three seconds at most, and is `silent` where it does not answer. So is one that is refused
+        since the start, which is not read here: a call about it, or the next retry, reads it.
         """
         others = [one for one in self._volume_groups if one.name not in known.asked]
-        changed = [one for one in others if not one.has_own_changes]
+        changed = [one for one in others if not one.has_own_changes and one.status != "refused"]
         read = begin_states(changed)()
         left = {one.name: one.cached for one in others}
-        silent = frozenset(one.name for one in changed if not one.has_own_changes)
-        return Every({**_present(left | read), **known.groups}, silent=silent)
+        silent = frozenset(one.name for one in others if not one.has_own_changes)
+        unread = frozenset(one.name for one in others if one.status == "unknown")
+        return Every({**_present(left | read), **known.groups}, silent=silent, unread=unread)
 
     def lists(self) -> Every:
         """All groups for a list: fresh, or as Carver left one that takes longer than three seconds.
@@ -644,8 +645,12 @@ class Inventory:
     def require_not_copied(self, known: Every, source_id: str) -> None:
         """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied.
 
-        The source's group is held, which each new copy takes as well.
+        The source's group is held, which each new copy takes as well. Raises GroupBusy for a
+        snapshot while a group was never read, which may have such a volume. A volume itself is not
+        read: a copy has its bridge, which is not removed while a group is silent.
         """
+        if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
+            known.require_read()
         copying = (one for one in self.shown(known) if one.copying)
         copies = [str(one.id) for one in copying if one.own_tags.get(tag.FROM) == source_id]
         if copies:

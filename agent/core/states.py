@@ -8,6 +8,7 @@ where any group may matter. `Seen` is for metrics, health and hints.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from agent.core import errors
 from lvm import report
 
 
@@ -26,10 +27,22 @@ class Every(report.Report):
     """Each group that this process ever read, with all that Carver did there until now.
 
     What others did in a group since, such as an operator, may be missing. `silent` has the names of
-    groups that Carver changed and that have not answered since: what it did last may be missing.
+    groups that Carver changed and that have not answered since, where what it did last may be
+    missing, and of those that this process never read, where all of it is. `unread` has those of
+    the second kind that have not answered yet.
     """
 
     silent: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+
+    def require_read(self) -> None:
+        """Raise GroupBusy while a group was never read: an earlier process may have begun a copy.
+
+        What this process began, also in a group that hangs, its jobs know.
+        """
+        if self.unread:
+            named = ", ".join(sorted(self.unread))
+            raise errors.GroupBusy(f"volume group {named}", "it has not answered since the start")
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,9 @@ class Activations:
         if not unread:
             return []
         # A copy, which may be in another group, opens it only for moments.
-        every = self._inventory.present(self._inventory.everywhere(known))
+        everywhere = self._inventory.everywhere(known)
+        everywhere.require_read()
+        every = self._inventory.shown(everywhere)
         copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
             one.name
