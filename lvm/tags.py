@@ -11,6 +11,9 @@ MAXIMUM_LENGTH = 1024
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 
+_NUMBER = re.compile(r"[0-9]{1,19}")
+# The largest that gRPC's int64 holds.
+_MOST = (1 << 63) - 1
 
 def escape(text: str) -> str:
     """Text as a tag may hold it: any other byte of its UTF-8 becomes `&` and two hex digits."""
@@ -52,5 +55,15 @@ def decode(tags: Iterable[str]) -> Mapping[str, str]:
     for tag in tags:
         key, separator, value = tag.removeprefix(PREFIX).partition("=")
         if tag.startswith(PREFIX) and separator:
-            own_tags[unescape(key)] = unescape(value)
-    return MappingProxyType(own_tags)
+            yield unescape(key), unescape(value)
+
+
+def number(text: str) -> int | None:
+    """The number that a tag holds; None for any other text, and for one of more than 63 bits.
+
+    Each number in a tag is read here: what others wrote must not break a list of all volumes.
+    """
+    if not _NUMBER.fullmatch(text):
+        return None
+    found = int(text)
+    return found if found <= _MOST else None

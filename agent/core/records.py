@@ -6,7 +6,7 @@ from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from lvm import layout, names, report
+from lvm import layout, names, report, tags
 from lvm.layout import Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
@@ -155,7 +155,7 @@ class Volume:
     @property
     def header_bytes(self) -> int:
         """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
-        return _number(self.own_tags, tag.HEADER)
+        return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
     def capacity_bytes(self) -> int:
@@ -245,7 +245,7 @@ class Snapshot:
     @property
     def header_bytes(self) -> int:
         """The bytes of the volume's LUKS2 header; 0 for none."""
-        return _number(self.own_tags, tag.HEADER)
+        return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
     def is_encrypted(self) -> bool:
@@ -298,8 +298,7 @@ def requested(asked_bytes: int, size_bytes: int, header_bytes: int) -> dict[str,
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
     """The bytes that were rounded up to this size, by the tag; 0 where there is none."""
     asked, _, given = own_tags.get(tag.REQUESTED, "").partition("/")
-    is_known = given == str(size_bytes) and asked.isascii() and asked.isdigit()
-    return int(asked) if is_known else 0
+    return tags.number(asked) or 0 if given == str(size_bytes) else 0
 
 
 _Record = TypeVar("_Record", Volume, Snapshot)
@@ -493,5 +492,10 @@ def _thin_id(snapshot: Snapshot) -> int | None:
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
     """The number in a tag; 0 if it is lost or no number."""
-    text = own_tags.get(key, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return tags.number(own_tags.get(key, "")) or 0
+def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
+    """The bytes of a LUKS2 header; 0 where the tag is lost, or has more than the volume."""
+    found = _number(own_tags, tag.HEADER)
+    return found if found < size_bytes else 0
+
+
