@@ -153,11 +153,23 @@ class Inventory:
         """
         for group in groups:
             self._deactivate_parts(group)
-        for group in groups:
-            for one in group.volumes.values():
-                is_held = self.is_kept_suspended(group.name, one.name)
-                if one.suspended and not is_held and one.own_tags:
-                    volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
+        left = [
+            (group.name, one.name)
+            for group in groups
+            for one in records.every(group)
+            if one.suspended
+            and not self.is_kept_suspended(group.name, one.name)
+            and records.is_usable(group, one)
+        ]
+        return self._each(left, "resume", volumes.refresh)
+
+    def _each(
+        self,
+        found: Iterable[tuple[str, str]],
+        what: str,
+        act: Callable[[Lvm, str, str], object],
+    ) -> _Problems:
+        """Repair what lvm2 left of each volume; why it refuses, by group and volume.
 
     def _remove_unmade(self, groups: Collection[report.Group]) -> bool:
         """Remove thin volumes that a killed lvm2 recorded and did not make; whether there were any.
@@ -170,7 +182,7 @@ class Inventory:
         found = [
             (group.name, one)
             for group in groups
-            for one in group.volumes.values()
+            for one in records.every(group)
             if self._is_unmade(group, one)
         ]
         for group_name, one in found:
@@ -345,8 +357,8 @@ class Inventory:
         """
         own = {
             one.name
-            for one in group.volumes.values()
-            if not one.layout & {"linear", "striped"} and one.own_tags
+            for one in records.every(group)
+            if not one.layout & {"linear", "striped"} and records.is_usable(group, one)
         }
         if not own:
             return False
@@ -499,7 +511,7 @@ class Inventory:
         """The volumes of a group; its state is the same object until something changes."""
         seen, found = self._seen.get(group.name, (None, ()))
         if seen is not group:
-            every = (records.volume(group, one) for one in group.volumes.values())
+            every = (records.volume(group, one) for one in records.every(group))
             found = tuple(one for one in every if one is not None)
             self._seen[group.name] = (group, found)
         return found
@@ -697,7 +709,7 @@ class Inventory:
 
     def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
         for group in self.own_groups(known):
-            yield from ((group, logical) for logical in group.volumes.values())
+            yield from ((group, logical) for logical in records.every(group))
 
     def require(self, volume_id: str) -> Volume:
         """The volume of an id by the fresh state; raises as `usable` does."""

@@ -340,6 +340,6 @@ def _as_adopted(
     group: report.Group, found: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
 ) -> Volume:
     """The volume, by the group's state before it was adopted."""
-    kept = {key: one for key, one in group.volumes.items() if key != found.name}
+    kept = {one.name: one for one in records.every(group) if one.name != found.name}
     group = replace(group, volumes={**kept, name: replace(found, name=name)})
     return Volume(VolumeId.of(group, name), group, name, found.size_bytes, own_tags)

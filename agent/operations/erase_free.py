@@ -342,8 +342,10 @@ def _is_left(group: report.Group) -> bool:
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     """Pools and volumes with snapshots that were given up, lack a disk, and are all deleted."""
-    for one in group.volumes.values():
+    for one in records.usable(group):
         if not is_given_up(one) or one.disks.isdisjoint(group.missing_uuids):
+            continue
+        if not all(records.is_usable(group, each) for each in held):
             continue
         held = _dependents(group, one)
         is_origin = bool(held) and is_deleted(one) and not one.pool

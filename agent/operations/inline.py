@@ -231,7 +231,9 @@ class InlineVolumes:
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
-            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in self._all(known)}
+            # Those of a group that was never read do not count: they must keep no pod waiting.
+            every = (one for one in self._inventory.shown(known) if one.is_ephemeral)
+            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in every}
             self._admitted.admit(call.volume_id, allocated_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core import errors, sockets
+from agent.core import errors, records, sockets, tag
+from agent.core.allocation import is_pool
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
@@ -556,7 +557,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
         why = str(error)
     limited = []
     with suppress(mount_errors.CommandError, errors.NotReady):
-        every = (one for group in node.report().groups.values() for one in group.volumes.values())
+        every = (one for group in node.report().groups.values() for one in records.every(group))
         limited = [one.name for one in every if one.tuning.is_limited]
     if limited:
         yield (

@@ -165,7 +165,7 @@ class Reservations:
 
 def _marked(group: report.Group) -> list[str]:
     """The pools of a group whose metadata snapshot, if any, is Carver's."""
-    return [one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in one.own_tags]
+    return [one.name for one in records.usable(group) if tag.METADATA_SNAPSHOT in one.own_tags]
 
 
 _OWN = {tag.ACTIVATED: "reading"}
