@@ -23,7 +23,7 @@ from agent.core.records import Volume
 from agent.core.states import Fresh
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import caches, groups, names, report, tags, volumes
+from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
 from lvm.volumes import NO_TAGS
@@ -512,15 +512,12 @@ class Eraser:
         return are_lost
 
 
-def reservation_name(name: str) -> str:
-    """The logical volume that reserves the extents by which a volume grows."""
-    return names.logical_volume(ids.GROWTH_PREFIX, name)
-
-
 def reservation_id(volume_id: str) -> str:
     """The id of that logical volume; empty for the id of an inline volume."""
     parsed = VolumeId.parse(volume_id)
-    return "" if parsed is None else str(replace(parsed, name=reservation_name(parsed.name)))
+    if parsed is None:
+        return ""
+    return str(replace(parsed, name=records.reservation_name(parsed.name)))
 
 
 def _being_erased(job: Job) -> errors.OperationPending:

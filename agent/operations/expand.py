@@ -35,7 +35,6 @@ from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
 from agent.core.states import Fresh
 from agent.operations.encrypt import EncryptedDevices
-from agent.operations.erase import reservation_name
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
 from lvm import errors as lvm_errors
@@ -153,11 +152,12 @@ class Expander:
                     if not isinstance(error, _NO_ROOM):
                         raise
                     raise errors.TooLarge(call.volume_id, str(error)) from None
-            elif reservation_name(volume.name) in volume.group.volumes:
+            elif (reserved := records.reservation(volume.group, volume.name)) is not None:
                 # The growth that it was for is withdrawn.
                 self._growth_zeroer.require_none(volume)
-                lvm = self._volume_groups.lvm(group)
-                volumes.remove(lvm, group, reservation_name(volume.name))
+                volumes.remove(self._volume_groups.lvm(group), group, reserved.name)
+            # Here, as a stage may have extended it: that does not know what was asked for.
+            self._record_request(volume, call.size, max(wanted, volume.size_bytes))
             if call.size.required_bytes:
                 self._withdraw(volume, wanted)
         volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
