@@ -5,8 +5,8 @@ state of each group that the decision is about: by `Fresh` for the groups that i
 where any group may matter. `Seen` is for metrics, health and hints.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from agent.core import errors
 from lvm import report
@@ -16,10 +16,12 @@ from lvm import report
 class Fresh(report.Report):
     """Groups that a call named, each read after the call began; `asked` has their names.
 
-    It says nothing of another group, which is not the same as that it is absent.
+    It says nothing of another group, which is not the same as that it is absent. `problems` has why
+    lvm2 could not repair what it left when it was killed, by the group and the logical volume.
     """
 
     asked: frozenset[str] = frozenset()
+    problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Every(report.Report):
 
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
     def require_read(self) -> None:
         """Raise GroupBusy while a group was never read: an earlier process may have begun a copy.

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import classes, errors, ids, tag, users
+from agent.core import classes, errors, ids, records, tag, users
+from agent.core.background import Attempts
 from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.ids import VolumeId
@@ -255,14 +256,19 @@ class Eraser:
         return _being_erased(job)
 
     def resume(self, *groups: str) -> int:
-        """Start a job for each deleted volume left in these groups, or in all; returns how many."""
+        """Start a job for each deleted volume left in these groups, or in all; returns how many.
+
+        Raises an ExceptionGroup of why lvm2 left some suspended, which no job may write to.
+        """
         own = groups or self._volume_groups.names
         # Locked: a volume found is not removed and created anew before its job exists.
-        with self._volume_groups.hold(*own):
-            every = self._inventory.doomed(self._inventory.state(*own, resume=True))
-            left = [one for one in every if one.group.name in own]
+        with self._volume_groups.hold(*own), Attempts() as attempts:
+            known = self._inventory.state(*own, resume=True)
+            left = [one for one in self._inventory.doomed(known) if one.group.name in own]
             for volume in left:
-                self.jobs.start(self._wipe_of(volume))
+                with attempts.one():
+                    self._inventory.require_repaired(known, volume)
+                    self.jobs.start(self._wipe_of(volume))
         return len(left)
 
     def _start(self, volume: Volume) -> _Wipe:

@@ -332,4 +332,8 @@ class InlineVolumes:
 
 def _allocated_bytes(one: Volume) -> int:
     """What an inline volume takes of its group: a mirrored one several times its size."""
-    return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+    try:
+        return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+    except errors.LayoutUnknown:
+        # One whose tag is lost keeps no other pod waiting: as if each image had all of it.
+        return one.size_bytes * max(1, len(one.group.volume(one.name).images))

@@ -256,7 +256,9 @@ class AutoRepair:
             return
         for one in self._inventory.seen_volumes(seen):
             is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
-            if is_own and one.is_listed and one.layout.is_raid and one.missing_disks:
+            # By lvm2's report: the tag of one may be lost, which keeps no other.
+            is_raid = "raid" in one.group.volume(one.name).layout
+            if is_own and one.is_listed and is_raid and one.missing_disks:
                 yield one
 
     def _repair(self, volume_id: str, seen: _Seen) -> None:

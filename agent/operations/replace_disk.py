@@ -8,6 +8,7 @@ one closed, moved or rebuilt, old one removed, in sync. So repeating the call co
 interrupted, and one call more finds it done. The kernel does the long work in the background.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,8 @@ from lvm.report import Group, PhysicalVolume
 from mount import errors as mount_errors
 from mount import mounts
 from mount.table import DeviceNumber
+
+_log = logging.getLogger(__name__)
 
 # How often lvm2's process that watches a move is started again: it may have been killed.
 _WATCH_SECONDS = 60.0
@@ -249,7 +252,12 @@ class Replacement:
         if not erase.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # A volume may be from before the setting, and lvm2 could not change it till now.
-        modify.bound(self._context, group)
+        try:
+            modify.bound(self._context, group)
+        except ExceptionGroup as error:
+            # The disk is out all the same, and the next start bounds them.
+            why = "; ".join(map(str, error.exceptions))
+            _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, why)
         if unsynced := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")
