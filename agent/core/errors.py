@@ -393,14 +393,18 @@ class ContentsLost(AgentError):
 
 
 class KeyMissing(AgentError):
-    """The call has no key for an encrypted volume; nothing was changed."""
+    """The call has no key for an encrypted volume; nothing was changed.
 
-    def __init__(self, volume_id: str) -> None:
+    `gone` is the volume's class where the configuration lacks it.
+    """
+
+    def __init__(self, volume_id: str, gone: str = "") -> None:
+        lost = f" The configuration has no class {gone!r} any more, which may have had a key_file"
         super().__init__(
             f"cannot open volume {volume_id!r}: it is encrypted, and there is no key for it;"
             " have the StorageClass name a secret with `passphrase`"
             " (csi.storage.k8s.io/node-stage-secret-name and -namespace), or its class a"
-            " key_file; by hand, `carver volume publish --key-file`"
+            f" key_file; by hand, `carver volume publish --key-file`{f'.{lost}' if gone else ''}"
         )
 
 

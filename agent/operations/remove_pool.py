@@ -21,8 +21,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.core import ids, tag
-from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
+from agent.core import ids, records, tag
+from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
 from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
@@ -184,7 +184,7 @@ class PoolRemover:
     def _zero_pool(self, job: _Removal, pool: report.LogicalVolume, wiping: str) -> None:
         """Zero all that a pool ever allocated, by a volume in it; raises Stopping."""
         group_name, pool_name = job.key.split("/")
-        chunk = int(pool.own_tags[tag.CHUNK])
+        chunk = chunk_bytes(pool)
         try:
             # A partial chunk at the end is never allocated.
             self._zero(job, wiping, pool.size_bytes // chunk * chunk)
