@@ -1,7 +1,8 @@
 """Carver's own tags: LVM tags of the form `carver.<key>=<value>`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 PREFIX = "carver."
@@ -50,8 +51,29 @@ def words(option: str, own_tags: Mapping[str, str]) -> list[str]:
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Carver's own tags by their keys; tags of others are left out."""
-    own_tags = {}
+    """Carver's own tags by their keys; tags of others are left out.
+
+    Of several values of one key the first in order counts, the same in each process; `doubled`
+    tells which keys have several.
+    """
+    own_tags: dict[str, str] = {}
+    for key, value in _parts(tags):
+        own_tags[key] = min(value, own_tags.get(key, value))
+    return MappingProxyType(own_tags)
+
+
+def values(tags: Iterable[str], key: str) -> list[str]:
+    """All values of one key; one at most, unless others wrote tags."""
+    return sorted(value for found, value in _parts(tags) if found == key)
+
+
+def doubled(tags: Iterable[str]) -> frozenset[str]:
+    """The keys of Carver's own tags that have several values, as only others write them."""
+    found = Counter(key for key, _ in _parts(tags))
+    return frozenset(key for key, times in found.items() if times > 1)
+
+
+def _parts(tags: Iterable[str]) -> Iterator[tuple[str, str]]:
     for tag in tags:
         key, separator, value = tag.removeprefix(PREFIX).partition("=")
         if tag.startswith(PREFIX) and separator:

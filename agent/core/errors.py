@@ -521,6 +521,17 @@ class NeedsOther(AgentError):
         )
 
 
+class TagsDamaged(AgentError):
+    """The tags of a volume or snapshot are in a combination that no version of Carver writes."""
+
+    def __init__(self, identity: str, faults: Iterable[str]) -> None:
+        super().__init__(
+            f"cannot use {identity!r}: tags of it were lost, or changed by hand:"
+            f" {', '.join(sorted(faults))}. It is left alone; see `lvs -o +tags`, and put them"
+            " right with `lvchange --addtag` and `--deltag`"
+        )
+
+
 class LayoutUnknown(AgentError):
     """How a volume lies on its disks is known neither by its tag nor by lvm2's report."""
 

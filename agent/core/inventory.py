@@ -820,9 +820,9 @@ def _require_repaired(known: Known, group: report.Group, logical: report.Logical
 
 
 def _usable(found: _Record | Newer[_Record]) -> _Record:
-    """A volume or snapshot; raises NeedsOther for one that only newer versions know."""
+    """A volume or snapshot; raises NeedsOther or TagsDamaged for one that must not be used."""
     if isinstance(found, Newer):
-        raise errors.NeedsOther(str(found.shown.id), found.needs)
+        raise found.problem
     return found
 
 

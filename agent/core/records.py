@@ -13,6 +13,7 @@ from lvm.layout import Layout
 UNKNOWN = "unknown"
 # States of what is no volume any more, or not yet.
 _UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
+_STATES = (tag.READY, *_UNLISTED)
 
 
 _READ_ONLY, _READ_WRITE = "ro", "rw"
@@ -306,7 +307,7 @@ _Record = TypeVar("_Record", Volume, Snapshot)
 
 @dataclass(frozen=True)
 class Newer(Generic[_Record]):
-    """A volume or snapshot that only a newer version may use, with the properties it `needs`.
+    """A volume or snapshot that this version must not use: what it `needs`, or its tags' `faults`.
 
     No call uses it, no background work continues it. It is listed as `shown`, and what it stands on
     stays. Records are made here alone, so that no reader can forget it.
@@ -314,7 +315,6 @@ class Newer(Generic[_Record]):
 
     shown: _Record
     needs: frozenset[str]
-
     faults: frozenset[str] = frozenset()
 
     @property
