@@ -126,7 +126,9 @@ class InlineVolumes:
         Five commands at most: a report, lvcreate, and those of staging. None where it is mounted.
         """
         place = target.resolve(self._kernel, call.target_path, self._inside)
-        one = plan.device_class(self._config, "volume_context", call.parameters)
+        one = self._creator.class_for(
+            call.volume_id, call.parameters, "volume_context", is_ephemeral=True
+        )
         parameters = plan.with_defaults(call.parameters, [call.capability], one)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
