@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from csi_client import Client
@@ -14,6 +15,7 @@ from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.daemon.startup import Recovery
 from lvm.lvm2 import Lvm
 
 
@@ -32,9 +34,16 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
     running = Service(config, machine(fake), fake.lvm)
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
-    server.resume(running)
+    recover(running)
     running.start(config.endpoint)
     return running
+
+
+def recover(running: Service) -> None:
+    """Recover each group by itself, as a process does at its start; wait until each was tried."""
+    recovery = Recovery(running.volume_groups, partial(server.resume, running))
+    recovery.begin()
+    wait(list(recovery._tries.values()), 60)
 
 
 @contextmanager
