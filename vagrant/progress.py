@@ -34,26 +34,48 @@ class Step:
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run a command, its output into the log; raise StepError unless it succeeds."""
+        """Run a command, its output into the log; raise StepError unless it succeeds.
+
+        The terminal's Ctrl-C reaches the command, too, which may have something to undo: it is
+        waited for. A second Ctrl-C kills it.
+        """
         command = [str(word) for word in words]
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
             try:
-                done = subprocess.run(
-                    command,
-                    cwd=cwd,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_seconds,
-                    check=False,
-                )
+                process.wait(timeout_seconds)
             except subprocess.TimeoutExpired as error:
+                _kill(process)
                 raise StepError(command, f"no end after {timeout_seconds} s", self.log) from error
-        if done.returncode != 0:
-            raise StepError(command, f"exit code {done.returncode}", self.log)
+            except KeyboardInterrupt:
+                try:
+                    process.wait()
+                except KeyboardInterrupt:
+                    _kill(process)
+                raise
+        if process.returncode != 0:
+            raise StepError(command, f"exit code {process.returncode}", self.log)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and wait for its end; where it is sudo, have sudo end what it runs."""
+    try:
+        process.kill()
+        process.wait()
+    except PermissionError:
+        # sudo passes SIGTERM on, as it could not do with SIGKILL.
+        subprocess.run(["sudo", "kill", "-TERM", str(process.pid)], check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,66 @@
-"""The lab's machine, where another tree or a killed `up` left one of its name."""
+"""The lab's machines: which are kept, made anew and removed; its locks, its steps, its files."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from vagrant import box, guest, host
 from vagrant.machines import Machines
+from vagrant.progress import Step, StepError
+
+# Steps
+
+
+class Interrupted:
+    """A command that is interrupted so many times while it is waited for."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.returncode, self.killed = times, 1, False
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.times > 0 and not self.killed:
+            self.times -= 1
+            raise KeyboardInterrupt
+        return self.returncode
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(("times", "is_killed"), [(1, False), (2, True)])
+def test_a_step_s_command_is_waited_for_upon_ctrl_c_and_killed_upon_a_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int, is_killed: bool
+) -> None:
+    command = Interrupted(times)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: command)
+    with pytest.raises(KeyboardInterrupt):
+        Step(tmp_path / "log").run("vagrant", "up")
+    assert (command.times, command.killed) == (0, is_killed)
+
+
+@pytest.mark.starts_programs
+def test_a_step_s_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(StepError, match=r"no end after 0.1 s"):
+        Step(tmp_path / "log").run("sleep", "600", timeout_seconds=0.1)
+
+
+def test_the_box_of_each_release_is_kept_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(box, "KEY", tmp_path / "key")
+    (tmp_path / "key.pub").write_text("a key")
+    places = set()
+    for release in box.RELEASES:
+        monkeypatch.setenv("CARVER_LAB_RELEASE", release)
+        places.add((box.folder(), box.wheels(), box.name()))
+    assert len(places) == len({folder for folder, _, _ in places}) == len(box.RELEASES)
+
+
+def test_a_release_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARVER_LAB_RELEASE", "buster")
+    with pytest.raises(box.BoxError, match=r"CARVER_LAB_RELEASE is 'buster'; known are bookworm"):
+        box.name()
 
 
 @pytest.fixture
@@ -60,21 +115,3 @@ def test_no_machine_is_nothing_to_remove(
     monkeypatch.setattr(host, "domain_uuid", lambda name: "")
     remove_what_vagrant_lost()
     assert removed == []
-
-
-def test_the_box_of_each_release_is_kept_beside_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(box, "KEY", tmp_path / "key")
-    (tmp_path / "key.pub").write_text("a key")
-    places = set()
-    for release in box.RELEASES:
-        monkeypatch.setenv("CARVER_LAB_RELEASE", release)
-        places.add((box.folder(), box.wheels(), box.name()))
-    assert len(places) == len({folder for folder, _, _ in places}) == len(box.RELEASES)
-
-
-def test_a_release_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARVER_LAB_RELEASE", "buster")
-    with pytest.raises(box.BoxError, match=r"CARVER_LAB_RELEASE is 'buster'; known are bookworm"):
-        box.name()
