@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vagrant import files
+
 LOGS = Path(__file__).resolve().parent / ".lab" / "logs"
 _TAIL_LINES = 40
 
@@ -83,7 +85,10 @@ def step(title: str, log_name: str) -> Iterator[Step]:
     """Announce a step, count its seconds while it runs, say how long it took."""
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{log_name}.log"
-    log.write_text("")
+    # A log that root wrote is not its user's to empty, but the folder is.
+    log.unlink(missing_ok=True)
+    log.touch()
+    files.give_to_owner(log)
     start = time.monotonic()
     over = threading.Event()
     ticker = threading.Thread(target=_tick, args=(title, start, over), daemon=True)

@@ -1,11 +1,12 @@
 """The lab's machines: which are kept, made anew and removed; its locks, its steps, its files."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from vagrant import box, guest, host
+from vagrant import box, files, guest, host
 from vagrant.machines import Machines
 from vagrant.progress import Step, StepError
 
@@ -43,6 +44,47 @@ def test_a_step_s_command_is_waited_for_upon_ctrl_c_and_killed_upon_a_second(
 def test_a_step_s_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(StepError, match=r"no end after 0.1 s"):
         Step(tmp_path / "log").run("sleep", "600", timeout_seconds=0.1)
+
+
+# Files and settings
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settings.json"
+    files.write(path, '{"nodes": 3}', mode=0o600)
+
+    def full(handle: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        files.write(path, '{"nodes": 4}')
+    assert files.read_json(path) == {"nodes": 3}
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", ["", '{"nodes": ', "[]", "3"])
+def test_a_damaged_file_is_read_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "settings.json"
+    assert files.read_json(path) is None
+    path.write_text(content)
+    assert files.read_json(path) is None
+
+
+def test_what_root_writes_is_the_owner_s_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "chown", lambda path, user, group: given.append((user, group)))
+    files.write(tmp_path / "file", "content")
+    owner = tmp_path.stat()
+    assert given == [(owner.st_uid, owner.st_gid)]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    files.write(tmp_path / "file", "content")
+    assert len(given) == 1
 
 
 def test_the_box_of_each_release_is_kept_beside_the_others(
