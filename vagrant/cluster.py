@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from deploy import render
 from vagrant import box, control_plane, host, images, machines, node
 from vagrant.control_plane import ControlPlane, ControlPlaneError
-from vagrant.guest import Guest, GuestError
+from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.machines import Machines
 from vagrant.programs import Programs
 from vagrant.progress import Step, StepError, step
@@ -63,6 +63,8 @@ _WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
 # faster than this; less is only the time that a busy host takes to ask it.
 _CLOCK_RATES = (0.5, 2.0)
 
+_NAME = "carver-node-"
+
 T = TypeVar("T")
 
 
@@ -75,7 +77,7 @@ class Cluster:
         `kubernetes` is a version such as 1.37.2, or empty for the one that go.mod requires; `gates`
         are feature gates of Kubernetes, each NAME=true or NAME=false.
         """
-        self.guests = [_guest(number) for number in range(1, nodes + 1)]
+        self.guests = [guest_of(f"{_NAME}{number}") for number in range(1, nodes + 1)]
         self.programs = Programs(kubernetes)
         self.gates = gates
         self.control_plane = ControlPlane(self.programs, gates)
@@ -84,6 +86,7 @@ class Cluster:
             self.guests,
             cpus=machines.setting("CARVER_LAB_CPUS", 2),
             memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
+            family=_NAME,
         )
 
     @cached_property
@@ -150,13 +153,9 @@ class Cluster:
 
     def down(self) -> None:
         """Remove the cluster and all that was started for it; programs and box stay cached."""
-        if host.libvirt_answers():
-            with step("remove the machines", "down") as removing:
-                control_plane.end_all()
-                self.machines.remove(removing)
         control_plane.end_all()
+        self.machines.down("the machines")
         host.remove_tree(control_plane.FOLDER)
-        host.stop_libvirt()
 
     # Carver
 
@@ -299,8 +298,8 @@ class Cluster:
         """Remove the machine that was added last."""
         if name != self.guests[-1].name:
             raise ControlPlaneError(f"{name} is not the node that was added last")
-        with step(f"remove {name}", "remove") as removing:
-            self.machines.remove_last(removing)
+        with step(f"remove {name}", "remove"):
+            self.machines.drop(name)
         del self.guests[-1]
         self._write_settings()
 
@@ -462,11 +461,6 @@ def sidecars() -> dict[str, str]:
     return {program: image for image, program in found}
 
 
-def _guest(number: int) -> Guest:
-    name = f"carver-node-{number}"
-    return Guest(name, host.LAB / f"ssh_config.{name}")
-
-
 def _serve(name: Path, source: Path) -> None:
     """Have a file under another name: by a hard link, as rsync's daemon follows no other one."""
     name.unlink(missing_ok=True)
@@ -507,7 +501,7 @@ def main() -> int:
         # What changes the machines happens once at a time; what only uses them may last for hours.
         with machines.locked("cluster") if arguments.command in _CHANGES else nullcontext():
             return _COMMANDS[arguments.command](arguments)
-    except (StepError, box.BoxError, GuestError, ControlPlaneError) as error:
+    except (StepError, box.BoxError, GuestError, ControlPlaneError, host.HostError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
@@ -531,11 +525,8 @@ def _up(_: argparse.Namespace) -> int:
 
 def _down(_: argparse.Namespace) -> int:
     """Remove the cluster and all that was started for it."""
-    try:
-        cluster = present()
-    except ControlPlaneError:
-        cluster = Cluster(machines.setting("CARVER_CLUSTER_NODES", 3))
-    cluster.down()
+    # What there is to remove is what there is, whatever was written down.
+    Cluster(0).down()
     return 0
 
 
