@@ -30,6 +30,9 @@ PACKAGES = (
     "python3-venv",
 )
 _NAMESPACE = Path("/run/netns") / NAME
+# Between the name of a box and its version, in the name of libvirt's copy (vagrant-libvirt's
+# HandleBoxImage).
+_BOX_IMAGE = "_vagrant_box_image_"
 _URI = "qemu:///system"
 _KVM = Path("/dev/kvm")
 # Where root can open a /dev/kvm that is of no use, and qemu's user cannot, libvirtd takes what it
@@ -194,11 +197,20 @@ def _program(pid: str) -> str:
         return ""
 
 
-def remove_volumes(prefix: str, keep: str) -> None:
-    """Remove libvirt's copies of boxes whose names start with `prefix`, except `keep`."""
-    for line in virsh("vol-list", "default").stdout.splitlines():
-        name = line.split()[0]
-        if name.startswith(prefix) and not name.startswith(keep):
+def remove_box_images() -> None:
+    """Remove libvirt's copies of the lab's boxes that no machine's disk is built on.
+
+    Such a disk has only what differs from its box's copy.
+    """
+    listed = [line.split() for line in virsh("vol-list", "default").stdout.splitlines()]
+    paths = {fields[0]: fields[1] for fields in listed if len(fields) == 2}
+    described = {name: virsh("vol-dumpxml", "--pool", "default", name) for name in paths}
+    if any(one.returncode != 0 for one in described.values()):
+        return
+    for name, path in paths.items():
+        others = [one.stdout for other, one in described.items() if other != name]
+        is_ours = name.startswith(f"{NAME}-") and _BOX_IMAGE in name
+        if is_ours and not any(path in one for one in others):
             virsh("vol-delete", "--pool", "default", name)
 
 

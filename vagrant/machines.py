@@ -192,11 +192,16 @@ class Machines:
                     host.virsh("vol-delete", "--pool", "default", f"{guest.name}.img")
             if not box.stock():
                 self._publish_box(booting, settings)
+            # vagrant takes a copy of the box that a kill cut short for a whole one.
+            if files.read_text(_uploaded()) != box.name():
+                host.remove_box_images()
+            _uploaded().unlink(missing_ok=True)
             with contextlib.ExitStack() as watched:
                 for guest in guests:
                     watched.enter_context(guest.revived())
                 names = [one.name for one in guests]
                 self._vagrant(booting, "up", "--provider=libvirt", *names)
+            files.write(_uploaded(), box.name())
             for guest in guests:
                 address = guest.address()
                 if address is None:
@@ -246,7 +251,6 @@ class Machines:
             host.remove_tree(boxes)
             archive = str(box.folder() / "lab.box")
             self._vagrant(booting, "box", "add", "--force", "--name", name, archive)
-            host.remove_volumes(host.NAME, keep=name)
         for file_name, target in (("vmlinuz", "kernel"), ("initrd.img", "initrd")):
             source = box.folder() / file_name
             booting.run(*host.as_root("install", "-D", "-m", "644", source, str(machines[target])))
@@ -261,6 +265,11 @@ class Machines:
         }
         settings = [f"{name}={value}" for name, value in environment.items()]
         within.run(*host.in_network("env", *settings, "vagrant", *words, "--no-color", "--no-tty"))
+
+
+def _uploaded() -> Path:
+    """Return the file that names the box of which libvirt has a whole copy."""
+    return host.LAB / "uploaded"
 
 
 def prepare() -> None:

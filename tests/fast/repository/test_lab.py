@@ -17,6 +17,9 @@ from vagrant.progress import Step, StepError
 BOX = "carver-lab-bookworm-new_vagrant_box_image_0_box.img"
 
 
+OLD_BOX = "carver-lab-bookworm-old_vagrant_box_image_0_box.img"
+
+
 class Libvirt:
     """What virsh answers and does: machines by name, volumes with what they are built on."""
 
@@ -226,6 +229,36 @@ def test_libvirt_is_not_stopped_while_it_may_have_a_machine(
     monkeypatch.setattr(host, "_namespace_pids", None)
     with nullcontext() if answers else pytest.raises(host.HostError, match="cannot connect"):
         host.stop_libvirt()
+
+
+# Boxes
+
+
+def test_only_copies_of_boxes_that_no_disk_is_built_on_are_removed(libvirt: Libvirt) -> None:
+    libvirt.add("carver-lab")
+    libvirt.volumes |= {
+        OLD_BOX: "",
+        "other_vagrant_box_image_0_box.img": "",
+        "carver-lab-x.img": "",
+    }
+    host.remove_box_images()
+    assert {"carver-lab.img", BOX, "carver-lab-x.img"} < {*libvirt.volumes}
+    assert "other_vagrant_box_image_0_box.img" in libvirt.volumes
+    assert OLD_BOX not in libvirt.volumes
+
+
+def test_a_copy_of_a_box_that_was_cut_short_is_not_used(
+    libvirt: Libvirt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(self: Machines, step: Step, verb: str, *words: str) -> None:
+        assert BOX not in libvirt.volumes
+        libvirt.volumes |= {BOX: "", "carver-node-1.img": ""}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Machines, "_vagrant", cut_short)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            nodes(1).ensure()
 
 
 # Locks
