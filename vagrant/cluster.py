@@ -23,13 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploy import render
-from vagrant import box, control_plane, host, images, machines, node
+from vagrant import box, control_plane, files, host, images, machines, node
 from vagrant.control_plane import ControlPlane, ControlPlaneError
 from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.machines import Machines
@@ -149,7 +149,7 @@ class Cluster:
             "kubernetes": self.programs.kubernetes,
             "gates": [*self.gates],
         }
-        _SETTINGS.write_text(json.dumps(settings))
+        files.write(_SETTINGS, json.dumps(settings))
 
     def down(self) -> None:
         """Remove the cluster and all that was started for it; programs and box stay cached."""
@@ -327,7 +327,7 @@ class Cluster:
         for number, address in enumerate(addresses, start=1):
             _output("ip", "route", "replace", node.pods_of(number), "via", address)
         configuration = control_plane.FOLDER / "rsyncd.conf"
-        configuration.write_text(node.served(_SERVED, node.PORT, bridge))
+        files.write(configuration, node.served(_SERVED, node.PORT, bridge))
         control_plane.ensure_process(
             "rsync", ["rsync", "--daemon", "--no-detach", f"--config={configuration}"]
         )
@@ -376,7 +376,7 @@ class Cluster:
             if not (stamps / name).exists() or (stamps / name).read_text() != made_of[name]:
                 (stamps / name).write_text(made_of[name])
         done = control_plane.FOLDER / "store.json"
-        if done.exists() and json.loads(done.read_text()) == made_of:
+        if files.read_json(done) == made_of:
             return
         with step("import images", "store") as making:
             images.make_store(
@@ -386,7 +386,7 @@ class Cluster:
                 self.programs.path("ctr"),
                 [folder / name for name in archives],
             )
-        done.write_text(json.dumps(made_of))
+        files.write(done, json.dumps(made_of))
 
     def _sidecar(self, name: str, tag: str) -> str:
         """Make an image of one of the sidecars' programs."""
@@ -448,10 +448,9 @@ class Cluster:
 
 def present() -> Cluster:
     """Return the cluster that is up, as its settings describe it."""
-    try:
-        settings: dict[str, Any] = json.loads(_SETTINGS.read_text())
-    except FileNotFoundError:
-        raise ControlPlaneError("there is no cluster: `make cluster` makes one") from None
+    settings = files.read_json(_SETTINGS)
+    if settings is None:
+        raise ControlPlaneError("there is no cluster: `make cluster` makes one")
     return Cluster(settings["nodes"], settings["kubernetes"], settings["gates"])
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vagrant import authority, host
+from vagrant import authority, files, host
 from vagrant.programs import Programs
 
 FOLDER = host.LAB / "cluster"
@@ -40,12 +40,21 @@ def kubeconfig() -> Path:
 
 
 def client_kubeconfig(name: str, user: str, groups: Sequence[str]) -> Path:
-    """Return a user's kubeconfig, made the first time; it holds a certificate and its key."""
+    """Return a user's kubeconfig, made where there is none of the present authority.
+
+    It holds a certificate and its key.
+    """
     path = FOLDER / f"{name}.kubeconfig"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(_kubeconfig_text(authority.client(FOLDER, user, groups)))
+    if _trusted(files.read_json(path)) != authority.base64(authority.bundle(FOLDER)):
+        text = _kubeconfig_text(authority.client(FOLDER, user, groups))
+        files.write(path, text, mode=0o600)
     return path
+
+
+def _trusted(kubeconfig: dict[str, Any] | None) -> str:
+    """Return the authority's certificate that a kubeconfig has; empty without a kubeconfig."""
+    clusters = (kubeconfig or {}).get("clusters") or [{}]
+    return str(clusters[0].get("cluster", {}).get("certificate-authority-data", ""))
 
 
 def _kubeconfig_text(user: authority.Pair) -> str:
@@ -104,7 +113,7 @@ class ControlPlane:
     def distribute_snapshots(self, by_nodes: bool) -> None:
         """Have the snapshot-controller name each snapshot's node, as sidecars on each node want."""
         if by_nodes:
-            self._distributes.touch()
+            files.write(self._distributes, "")
         else:
             self._distributes.unlink(missing_ok=True)
         self.ensure()
@@ -162,7 +171,7 @@ class ControlPlane:
             )
         }
         corefile = FOLDER / "Corefile"
-        corefile.write_text(_COREFILE.format(kubeconfig=configs["coredns"]))
+        files.write(corefile, _COREFILE.format(kubeconfig=configs["coredns"]))
         alone = "--leader-elect=false"
         return {
             "etcd": [

@@ -12,11 +12,20 @@ import yaml
 from cluster import calls, e2e, record
 from conformance.run import Spec
 
-from vagrant import authority, cluster, control_plane, host, images, node
+from vagrant import (
+    authority,
+    cluster,
+    control_plane,
+    host,
+    images,
+    node,
+)
+from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
 ROOT = Path(__file__).parents[3]
+
 
 # Programs
 
@@ -127,10 +136,39 @@ def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> N
 
 
 def test_the_authority_is_made_once(folder: Path) -> None:
-    before = authority.bundle(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     authority.ensure(folder, [control_plane.API_ADDRESS])
-    assert authority.bundle(folder) == before
-    assert authority.Files(folder).authority_key.stat().st_mode & 0o077 == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    for path in folder.glob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("name", ["etcd.crt", "etcd.key", "server.crt", "accounts.key"])
+@pytest.mark.parametrize("content", [None, b"-----BEGIN CERTIFICATE-----\nMII"])
+def test_what_is_missing_or_damaged_is_signed_anew_and_nothing_else(
+    folder: Path, name: str, content: bytes | None
+) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    authority.ensure(folder, [control_plane.API_ADDRESS])
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    changed = {one for one in after if after[one] != before[one]}
+    assert name in changed
+    assert {one.partition(".")[0] for one in changed} == {name.partition(".")[0]}
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "ca.key"])
+def test_what_a_lost_authority_signed_is_signed_anew(folder: Path, name: str) -> None:
+    before = control_plane.kubeconfig().read_text()
+    (folder / name).write_text("")
+    assert not authority.exists(folder)
+    authority.ensure(folder, [control_plane.API_ADDRESS])
+    for certificate in ("server.crt", "kubelet-client.crt", "etcd.crt", "etcd-client.crt"):
+        path = folder / certificate
+        assert authority._is_sound(path, path.with_suffix(".key"), folder / "ca.crt")
+    assert control_plane.kubeconfig().read_text() != before
 
 
 def test_every_node_has_another_range_of_pods_within_the_route_to_the_host() -> None:
@@ -145,13 +183,6 @@ def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
         written = node._written(path, text)
         if "client-key-data" in text:
             assert written.startswith("install -m 600 "), path
-
-
-@pytest.mark.starts_programs
-def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
-    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
-    prepare = files[f"{node.HOME}/prepare.sh"]
-    subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
 
 
 def test_a_file_with_quotes_is_written_as_it_is() -> None:
@@ -183,14 +214,14 @@ def test_a_process_is_started_once_anew_when_its_words_change_and_ended() -> Non
     assert control_plane.running("sleeper") is None
 
 
-@pytest.mark.usefixtures("processes")
-def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
-    record_of = control_plane._record("etcd")
-    record_of.parent.mkdir()
-    # Process 1 is somebody else's.
-    record_of.write_text(json.dumps({"pid": 1, "words": ["/nowhere/etcd"]}))
-    assert control_plane.running("etcd") is None
-    control_plane.end_all()
+def test_settings_that_are_damaged_are_no_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_SETTINGS", tmp_path / "settings.json")
+    for text in ("", '{"nodes": 3, "kub'):
+        (tmp_path / "settings.json").write_text(text)
+        with pytest.raises(ControlPlaneError, match="`make cluster` makes one"):
+            cluster.present()
 
 
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
@@ -319,3 +350,20 @@ def test_of_calls_that_repeat_by_the_hundred_two_of_each_kind_are_kept() -> None
         made[3],
         made[4],
     ]
+
+
+@pytest.mark.starts_programs
+def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
+    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    prepare = files[f"{node.HOME}/prepare.sh"]
+    subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
+    record_of = control_plane._record("etcd")
+    record_of.parent.mkdir()
+    # Process 1 is somebody else's.
+    record_of.write_text(json.dumps({"pid": 1, "words": ["/nowhere/etcd"]}))
+    assert control_plane.running("etcd") is None
+    control_plane.end_all()
