@@ -3,7 +3,9 @@
 import json
 import re
 import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import IO
 
@@ -199,19 +201,58 @@ def processes(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(host, "as_root", lambda *words: [*map(str, words)])
 
 
+def sleeper(folder: Path, name: str, seconds: int) -> list[str]:
+    """A program of a name that works in a folder, and what it is started with."""
+    program = folder / name
+    if not program.exists():
+        program.symlink_to(sys.executable)
+    text = f"import time; time.sleep({seconds})"
+    return [str(program), "-S", "-c", text, f"--data-dir={folder}/data"]
+
+
 @pytest.mark.starts_programs
 @pytest.mark.usefixtures("processes")
-def test_a_process_is_started_once_anew_when_its_words_change_and_ended() -> None:
-    control_plane.ensure_process("sleeper", ["sleep", "600"])
-    first = control_plane._record("sleeper").read_text()
+def test_a_process_is_started_once_anew_when_its_words_change_and_ended(folder: Path) -> None:
+    first, second = sleeper(folder, "etcd", 600), sleeper(folder, "etcd", 601)
     try:
-        control_plane.ensure_process("sleeper", ["sleep", "600"])
-        assert control_plane._record("sleeper").read_text() == first
-        control_plane.ensure_process("sleeper", ["sleep", "601"])
-        assert control_plane.running("sleeper") == ["sleep", "601"]
+        control_plane.ensure_process("etcd", first)
+        [process] = control_plane._found("etcd")
+        control_plane.ensure_process("etcd", first)
+        assert [*control_plane._found("etcd")] == [process]
+        control_plane.ensure_process("etcd", second)
+        assert control_plane.running("etcd") == second
     finally:
         control_plane.end_all()
-    assert control_plane.running("sleeper") is None
+    assert control_plane.running("etcd") is None
+
+
+@pytest.mark.starts_programs
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_a_killed_program_started_is_found_and_ended(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("another-tree")
+    with (
+        subprocess.Popen(sleeper(folder, "etcd", 600)) as ours,
+        subprocess.Popen(sleeper(other, "etcd", 600)) as others,
+    ):
+        try:
+            while control_plane.running("etcd") is None:
+                time.sleep(0.01)
+            control_plane.end_all()
+            assert ours.wait(60) != 0
+            assert others.poll() is None
+        finally:
+            ours.kill()
+            others.kill()
+
+
+@pytest.mark.starts_programs
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_ends_at_once_is_not_waited_for(folder: Path) -> None:
+    control_plane.ensure_process("etcd", ["false", f"--data-dir={folder}/data"])
+    assert control_plane.running("etcd") is None
+    control_plane.end_all()
 
 
 def test_settings_that_are_damaged_are_no_cluster(
@@ -357,13 +398,3 @@ def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
     files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
     prepare = files[f"{node.HOME}/prepare.sh"]
     subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
-
-
-@pytest.mark.usefixtures("processes")
-def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
-    record_of = control_plane._record("etcd")
-    record_of.parent.mkdir()
-    # Process 1 is somebody else's.
-    record_of.write_text(json.dumps({"pid": 1, "words": ["/nowhere/etcd"]}))
-    assert control_plane.running("etcd") is None
-    control_plane.end_all()
