@@ -63,6 +63,8 @@ _WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
 # faster than this; less is only the time that a busy host takes to ask it.
 _CLOCK_RATES = (0.5, 2.0)
 
+# Marks the lab's routes in the host's table (ip-route(8), proto).
+_ROUTES = "139"
 _NAME = "carver-node-"
 
 T = TypeVar("T")
@@ -154,6 +156,9 @@ class Cluster:
     def down(self) -> None:
         """Remove the cluster and all that was started for it; programs and box stay cached."""
         control_plane.end_all()
+        for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
+            _try("ip", "address", "delete", f"{own}/32", "dev", "lo")
+        _try("ip", "route", "flush", "proto", _ROUTES)
         self.machines.down("the machines")
         host.remove_tree(control_plane.FOLDER)
 
@@ -325,7 +330,8 @@ class Cluster:
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
             _output("ip", "address", "replace", f"{own}/32", "dev", "lo")
         for number, address in enumerate(addresses, start=1):
-            _output("ip", "route", "replace", node.pods_of(number), "via", address)
+            pods = node.pods_of(number)
+            _output("ip", "route", "replace", pods, "via", address, "proto", _ROUTES)
         configuration = control_plane.FOLDER / "rsyncd.conf"
         files.write(configuration, node.served(_SERVED, node.PORT, bridge))
         control_plane.ensure_process(
@@ -473,6 +479,11 @@ def _serve(name: Path, source: Path) -> None:
 def _output(*words: str) -> str:
     done = subprocess.run(host.in_network(*words), check=True, capture_output=True, text=True)
     return done.stdout
+
+
+def _try(*words: str) -> None:
+    """Run a command in the lab's network that has nothing to do where it fails."""
+    subprocess.run(host.in_network(*words), check=False, capture_output=True)
 
 
 def _at_once(items: Sequence[T], act: Callable[[T], None]) -> None:

@@ -4,6 +4,9 @@ etcd, the API server, the controller manager, the scheduler, the snapshot-contro
 natively, where they cost little beside emulated machines. Each has a log. The API server and the
 DNS server have addresses of the cluster's range of Services, on the host's loopback interface, to
 which nodes have a route: pods reach them as in any cluster, without a proxy for Services.
+
+The lab's network is a namespace, or the host's own where the host runs libvirtd itself. So what
+nodes need not reach listens on 127.0.0.1 alone, and etcd wants a certificate of each client.
 """
 
 import json
@@ -22,7 +25,7 @@ SERVICES = "10.99.16.0/24"
 API_ADDRESS, DNS_ADDRESS = "10.99.16.1", "10.99.16.10"
 SERVER = f"https://{API_ADDRESS}"
 DOMAIN = "cluster.local"
-_ETCD = "http://127.0.0.1:12379"
+_ETCD = "https://127.0.0.1:12379"
 # The processes, in the order in which they need each other.
 _PROCESSES = (
     *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "coredns"),
@@ -103,6 +106,9 @@ class ControlPlane:
         """Have every process running as it is described, and the API server ready."""
         authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
         described = self._words()
+        if running("etcd") != described["etcd"]:
+            # Without etcd the API server does not end by itself.
+            end_process("kube-apiserver")
         for name, words in described.items():
             ensure_process(name, words)
             if name == "kube-apiserver":
@@ -175,13 +181,22 @@ class ControlPlane:
         corefile = FOLDER / "Corefile"
         files.write(corefile, _COREFILE.format(kubeconfig=configs["coredns"]))
         alone = "--leader-elect=false"
+        inside = "--bind-address=127.0.0.1"
         return {
             "etcd": [
                 str(at("etcd")),
                 f"--data-dir={FOLDER / 'etcd'}",
                 f"--listen-client-urls={_ETCD}",
                 f"--advertise-client-urls={_ETCD}",
-                "--listen-peer-urls=http://127.0.0.1:12380",
+                "--client-cert-auth",
+                f"--trusted-ca-file={keys.authority}",
+                f"--cert-file={keys.etcd_certificate}",
+                f"--key-file={keys.etcd_key}",
+                "--listen-peer-urls=https://127.0.0.1:12380",
+                "--peer-client-cert-auth",
+                f"--peer-trusted-ca-file={keys.authority}",
+                f"--peer-cert-file={keys.etcd_certificate}",
+                f"--peer-key-file={keys.etcd_key}",
                 # A lab may lose its objects with its power, and its disk is busy.
                 "--unsafe-no-fsync",
                 "--log-level=warn",
@@ -189,6 +204,9 @@ class ControlPlane:
             "kube-apiserver": [
                 str(at("kube-apiserver")),
                 f"--etcd-servers={_ETCD}",
+                f"--etcd-cafile={keys.authority}",
+                f"--etcd-certfile={keys.etcd_client_certificate}",
+                f"--etcd-keyfile={keys.etcd_client_key}",
                 f"--bind-address={API_ADDRESS}",
                 "--secure-port=443",
                 f"--service-cluster-ip-range={SERVICES}",
@@ -218,6 +236,7 @@ class ControlPlane:
                 "--use-service-account-credentials=true",
                 f"--node-monitor-grace-period={_GRACE_SECONDS}s",
                 alone,
+                inside,
                 *self._gates,
             ],
             "kube-scheduler": [
@@ -226,6 +245,7 @@ class ControlPlane:
                 f"--authentication-kubeconfig={configs['kube-scheduler']}",
                 f"--authorization-kubeconfig={configs['kube-scheduler']}",
                 alone,
+                inside,
                 *self._gates,
             ],
             "coredns": [str(at("coredns")), f"-conf={corefile}"],

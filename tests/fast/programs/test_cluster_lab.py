@@ -2,10 +2,12 @@
 
 import json
 import re
+import ssl
 import subprocess
 import sys
 import tarfile
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -171,6 +173,39 @@ def test_what_a_lost_authority_signed_is_signed_anew(folder: Path, name: str) ->
         path = folder / certificate
         assert authority._is_sound(path, path.with_suffix(".key"), folder / "ca.crt")
     assert control_plane.kubeconfig().read_text() != before
+
+
+@pytest.mark.parametrize("name", ["etcd-client", None])
+def test_etcd_answers_a_client_with_a_certificate_alone(folder: Path, name: str | None) -> None:
+    here = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "ca.crt")
+    here.verify_mode = ssl.CERT_REQUIRED
+    here.load_cert_chain(folder / "etcd.crt", folder / "etcd.key")
+    there = ssl.create_default_context(cafile=folder / "ca.crt")
+    if name is not None:
+        there.load_cert_chain(folder / f"{name}.crt", folder / f"{name}.key")
+    to_etcd, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = there.wrap_bio(to_client, to_etcd, server_hostname="127.0.0.1")
+    etcd = here.wrap_bio(to_etcd, to_client, server_side=True)
+
+    def shake_hands() -> None:
+        for _ in range(3):
+            for side in (client, etcd):
+                with suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+
+    with nullcontext() if name else pytest.raises(ssl.SSLError, match="CERTIFICATE"):
+        shake_hands()
+
+
+def test_what_nodes_need_not_reach_listens_on_the_loopback_address(folder: Path) -> None:
+    words = control_plane.ControlPlane(Programs())._words()
+    assert [*words, "rsync"] == [*control_plane._PROCESSES]
+    assert "--client-cert-auth" in words["etcd"]
+    assert "--peer-client-cert-auth" in words["etcd"]
+    listening = [one for one in words["etcd"] if one.startswith("--listen")]
+    assert all(one.partition("=")[2].startswith("https://127.0.0.1:") for one in listening)
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        assert "--bind-address=127.0.0.1" in words[name]
 
 
 def test_every_node_has_another_range_of_pods_within_the_route_to_the_host() -> None:
