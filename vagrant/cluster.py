@@ -20,10 +20,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -68,6 +67,21 @@ _ROUTES = "139"
 _NAME = "carver-node-"
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _alone(
+    change: Callable[Concatenate["Cluster", P], R],
+) -> Callable[Concatenate["Cluster", P], R]:
+    """Have a method change the machines while no other program does (machines.locked)."""
+
+    @wraps(change)
+    def locked(self: "Cluster", /, *args: P.args, **named: P.kwargs) -> R:
+        with machines.locked("cluster"):
+            return change(self, *args, **named)
+
+    return locked
 
 
 class Cluster:
@@ -109,6 +123,7 @@ class Cluster:
         names = ", ".join(one.name for one in self.guests)
         raise GuestError(f"no machine of the cluster is called {name!r}: there are {names}")
 
+    @_alone
     def up(self) -> None:
         """Bring the cluster up with the present tree's Carver in it.
 
@@ -153,6 +168,7 @@ class Cluster:
         }
         files.write(_SETTINGS, json.dumps(settings))
 
+    @_alone
     def down(self) -> None:
         """Remove the cluster and all that was started for it; programs and box stay cached."""
         control_plane.end_all()
@@ -268,19 +284,23 @@ class Cluster:
 
         self._until("every node is ready", all_ready, limit_seconds)
 
+    @_alone
     def power_off(self, name: str) -> None:
         """Pull a node's plug; nothing is written out."""
         self.guest(name).power_off()
 
+    @_alone
     def power_on(self, name: str) -> None:
         """Start a node that was off, and wait until its kubelet has been started."""
         self.guest(name).power_on()
         self._check_clocks()
 
+    @_alone
     def reset(self, name: str) -> None:
         """Cut a node's power and give it back."""
         self.guest(name).reset()
 
+    @_alone
     def reboot(self, name: str) -> None:
         """Reboot a node in good order."""
         self.guest(name).reboot()
@@ -292,6 +312,7 @@ class Cluster:
         )
         return int(done.stdout.strip() or 0)
 
+    @_alone
     def add_node(self) -> str:
         """Add one machine to the cluster as a node, and return its name."""
         larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
@@ -299,6 +320,7 @@ class Cluster:
         self.guests, self.machines = larger.guests, larger.machines
         return self.guests[-1].name
 
+    @_alone
     def remove_node(self, name: str) -> None:
         """Remove the machine that was added last."""
         if name != self.guests[-1].name:
@@ -308,10 +330,12 @@ class Cluster:
         del self.guests[-1]
         self._write_settings()
 
+    @_alone
     def pause(self, name: str) -> None:
         """Stop a node's processors, so that it answers nothing and loses nothing."""
         self.guest(name).pause()
 
+    @_alone
     def resume(self, name: str) -> None:
         """Let a paused node go on."""
         self.guest(name).resume()
@@ -508,9 +532,7 @@ def main() -> int:
     elif words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
-        # What changes the machines happens once at a time; what only uses them may last for hours.
-        with machines.locked("cluster") if arguments.command in _CHANGES else nullcontext():
-            return _COMMANDS[arguments.command](arguments)
+        return _COMMANDS[arguments.command](arguments)
     except (StepError, box.BoxError, GuestError, ControlPlaneError, host.HostError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
@@ -589,7 +611,8 @@ def _clock(arguments: argparse.Namespace) -> int:
 
 def _install(arguments: argparse.Namespace) -> int:
     """Install Carver anew by helm, with tests/cluster/values over the manifest's values."""
-    present().install_values(arguments.values)
+    with machines.locked("cluster"):
+        present().install_values(arguments.values)
     return 0
 
 
@@ -603,9 +626,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "install": _install,
     **dict.fromkeys(("power-off", "power-on", "pause", "resume", "reboot", "reset"), _change),
 }
-
-
-_CHANGES = frozenset({"up", "down", "install"})
 
 
 def _parser() -> argparse.ArgumentParser:
