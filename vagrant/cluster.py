@@ -28,7 +28,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploy import render
-from vagrant import box, control_plane, files, host, images, machines, node
+from vagrant import authority, box, control_plane, files, host, images, machines, node
 from vagrant.control_plane import ControlPlane, ControlPlaneError
 from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.machines import Machines
@@ -128,6 +128,7 @@ class Cluster:
         """Bring the cluster up with the present tree's Carver in it.
 
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
+        libvirt is started last, as it is stopped while it has no machine.
         """
         machines.prepare()
         self.programs.build(
@@ -139,25 +140,58 @@ class Cluster:
         )
         archives = self._archives()
         self._make_store(archives)
-        self.machines.ensure()
-        self._check_clocks()
-        bridge = self._connect()
+        self._ensure_machines()
+        self._check_clocks(self.guests)
+        bridge = self._connect(self.guests)
         with step("start the control plane", "control-plane"):
             self.control_plane.ensure()
             self._apply_snapshot_kinds()
-        gates = {
-            name: value == "true" for name, _, value in (one.partition("=") for one in self.gates)
-        }
-        numbered = list(enumerate(self.guests, start=1))
         with step("copy programs to the nodes", "nodes"):
-            _at_once(numbered, lambda it: node.install(it[1], it[0], bridge, gates))
+            _at_once(self.guests, lambda it: self._install(it, bridge))
         with step("import images that changed", "images"):
             _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
         with step("start kubelets", "kubelets"):
-            _at_once(self.guests, node.start)
-            self.wait_for_nodes()
+            self._join(self.guests)
         self._write_settings()
         self.install_carver()
+
+    def _ensure_machines(self) -> None:
+        """Have the machines running; machines, their authority and etcd's objects go together.
+
+        A machine keeps what another authority signed, and volumes that new objects do not know; old
+        objects would be taken for the state of machines that are new.
+        """
+        with machines.libvirt():
+            if self.machines.there() and not authority.exists(control_plane.FOLDER):
+                with step("remove machines of another authority", "down") as removing:
+                    self.machines.remove(removing)
+            self.control_plane.prepare()
+            if not self.machines.fit():
+                control_plane.forget_objects()
+            self.machines.ensure()
+
+    def _install(self, guest: Guest, bridge: str) -> None:
+        gates = {
+            name: value == "true" for name, _, value in (one.partition("=") for one in self.gates)
+        }
+        node.install(guest, _number(guest), bridge, gates)
+
+    def _join(self, guests: Sequence[Guest]) -> None:
+        """Start kubelets, and wait until their nodes are ready; forget nodes that are gone.
+
+        An object of a node on whose disk no kubelet has run yet is that of an earlier machine.
+        """
+        have_run = zip(guests, _at_once(guests, node.has_run), strict=True)
+        old = set(self.nodes) - {one.name for one, has_run in have_run if not has_run}
+        for one in self.control_plane.objects("nodes"):
+            if (name := one["metadata"]["name"]) not in old:
+                self._forget(name)
+        _at_once(guests, node.start)
+        self.wait_for_nodes(guests)
+
+    def _forget(self, name: str) -> None:
+        """Delete what Kubernetes knows of a node."""
+        self.kubectl("delete", "--ignore-not-found", f"nodes/{name}", f"csinodes/{name}")
 
     def _write_settings(self) -> None:
         """Remember what the cluster is, for those who find it up."""
@@ -170,7 +204,10 @@ class Cluster:
 
     @_alone
     def down(self) -> None:
-        """Remove the cluster and all that was started for it; programs and box stay cached."""
+        """Remove the cluster and all that was started for it; programs and box stay cached.
+
+        The authority goes last: while a machine is left, the next `up` needs it.
+        """
         control_plane.end_all()
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
             _try("ip", "address", "delete", f"{own}/32", "dev", "lo")
@@ -270,17 +307,18 @@ class Cluster:
         """Name the nodes."""
         return [one.name for one in self.guests]
 
-    def wait_for_nodes(self, limit_seconds: float = 900) -> None:
-        """Wait until every node is ready."""
+    def wait_for_nodes(self, guests: Sequence[Guest], limit_seconds: float = 900) -> None:
+        """Wait until nodes are ready, each said by the kubelet of its machine's present boot."""
+        wanted = {*_at_once(guests, lambda it: (it.name, node.boot_id(it)))}
 
         def all_ready() -> bool:
             ready = {
-                one["metadata"]["name"]
+                (one["metadata"]["name"], one["status"].get("nodeInfo", {}).get("bootID"))
                 for one in self.control_plane.objects("nodes")
                 for it in one["status"].get("conditions", [])
                 if (it["type"], it["status"]) == ("Ready", "True")
             }
-            return ready >= {one.name for one in self.guests}
+            return ready >= wanted
 
         self._until("every node is ready", all_ready, limit_seconds)
 
@@ -293,7 +331,7 @@ class Cluster:
     def power_on(self, name: str) -> None:
         """Start a node that was off, and wait until its kubelet has been started."""
         self.guest(name).power_on()
-        self._check_clocks()
+        self._check_clocks([self.guest(name)])
 
     @_alone
     def reset(self, name: str) -> None:
@@ -344,16 +382,16 @@ class Cluster:
         """Set a node's clock ahead of the host's, or behind it where the number is negative."""
         self.guest(name).run([f"date --utc --set=@{int(time.time()) + ahead_seconds}"])
 
-    def _connect(self) -> str:
-        """Give the host addresses and routes in the lab's network; return the bridge's address."""
-        addresses = [str(one.address()) for one in self.guests]
-        shown = _output("ip", "-json", "route", "get", addresses[0])
+    def _connect(self, guests: Sequence[Guest]) -> str:
+        """Give the host addresses, and routes to nodes; return the bridge's address."""
+        addresses = {_number(one): str(one.address()) for one in guests}
+        shown = _output("ip", "-json", "route", "get", next(iter(addresses.values())))
         [route] = json.loads(shown)
         bridge = str(route["prefsrc"])
         # Not on the bridge: at each of its addresses libvirt's DNS server answers.
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
             _output("ip", "address", "replace", f"{own}/32", "dev", "lo")
-        for number, address in enumerate(addresses, start=1):
+        for number, address in addresses.items():
             pods = node.pods_of(number)
             _output("ip", "route", "replace", pods, "via", address, "proto", _ROUTES)
         configuration = control_plane.FOLDER / "rsyncd.conf"
@@ -363,7 +401,7 @@ class Cluster:
         )
         return bridge
 
-    def _check_clocks(self) -> None:
+    def _check_clocks(self, guests: Sequence[Guest]) -> None:
         """Reset each guest whose clock runs faster or slower than the host's."""
 
         def check(one: Guest) -> None:
@@ -377,7 +415,7 @@ class Cluster:
                     return
                 one.reset()
 
-        _at_once(self.guests, check)
+        _at_once(guests, check)
 
     # What is served to the nodes
 
@@ -490,6 +528,11 @@ def sidecars() -> dict[str, str]:
     return {program: image for image, program in found}
 
 
+def _number(guest: Guest) -> int:
+    """Return the number of a node, which its range of pods' addresses has."""
+    return int(guest.name.removeprefix(_NAME))
+
+
 def _serve(name: Path, source: Path) -> None:
     """Have a file under another name: by a hard link, as rsync's daemon follows no other one."""
     name.unlink(missing_ok=True)
@@ -510,11 +553,10 @@ def _try(*words: str) -> None:
     subprocess.run(host.in_network(*words), check=False, capture_output=True)
 
 
-def _at_once(items: Sequence[T], act: Callable[[T], None]) -> None:
+def _at_once(items: Sequence[T], act: Callable[[T], R]) -> list[R]:
     """Do something for each item side by side; the first failure is raised in the end."""
     with ThreadPoolExecutor(len(items)) as pool:
-        for future in [pool.submit(act, one) for one in items]:
-            future.result()
+        return [future.result() for future in [pool.submit(act, one) for one in items]]
 
 
 def _newest_image() -> Path | None:

@@ -102,9 +102,13 @@ class ControlPlane:
         self._gates = [f"--feature-gates={','.join(gates)}"] if gates else []
         self._distributes = FOLDER / "distributes-snapshots"
 
+    def prepare(self) -> None:
+        """Make the authority and what it signs, where they are not there yet."""
+        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+
     def ensure(self) -> None:
         """Have every process running as it is described, and the API server ready."""
-        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+        self.prepare()
         described = self._words()
         if running("etcd") != described["etcd"]:
             # Without etcd the API server does not end by itself.
@@ -331,6 +335,12 @@ def end_all() -> None:
     """End every process of the cluster: the API server before etcd, or it would hang."""
     for name in reversed(_PROCESSES):
         end_process(name)
+
+
+def forget_objects() -> None:
+    """End every process and remove etcd's data: no object is left, and what was signed stays."""
+    end_all()
+    host.remove_tree(FOLDER / "etcd")
 
 
 def _found(name: str) -> dict[int, list[str]]:

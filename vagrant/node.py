@@ -149,6 +149,18 @@ def import_images(guest: Guest, bridge: str, archives: Sequence[str]) -> None:
     )
 
 
+def has_run(guest: Guest) -> bool:
+    """Tell whether kubelet ever ran on a machine's present disk."""
+    # kubelet makes itself a certificate before it registers the node.
+    marks = "[ -e /var/lib/kubelet/pki/kubelet.crt ] || [ -e /run/kubelet.now ]"
+    return guest.run([f"if {marks}; then echo yes; else echo no; fi"]).stdout.strip() == "yes"
+
+
+def boot_id(guest: Guest) -> str:
+    """Return the id of a machine's present boot, which its kubelet writes into the Node."""
+    return guest.run(["cat /proc/sys/kernel/random/boot_id"]).stdout.strip()
+
+
 def start(guest: Guest) -> None:
     """Start kubelet, or restart it where its program or its configuration changed."""
     made_of = (

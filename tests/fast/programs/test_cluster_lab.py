@@ -9,7 +9,8 @@ import tarfile
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from vagrant import (
     control_plane,
     host,
     images,
+    machines,
     node,
 )
 from vagrant.control_plane import ControlPlaneError
@@ -129,6 +131,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(control_plane, "FOLDER", tmp_path)
     authority.ensure(tmp_path, [control_plane.API_ADDRESS])
     return tmp_path
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is served to nodes; steps have no log."""
+    folder = tmp_path / "served"
+    (folder / "images").mkdir(parents=True)
+    monkeypatch.setattr(control_plane, "FOLDER", tmp_path)
+    monkeypatch.setattr(cluster, "_SERVED", folder)
+    monkeypatch.setattr(cluster, "step", lambda *_: nullcontext(Mock()))
+    return folder
 
 
 def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> None:
@@ -288,6 +301,135 @@ def test_a_process_that_ends_at_once_is_not_waited_for(folder: Path) -> None:
     control_plane.ensure_process("etcd", ["false", f"--data-dir={folder}/data"])
     assert control_plane.running("etcd") is None
     control_plane.end_all()
+
+
+# The cluster
+
+
+class Machines:
+    """The machines of a cluster that is not there: those that stay, and what was asked of them."""
+
+    def __init__(self, *staying: str) -> None:
+        self.staying = [*staying]
+        self.asked: list[str] = []
+
+    def there(self) -> list[str]:
+        return self.staying
+
+    def fit(self) -> list[str]:
+        return self.staying
+
+    def remove(self, _removing: object) -> None:
+        self.asked.append("remove")
+        self.staying = []
+
+    def ensure(self) -> None:
+        self.asked.append("ensure")
+
+    def add(self, guest: Guest) -> None:
+        self.asked.append(f"add {guest.name}")
+
+    def drop(self, name: str) -> None:
+        self.asked.append(f"drop {name}")
+
+
+class Api:
+    """The API server of such a cluster: its nodes, each with the boot of which it says Ready."""
+
+    def __init__(self, **boots: str) -> None:
+        self.boots = {name.replace("_", "-"): boot for name, boot in boots.items()}
+        self.forgotten: list[str] = []
+
+    def objects(self, _kind: str) -> list[dict[str, Any]]:
+        ready = [{"type": "Ready", "status": "True"}]
+        return [
+            {
+                "metadata": {"name": name},
+                "status": {"nodeInfo": {"bootID": boot}, "conditions": ready},
+            }
+            for name, boot in self.boots.items()
+        ]
+
+    def prepare(self) -> None:
+        pass
+
+    def kubectl(self, verb: str, _option: str, *objects: str) -> None:
+        assert verb == "delete"
+        self.forgotten += objects
+        for one in objects:
+            self.boots.pop(one.removeprefix("nodes/"), None)
+
+
+@pytest.fixture
+def lab(folder: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
+    """A cluster of two nodes whose machines and API server are not there; every kubelet has run."""
+    monkeypatch.setattr(host, "LAB", folder)
+    monkeypatch.setattr(machines, "libvirt", nullcontext)
+    made = cluster.Cluster(2)
+    monkeypatch.setattr(made, "machines", Machines("carver-node-1", "carver-node-2"))
+    monkeypatch.setattr(made, "control_plane", Api(carver_node_1="boot", carver_node_2="boot"))
+    monkeypatch.setattr(made, "_connect", lambda _: "192.0.2.254")
+    monkeypatch.setattr(made, "_check_clocks", lambda _: None)
+    monkeypatch.setattr(made, "_install", lambda *_: None)
+    monkeypatch.setattr(cluster, "_try", lambda *_: None)
+    monkeypatch.setattr(node, "has_run", lambda _: True)
+    monkeypatch.setattr(node, "boot_id", lambda _: "boot")
+    monkeypatch.setattr(node, "start", lambda _: None)
+    return made
+
+
+def test_objects_are_kept_while_a_machine_is(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(control_plane, "forget_objects", lambda: forgotten.append(True))
+    lab._ensure_machines()
+    assert not forgotten
+    lab.machines = cast(Any, Machines())
+    lab._ensure_machines()
+    assert forgotten
+
+
+def test_machines_of_another_authority_are_not_kept(
+    lab: cluster.Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_plane, "forget_objects", lambda: None)
+    lab._ensure_machines()
+    (folder / "ca.key").unlink()
+    lab._ensure_machines()
+    assert cast(Machines, lab.machines).asked == ["ensure", "remove", "ensure"]
+
+
+def test_nodes_that_are_gone_and_those_of_earlier_machines_are_forgotten(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = cast(Api, lab.control_plane)
+    api.boots["carver-node-5"] = "boot"
+    monkeypatch.setattr(node, "has_run", lambda one: one.name != "carver-node-2")
+    monkeypatch.setattr(node, "start", lambda one: api.boots.setdefault(one.name, "boot"))
+    lab._join(lab.guests)
+    assert sorted(api.forgotten) == [
+        *("csinodes/carver-node-2", "csinodes/carver-node-5"),
+        *("nodes/carver-node-2", "nodes/carver-node-5"),
+    ]
+
+
+def test_a_node_that_was_ready_before_its_machine_booted_is_waited_for(
+    lab: cluster.Cluster,
+) -> None:
+    cast(Api, lab.control_plane).boots["carver-node-2"] = "the boot before"
+    with pytest.raises(ControlPlaneError, match="every node is ready"):
+        lab.wait_for_nodes(lab.guests, limit_seconds=0)
+    lab.wait_for_nodes(lab.guests[:1], limit_seconds=0)
+
+
+def test_a_program_that_changes_the_cluster_waits_for_another_that_does(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[str] = []
+    monkeypatch.setattr(Guest, "power_off", lambda _: held.extend(machines._held))
+    lab.power_off("carver-node-1")
+    assert held == ["cluster"]
 
 
 def test_settings_that_are_damaged_are_no_cluster(
