@@ -352,21 +352,35 @@ class Cluster:
 
     @_alone
     def add_node(self) -> str:
-        """Add one machine to the cluster as a node, and return its name."""
-        larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
-        larger.up()
-        self.guests, self.machines = larger.guests, larger.machines
-        return self.guests[-1].name
+        """Boot one more machine, join it to the cluster as a node, and return its name.
+
+        It gets what `up` served last. If a step fails, it is removed.
+        """
+        guest = guest_of(f"{_NAME}{len(self.guests) + 1}")
+        self.guests.append(guest)
+        try:
+            self.machines.add(guest)
+            self._check_clocks([guest])
+            bridge = self._connect([guest])
+            with step(f"copy programs to {guest.name}", "nodes"):
+                self._install(guest, bridge)
+            with step(f"start kubelet on {guest.name}", "kubelets"):
+                self._join([guest])
+        except BaseException:
+            self.remove_node(guest.name)
+            raise
+        return guest.name
 
     @_alone
     def remove_node(self, name: str) -> None:
-        """Remove the machine that was added last."""
+        """Remove the machine that was added last, and all that makes it a node."""
         if name != self.guests[-1].name:
             raise ControlPlaneError(f"{name} is not the node that was added last")
         with step(f"remove {name}", "remove"):
             self.machines.drop(name)
-        del self.guests[-1]
-        self._write_settings()
+            gone = self.guests.pop()
+            _try("ip", "route", "delete", node.pods_of(_number(gone)))
+            self._forget(name)
 
     @_alone
     def pause(self, name: str) -> None:

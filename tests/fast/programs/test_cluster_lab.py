@@ -423,6 +423,30 @@ def test_a_node_that_was_ready_before_its_machine_booted_is_waited_for(
     lab.wait_for_nodes(lab.guests[:1], limit_seconds=0)
 
 
+def test_an_added_node_only_joins_and_is_removed_with_its_objects(lab: cluster.Cluster) -> None:
+    api = cast(Api, lab.control_plane)
+    api.boots["carver-node-3"] = "boot"
+    assert lab.add_node() == "carver-node-3"
+    assert lab.nodes == ["carver-node-1", "carver-node-2", "carver-node-3"]
+    lab.remove_node("carver-node-3")
+    assert lab.nodes == ["carver-node-1", "carver-node-2"]
+    assert cast(Machines, lab.machines).asked == ["add carver-node-3", "drop carver-node-3"]
+    assert api.forgotten == ["nodes/carver-node-3", "csinodes/carver-node-3"]
+
+
+def test_a_node_that_cannot_be_added_is_removed(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise GuestError("refused a step")
+
+    monkeypatch.setattr(lab, "_install", fail)
+    with pytest.raises(GuestError, match="refused a step"):
+        lab.add_node()
+    assert lab.nodes == ["carver-node-1", "carver-node-2"]
+    assert cast(Machines, lab.machines).asked[-1] == "drop carver-node-3"
+
+
 def test_a_program_that_changes_the_cluster_waits_for_another_that_does(
     lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
