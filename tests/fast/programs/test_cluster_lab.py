@@ -235,6 +235,50 @@ def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
             assert written.startswith("install -m 600 "), path
 
 
+@pytest.mark.starts_programs
+def test_a_node_s_scripts_are_such_that_a_shell_understands(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    scripts = [files[f"{node.HOME}/prepare.sh"]]
+    monkeypatch.setattr(node, "_run", lambda _, *lines: scripts.append("\n".join(lines)))
+    monkeypatch.setattr(Guest, "address", lambda _: "192.0.2.1")
+    one = Guest("carver-node-1", folder / "config")
+    node.install(one, 1, "192.0.2.254", {})
+    node.import_images(one, "192.0.2.254", ["carver.tar"])
+    node.start(one)
+    for script in scripts:
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    # A store that was not copied to its end is none.
+    assert scripts[1].index(f"{node._STORE}.part/") < scripts[1].index(f"mv {node._STORE}.part ")
+
+
+@pytest.mark.starts_programs
+def test_a_unit_is_restarted_where_its_program_or_a_text_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    (tmp_path / "systemctl").chmod(0o755)
+    program, text = tmp_path / "bin" / "containerd", tmp_path / "config.toml"
+    program.touch()
+    script = "set -eu\n" + node._started("containerd", ["containerd"], [str(text)])
+
+    def asked() -> list[str]:
+        (tmp_path / "asked").unlink(missing_ok=True)
+        path = f"{tmp_path}:/usr/bin:/bin"
+        subprocess.run(["sh"], input=script, text=True, check=True, env={"PATH": path})
+        return (tmp_path / "asked").read_text().split("\n")[:-1]
+
+    for content in ("version = 2", "version = 3"):
+        text.write_text(content)
+        assert asked() == ["restart containerd", "start containerd"]
+        assert asked() == ["start containerd"]
+    program.write_text("another one")
+    assert asked() == ["restart containerd", "start containerd"]
+
+
 def test_a_file_with_quotes_is_written_as_it_is() -> None:
     assert node._written("/etc/x", "it's $HOME") == (
         "install -m 644 /dev/null /etc/x && printf %s 'it'\"'\"'s $HOME' > /etc/x"
@@ -592,10 +636,3 @@ def test_of_calls_that_repeat_by_the_hundred_two_of_each_kind_are_kept() -> None
         made[3],
         made[4],
     ]
-
-
-@pytest.mark.starts_programs
-def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
-    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
-    prepare = files[f"{node.HOME}/prepare.sh"]
-    subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
