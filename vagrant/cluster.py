@@ -460,6 +460,7 @@ class Cluster:
         done = control_plane.FOLDER / "store.json"
         if files.read_json(done) == made_of:
             return
+        done.unlink(missing_ok=True)
         with step("import images", "store") as making:
             images.make_store(
                 making,

@@ -116,6 +116,59 @@ def test_the_same_files_make_the_same_archive_twice(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
+@pytest.mark.starts_programs
+@pytest.mark.parametrize(
+    ("containerd", "ctr", "ends"),
+    [
+        ("exit 1", "exit 1", "as containerd does not run"),
+        ("sleep 3", 'case "$*" in *import*) exit 1; esac', "as an import fails"),
+    ],
+)
+def test_a_store_is_not_made_where_an_image_is_not_imported(
+    tmp_path: Path, containerd: str, ctr: str, ends: str
+) -> None:
+    for name, text in (("containerd", containerd), ("ctr", ctr)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    words = [tmp_path / "containerd", tmp_path / "ctr", tmp_path, tmp_path, "archive"]
+    done = subprocess.run(
+        ["sh", "-ec", images._IMPORT, "sh", *map(str, words)], stderr=subprocess.DEVNULL, timeout=60
+    )
+    assert done.returncode != 0, ends
+
+
+def test_the_containerd_of_a_store_is_gone_with_the_shell_that_started_it(tmp_path: Path) -> None:
+    making = Mock()
+    images.make_store(making, tmp_path / "store", tmp_path / "containerd", tmp_path / "ctr", [])
+    words = making.run.call_args.args
+    assert {"--pid", "--kill-child"} < {*words[: words.index("sh")]}
+
+
+def test_a_store_that_was_not_made_to_its_end_is_made_anew(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (served / "images" / "csi.tar").write_text("first")
+    outcomes: list[Exception | None] = [None, OSError("disk full"), None]
+    made: list[int] = []
+
+    def make_store(*_: object) -> None:
+        made.append(len(made))
+        if (failure := outcomes[len(made) - 1]) is not None:
+            raise failure
+
+    monkeypatch.setattr(images, "make_store", make_store)
+    lab = cluster.Cluster(1)
+    lab._make_store(["csi.tar"])
+    lab._make_store(["csi.tar"])
+    (served / "images" / "csi.tar").write_text("another one")
+    with pytest.raises(OSError, match="disk full"):
+        lab._make_store(["csi.tar"])
+    # What is served is as it was when the whole store was made.
+    (served / "images" / "csi.tar").write_text("first")
+    lab._make_store(["csi.tar"])
+    assert made == [0, 1, 2]
+
+
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     found = archive.extractfile(name)
     assert found is not None
