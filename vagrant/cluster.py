@@ -474,18 +474,18 @@ class Cluster:
     def _sidecar(self, name: str, tag: str) -> str:
         """Make an image of one of the sidecars' programs."""
         program = self.programs.path(name)
-        archive = program.with_name(f"{name}.tar")
-        if not archive.exists():
+
+        def make(archive: Path) -> None:
             image = images.Image([tag], entrypoint=[f"/{name}"])
             images.write_archive(archive, [image], {name: program})
-        _serve(_SERVED / "images" / archive.name, archive)
-        return archive.name
+
+        return _archive(program.with_name(f"{name}.tar"), [tag], make)
 
     def _stand_ins(self) -> str:
         """Make the images that Kubernetes' tests want, and pause."""
         agnhost = self.programs.path("agnhost")
-        archive = agnhost.with_name("stand-ins.tar")
-        if not archive.exists():
+
+        def make(archive: Path) -> None:
             shown = subprocess.run(
                 [str(self.programs.path("e2e.test")), "--list-images"],
                 check=True,
@@ -498,8 +498,8 @@ class Cluster:
             )
             with step("make images for tests", "stand-ins") as making:
                 images.make_stand_ins(making, archive, agnhost, names)
-        _serve(_SERVED / "images" / archive.name, archive)
-        return archive.name
+
+        return _archive(agnhost.with_name("stand-ins.tar"), _WANTED_BY_TESTS, make)
 
     def _carver(self) -> str:
         """Make Carver's own image, where what it is made of changed since it was made last."""
@@ -546,6 +546,20 @@ def sidecars() -> dict[str, str]:
 def _number(guest: Guest) -> int:
     """Return the number of a node, which its range of pods' addresses has."""
     return int(guest.name.removeprefix(_NAME))
+
+
+def _archive(archive: Path, parts: Sequence[str], make: Callable[[Path], None]) -> str:
+    """Have an archive of images that was made by the present recipe of these parts; serve it.
+
+    The folder that it is in is named by the program that is in it. Returns the archive's name.
+    """
+    stamp = archive.with_suffix(".made")
+    made_of = "\n".join([host.digest_of("vagrant/images.py"), *parts])
+    if not archive.exists() or files.read_text(stamp) != made_of:
+        make(archive)
+        files.write(stamp, made_of)
+    _serve(_SERVED / "images" / archive.name, archive)
+    return archive.name
 
 
 def _serve(name: Path, source: Path) -> None:

@@ -25,6 +25,7 @@ from vagrant import (
     images,
     machines,
     node,
+    programs,
 )
 from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest, GuestError
@@ -75,6 +76,24 @@ def test_another_version_of_kubernetes_has_a_module_like_the_committed_one() -> 
 def test_programs_of_two_versions_lie_beside_each_other() -> None:
     assert Programs("1.37.2").path("kubelet") != Programs().path("kubelet")
     assert Programs("1.37.2").path("etcd") == Programs().path("etcd")
+
+
+def test_the_module_of_another_version_is_made_anew_when_the_committed_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_CACHE", tmp_path)
+    monkeypatch.setattr(programs, "MODULES", tmp_path)
+    monkeypatch.setattr(programs, "step", lambda *_: nullcontext(Mock()))
+    monkeypatch.setattr(programs, "go", lambda: "go")
+    monkeypatch.setattr(Programs, "_staging", lambda *_: [])
+    (tmp_path / "kubernetes").mkdir()
+    folders = []
+    for text in ("go 1.26.0", "go 1.26.0", "go 1.27.0"):
+        committed = f"module x\n\n{text}\n\nrequire k8s.io/kubernetes v1.36.3\n"
+        (tmp_path / "kubernetes" / "go.mod").write_text(committed)
+        folders.append(Programs("1.37.2")._module("kubernetes"))
+        assert text in (folders[-1] / "go.mod").read_text()
+    assert folders[0] == folders[1] != folders[2]
 
 
 # Images
@@ -142,6 +161,27 @@ def test_the_containerd_of_a_store_is_gone_with_the_shell_that_started_it(tmp_pa
     images.make_store(making, tmp_path / "store", tmp_path / "containerd", tmp_path / "ctr", [])
     words = making.run.call_args.args
     assert {"--pid", "--kill-child"} < {*words[: words.index("sh")]}
+
+
+def test_an_archive_is_made_anew_where_its_parts_changed(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def have(*parts: str) -> None:
+        def make(archive: Path) -> None:
+            made.append(parts[0])
+            archive.write_text(parts[0])
+
+        assert cluster._archive(served.parent / "csi.tar", parts, make) == "csi.tar"
+        assert (served / "images" / "csi.tar").read_text() == parts[0]
+
+    have("v1")
+    have("v1")
+    have("v2")
+    monkeypatch.setattr(host, "digest_of", lambda *_: "another recipe")
+    have("v2")
+    assert made == ["v1", "v2", "v2"]
 
 
 def test_a_store_that_was_not_made_to_its_end_is_made_anew(
