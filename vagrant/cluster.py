@@ -616,14 +616,21 @@ def main() -> int:
 
 def _up(_: argparse.Namespace) -> int:
     """Bring the cluster up, with the present tree's Carver in it; quick if all is so already."""
-    gates = [one for one in os.environ.get("CARVER_CLUSTER_GATES", "").split(",") if one]
-    Cluster(
-        machines.setting("CARVER_CLUSTER_NODES", 3),
-        os.environ.get("CARVER_CLUSTER_KUBERNETES", ""),
-        gates,
-    ).up()
+    nodes = machines.setting("CARVER_CLUSTER_NODES", 3)
+    version = _variable("CARVER_CLUSTER_KUBERNETES", r"\d+\.\d+\.\d+", "a version such as 1.37.2")
+    gate = r"\w+=(true|false)"
+    gates = _variable("CARVER_CLUSTER_GATES", f"{gate}(,{gate})*", "NAME=true,OTHER=false")
+    Cluster(nodes, version, gates.split(",") if gates else []).up()
     print(f"cluster: {host.PROJECT / 'vagrant/cluster.py'} kubectl get pods --all-namespaces")
     return 0
+
+
+def _variable(name: str, form: str, example: str) -> str:
+    """Read a variable of the environment, which may be empty or missing, and must have a form."""
+    text = os.environ.get(name, "")
+    if text and not re.fullmatch(form, text):
+        raise host.HostError(f"{name} is {text!r}: it must be {example}")
+    return text
 
 
 def _down(_: argparse.Namespace) -> int:

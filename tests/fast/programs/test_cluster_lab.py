@@ -1,5 +1,6 @@
 """The lab's cluster: its programs' modules, its images, its records, its processes."""
 
+import argparse
 import json
 import re
 import ssl
@@ -601,6 +602,36 @@ def test_settings_that_are_damaged_are_no_cluster(
         (tmp_path / "settings.json").write_text(text)
         with pytest.raises(ControlPlaneError, match="`make cluster` makes one"):
             cluster.present()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("CARVER_CLUSTER_KUBERNETES", one) for one in ("1.37", "v1.37.2", "latest")),
+        *(("CARVER_CLUSTER_GATES", one) for one in ("A", "A=yes", "A=true B=true")),
+        ("CARVER_CLUSTER_NODES", "0"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named_with_what_may_be_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    monkeypatch.setattr(cluster.Cluster, "up", None)
+    monkeypatch.setattr(sys, "argv", ["cluster.py", "up"])
+    assert cluster.main() == 1
+    assert f"{name} is {text!r}: it must be " in capsys.readouterr().err
+
+
+def test_variables_that_are_as_they_must_be_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock()
+    monkeypatch.setattr(cluster, "Cluster", made)
+    for name, text in (
+        *(("CARVER_CLUSTER_KUBERNETES", "1.37.2"), ("CARVER_CLUSTER_NODES", "2")),
+        ("CARVER_CLUSTER_GATES", "A=true,B=false"),
+    ):
+        monkeypatch.setenv(name, text)
+    cluster._up(argparse.Namespace())
+    made.assert_called_once_with(2, "1.37.2", ["A=true", "B=false"])
 
 
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
