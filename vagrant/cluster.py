@@ -27,6 +27,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vagrant import venv
+
+if __name__ == "__main__":
+    venv.enter()
+
 from deploy import render
 from vagrant import authority, box, control_plane, files, host, images, machines, node
 from vagrant.control_plane import ControlPlane, ControlPlaneError

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -28,13 +29,13 @@ from vagrant import (
     machines,
     node,
     programs,
+    venv,
 )
 from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
 ROOT = Path(__file__).parents[3]
-
 
 # Programs
 
@@ -663,6 +664,25 @@ def test_variables_that_are_as_they_must_be_are_used(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, text)
     cluster._up(argparse.Namespace())
     made.assert_called_once_with(2, "1.37.2", ["A=true", "B=false"])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_program_goes_on_in_the_virtual_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["vagrant/cluster.py", "kubectl"])
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(venv, "_PYTHON", python)
+    if is_there:
+        python.parent.mkdir(parents=True)
+        python.touch()
+    venv.enter()
+    assert started == ([[str(python), "vagrant/cluster.py", "kubectl"]] if is_there else [])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    venv.enter()
+    assert len(started) == is_there
 
 
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:

@@ -15,8 +15,6 @@ from vagrant.machines import Machines
 from vagrant.progress import Step, StepError
 
 BOX = "carver-lab-bookworm-new_vagrant_box_image_0_box.img"
-
-
 OLD_BOX = "carver-lab-bookworm-old_vagrant_box_image_0_box.img"
 
 
