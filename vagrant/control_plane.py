@@ -1,14 +1,15 @@
 """A cluster's control plane: processes on the host, inside the lab's network, without containers.
 
 etcd, the API server, the controller manager, the scheduler, the snapshot-controller and CoreDNS run
-natively, where they cost little beside emulated machines. Each has a file of its process id and a
-log. The API server and the DNS server have addresses of the cluster's range of Services, on the
-host's loopback interface, to which nodes have a route: pods reach them as in any cluster, without a
-proxy for Services.
+natively, where they cost little beside emulated machines. Each has a log. The API server and the
+DNS server have addresses of the cluster's range of Services, on the host's loopback interface, to
+which nodes have a route: pods reach them as in any cluster, without a proxy for Services.
+
+The lab's network is a namespace, or the host's own where the host runs libvirtd itself. So what
+nodes need not reach listens on 127.0.0.1 alone, and etcd wants a certificate of each client.
 """
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vagrant import authority, host
+from vagrant import authority, files, host
 from vagrant.programs import Programs
 
 FOLDER = host.LAB / "cluster"
@@ -24,7 +25,12 @@ SERVICES = "10.99.16.0/24"
 API_ADDRESS, DNS_ADDRESS = "10.99.16.1", "10.99.16.10"
 SERVER = f"https://{API_ADDRESS}"
 DOMAIN = "cluster.local"
-_ETCD = "http://127.0.0.1:12379"
+_ETCD = "https://127.0.0.1:12379"
+# The processes, in the order in which they need each other.
+_PROCESSES = (
+    *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "coredns"),
+    *("snapshot-controller", "rsync"),
+)
 # A node is taken for lost after this time without a sign of life, in seconds: an emulated one that
 # has much to do may be silent for longer than Kubernetes' default of 50.
 _GRACE_SECONDS = 180
@@ -40,12 +46,21 @@ def kubeconfig() -> Path:
 
 
 def client_kubeconfig(name: str, user: str, groups: Sequence[str]) -> Path:
-    """Return a user's kubeconfig, made the first time; it holds a certificate and its key."""
+    """Return a user's kubeconfig, made where there is none of the present authority.
+
+    It holds a certificate and its key.
+    """
     path = FOLDER / f"{name}.kubeconfig"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(_kubeconfig_text(authority.client(FOLDER, user, groups)))
+    if _trusted(files.read_json(path)) != authority.base64(authority.bundle(FOLDER)):
+        text = _kubeconfig_text(authority.client(FOLDER, user, groups))
+        files.write(path, text, mode=0o600)
     return path
+
+
+def _trusted(kubeconfig: dict[str, Any] | None) -> str:
+    """Return the authority's certificate that a kubeconfig has; empty without a kubeconfig."""
+    clusters = (kubeconfig or {}).get("clusters") or [{}]
+    return str(clusters[0].get("cluster", {}).get("certificate-authority-data", ""))
 
 
 def _kubeconfig_text(user: authority.Pair) -> str:
@@ -87,11 +102,17 @@ class ControlPlane:
         self._gates = [f"--feature-gates={','.join(gates)}"] if gates else []
         self._distributes = FOLDER / "distributes-snapshots"
 
+    def prepare(self) -> None:
+        """Make the authority and what it signs, where they are not there yet."""
+        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+
     def ensure(self) -> None:
         """Have every process running as it is described, and the API server ready."""
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+        self.prepare()
         described = self._words()
+        if running("etcd") != described["etcd"]:
+            # Without etcd the API server does not end by itself.
+            end_process("kube-apiserver")
         for name, words in described.items():
             ensure_process(name, words)
             if name == "kube-apiserver":
@@ -104,7 +125,7 @@ class ControlPlane:
     def distribute_snapshots(self, by_nodes: bool) -> None:
         """Have the snapshot-controller name each snapshot's node, as sidecars on each node want."""
         if by_nodes:
-            self._distributes.touch()
+            files.write(self._distributes, "")
         else:
             self._distributes.unlink(missing_ok=True)
         self.ensure()
@@ -162,15 +183,24 @@ class ControlPlane:
             )
         }
         corefile = FOLDER / "Corefile"
-        corefile.write_text(_COREFILE.format(kubeconfig=configs["coredns"]))
+        files.write(corefile, _COREFILE.format(kubeconfig=configs["coredns"]))
         alone = "--leader-elect=false"
+        inside = "--bind-address=127.0.0.1"
         return {
             "etcd": [
                 str(at("etcd")),
                 f"--data-dir={FOLDER / 'etcd'}",
                 f"--listen-client-urls={_ETCD}",
                 f"--advertise-client-urls={_ETCD}",
-                "--listen-peer-urls=http://127.0.0.1:12380",
+                "--client-cert-auth",
+                f"--trusted-ca-file={keys.authority}",
+                f"--cert-file={keys.etcd_certificate}",
+                f"--key-file={keys.etcd_key}",
+                "--listen-peer-urls=https://127.0.0.1:12380",
+                "--peer-client-cert-auth",
+                f"--peer-trusted-ca-file={keys.authority}",
+                f"--peer-cert-file={keys.etcd_certificate}",
+                f"--peer-key-file={keys.etcd_key}",
                 # A lab may lose its objects with its power, and its disk is busy.
                 "--unsafe-no-fsync",
                 "--log-level=warn",
@@ -178,6 +208,9 @@ class ControlPlane:
             "kube-apiserver": [
                 str(at("kube-apiserver")),
                 f"--etcd-servers={_ETCD}",
+                f"--etcd-cafile={keys.authority}",
+                f"--etcd-certfile={keys.etcd_client_certificate}",
+                f"--etcd-keyfile={keys.etcd_client_key}",
                 f"--bind-address={API_ADDRESS}",
                 "--secure-port=443",
                 f"--service-cluster-ip-range={SERVICES}",
@@ -207,6 +240,7 @@ class ControlPlane:
                 "--use-service-account-credentials=true",
                 f"--node-monitor-grace-period={_GRACE_SECONDS}s",
                 alone,
+                inside,
                 *self._gates,
             ],
             "kube-scheduler": [
@@ -215,6 +249,7 @@ class ControlPlane:
                 f"--authentication-kubeconfig={configs['kube-scheduler']}",
                 f"--authorization-kubeconfig={configs['kube-scheduler']}",
                 alone,
+                inside,
                 *self._gates,
             ],
             "coredns": [str(at("coredns")), f"-conf={corefile}"],
@@ -243,7 +278,7 @@ _COREFILE = f"""\
 }}}}
 """
 
-# What this very program started, and has to take leave of; another's processes are not its own.
+# What this very program started, and has to wait for in the end.
 _started: dict[str, subprocess.Popen[bytes]] = {}
 
 
@@ -253,75 +288,73 @@ def log(name: str) -> Path:
 
 
 def ensure_process(name: str, words: Sequence[str]) -> None:
-    """Have a process running with just these words; another one of the name is ended before."""
-    if running(name) == list(words):
+    """Have a process running with just these words; another one of the name is ended before.
+
+    One of the words must be an option that names a file in the cluster's folder.
+    """
+    if [*words] in _found(name).values():
         return
     end_process(name)
     log(name).parent.mkdir(parents=True, exist_ok=True)
     with log(name).open("a") as output:
+        files.give_to_owner(log(name))
         process = _started[name] = subprocess.Popen(
-            host.in_network(*words),
+            # By env: sudo hands no variable on.
+            host.in_network("env", "GOMAXPROCS=2", *words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd="/",
-            env={**os.environ, "GOMAXPROCS": "2"},
         )
-    _record(name).parent.mkdir(parents=True, exist_ok=True)
-    _record(name).write_text(json.dumps({"pid": process.pid, "words": list(words)}))
+    # sudo, ip and env run before the program itself.
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not _found(name) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def running(name: str) -> list[str] | None:
-    """Return the words with which the process of a name was started; None where it does not run.
-
-    A process id that another program has by now is not taken for it.
-    """
-    try:
-        record = json.loads(_record(name).read_text())
-        words: list[str] = record["words"]
-        present = Path(f"/proc/{record['pid']}/cmdline").read_bytes()
-        # It is empty for a moment while a program takes another's place, and for one that ended.
-        for _ in range(5):
-            if present:
-                break
-            time.sleep(0.02)
-            present = Path(f"/proc/{record['pid']}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return words if words[0].encode() in present.split(b"\0") else None
+    """Return the words with which the process of a name was started; None where it does not run."""
+    return next(iter(_found(name).values()), None)
 
 
-def end_process(name: str, number: int = signal.SIGTERM, limit_seconds: float = 20) -> None:
-    """End a process by a signal, and by SIGKILL where that takes longer than the limit."""
-    if running(name) is not None:
-        pid = str(json.loads(_record(name).read_text())["pid"])
-        _kill(pid, number)
-        deadline = time.monotonic() + limit_seconds
-        while running(name) is not None:
-            if time.monotonic() > deadline:
-                _kill(pid, signal.SIGKILL)
-                deadline += limit_seconds
-            time.sleep(0.1)
-            if name in _started:
-                _started[name].poll()
+def end_process(name: str, limit_seconds: float = 20) -> None:
+    """End a process by SIGTERM, and by SIGKILL where that takes longer than the limit."""
+    number, deadline = signal.SIGTERM, time.monotonic()
+    while pids := [*_found(name)]:
+        if time.monotonic() >= deadline:
+            command = host.as_root("kill", f"-{number}", *map(str, pids))
+            subprocess.run(command, capture_output=True, check=False)
+            number, deadline = signal.SIGKILL, time.monotonic() + limit_seconds
+        time.sleep(0.1)
     if (own := _started.pop(name, None)) is not None:
-        own.terminate()
-        own.wait()
-    _record(name).unlink(missing_ok=True)
+        own.wait(limit_seconds)
 
 
 def end_all() -> None:
-    """End every process that was started here: the API server before etcd, or it would hang."""
-    records = (FOLDER / "processes").glob("*.json") if FOLDER.exists() else ()
-    names = [one.stem for one in sorted(records, key=lambda path: path.stat().st_mtime)]
-    for name in reversed(names):
+    """End every process of the cluster: the API server before etcd, or it would hang."""
+    for name in reversed(_PROCESSES):
         end_process(name)
 
 
-def _record(name: str) -> Path:
-    return FOLDER / "processes" / f"{name}.json"
+def forget_objects() -> None:
+    """End every process and remove etcd's data: no object is left, and what was signed stays."""
+    end_all()
+    host.remove_tree(FOLDER / "etcd")
 
 
-def _kill(pid: str, number: int) -> None:
-    subprocess.run(host.as_root("kill", f"-{number}", pid), capture_output=True, check=False)
+def _found(name: str) -> dict[int, list[str]]:
+    """Return the words of the processes of a name that have files in the cluster's folder, by id.
+
+    No record is kept of processes: it could be lost, or name a process id that is another's by now.
+    """
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        words = line.split("\0")[:-1]
+        if words and Path(words[0]).name == name and any(f"={FOLDER}/" in one for one in words):
+            found[int(entry.name)] = words
+    return found

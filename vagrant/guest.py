@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from vagrant import files
 from vagrant.box import KEY
 from vagrant.host import LAB, NAME, PROJECT, domain_state, in_network, virsh
 
@@ -36,7 +37,8 @@ class Guest:
 
     def write_ssh_config(self, address: str) -> None:
         """Write the configuration with which any ssh reaches the guest."""
-        self.config.write_text(
+        files.write(
+            self.config,
             f"# vagrant/ writes this file: ssh -F {self.config} lab\n"
             "Host lab\n"
             f"  HostName {address}\n"
@@ -54,7 +56,7 @@ class Guest:
             "  ControlPersist 600\n"
             # A shared connection to a boot that is over goes away after two minutes at the latest.
             "  ServerAliveInterval 15\n"
-            "  ServerAliveCountMax 8\n"
+            "  ServerAliveCountMax 8\n",
         )
 
     def address(self) -> str | None:
@@ -249,7 +251,12 @@ def _virsh_or_fail(*words: str) -> None:
         raise GuestError(f"virsh {' '.join(words)}: {done.stderr.strip()}")
 
 
-LAB_GUEST = Guest(NAME, LAB / "ssh_config")
+def guest_of(name: str) -> Guest:
+    """Return the guest that is the machine of a name."""
+    return Guest(name, LAB / ("ssh_config" if name == NAME else f"ssh_config.{name}"))
+
+
+LAB_GUEST = guest_of(NAME)
 write_ssh_config = LAB_GUEST.write_ssh_config
 address = LAB_GUEST.address
 ssh = LAB_GUEST.ssh

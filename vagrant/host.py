@@ -30,6 +30,9 @@ PACKAGES = (
     "python3-venv",
 )
 _NAMESPACE = Path("/run/netns") / NAME
+# Between the name of a box and its version, in the name of libvirt's copy (vagrant-libvirt's
+# HandleBoxImage).
+_BOX_IMAGE = "_vagrant_box_image_"
 _URI = "qemu:///system"
 _KVM = Path("/dev/kvm")
 # Where root can open a /dev/kvm that is of no use, and qemu's user cannot, libvirtd takes what it
@@ -43,6 +46,10 @@ libvirtd --daemon
 virsh --quiet --connect "$3" domcapabilities >/dev/null || :
 umount "$2"
 """
+
+
+class HostError(Exception):
+    """The machine or its environment variables do not have what the lab needs."""
 
 
 def as_root(*words: str | Path) -> list[str]:
@@ -81,8 +88,11 @@ def domain_runs(name: str) -> bool:
 
 
 def domains() -> list[str]:
-    """Name every machine that libvirt knows."""
-    return virsh("list", "--all", "--name").stdout.split()
+    """Name every machine that libvirt knows; raises HostError where it does not answer."""
+    listed = virsh("list", "--all", "--name")
+    if listed.returncode != 0:
+        raise HostError(f"libvirt does not list its machines: {listed.stderr.strip()}")
+    return listed.stdout.split()
 
 
 def driver() -> str:
@@ -137,10 +147,12 @@ def start_libvirt(step: Step) -> None:
     The bridge, the DHCP server and the guest's address live and die in there, and nothing of the
     machine's own network is touched.
     """
-    if not _NAMESPACE.exists():
+    if not has_network():
         step.run(*as_root("ip", "netns", "add", NAME))
         step.run(*as_root("ip", "-netns", NAME, "link", "set", "lo", "up"))
-    step.run(*in_network("virtlogd", "--daemon"))
+    # It outlives a libvirtd that crashed, and does not start twice.
+    if not any(_program(one) == "virtlogd" for one in _namespace_pids()):
+        step.run(*in_network("virtlogd", "--daemon"))
     if driver() == "kvm" or not _KVM.exists():
         step.run(*in_network("libvirtd", "--daemon"))
     else:
@@ -156,9 +168,9 @@ def stop_libvirt() -> None:
     """End every process in the lab's namespace, then the namespace.
 
     Without a namespace, or while a machine is left in it, nothing is done: the one machine and
-    those of a cluster share libvirt.
+    those of a cluster share libvirt. Raises HostError where libvirt does not say whether one is.
     """
-    if not _NAMESPACE.exists() or (libvirt_answers() and domains()):
+    if not has_network() or domains():
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 10
@@ -168,16 +180,37 @@ def stop_libvirt() -> None:
     subprocess.run(as_root("ip", "netns", "delete", NAME), check=True)
 
 
+def has_network() -> bool:
+    """Tell whether the lab has a network namespace: not where the machine's own libvirtd serves."""
+    return _NAMESPACE.exists()
+
+
 def _namespace_pids() -> list[str]:
     command = as_root("ip", "netns", "pids", NAME)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def remove_volumes(prefix: str, keep: str) -> None:
-    """Remove libvirt's copies of boxes whose names start with `prefix`, except `keep`."""
-    for line in virsh("vol-list", "default").stdout.splitlines():
-        name = line.split()[0]
-        if name.startswith(prefix) and not name.startswith(keep):
+def _program(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def remove_box_images() -> None:
+    """Remove libvirt's copies of the lab's boxes that no machine's disk is built on.
+
+    Such a disk has only what differs from its box's copy.
+    """
+    listed = [line.split() for line in virsh("vol-list", "default").stdout.splitlines()]
+    paths = {fields[0]: fields[1] for fields in listed if len(fields) == 2}
+    described = {name: virsh("vol-dumpxml", "--pool", "default", name) for name in paths}
+    if any(one.returncode != 0 for one in described.values()):
+        return
+    for name, path in paths.items():
+        others = [one.stdout for other, one in described.items() if other != name]
+        is_ours = name.startswith(f"{NAME}-") and _BOX_IMAGE in name
+        if is_ours and not any(path in one for one in others):
             virsh("vol-delete", "--pool", "default", name)
 
 

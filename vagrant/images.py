@@ -99,12 +99,16 @@ def make_stand_ins(making: Step, target: Path, agnhost: Path, names: Sequence[st
 
 
 # A containerd of its own, on this machine, imports archives and ends. What it mounts while it
-# unpacks a layer is gone with its namespace of mounts.
+# unpacks a layer is gone with its namespace of mounts, and it is gone with its namespace of
+# processes, also where this shell fails or is killed.
 _IMPORT = """\
 containerd=$1 ctr=$2 root=$3 socket=$4/socket
 shift 4
 "$containerd" --root "$root" --state "${socket%/*}" --address "$socket" --config /dev/null &
-until "$ctr" --address "$socket" version >/dev/null 2>&1; do sleep 0.2; done
+until "$ctr" --address "$socket" version >/dev/null 2>&1; do
+    sleep 0.2
+    kill -0 $!
+done
 for archive; do
     "$ctr" --address "$socket" --namespace k8s.io images import --snapshotter overlayfs "$archive"
 done
@@ -119,7 +123,8 @@ def make_store(
     """Make a folder that is containerd's store, with the images of some archives in it."""
     host.remove_tree(target)
     state = target.with_suffix(".state")
-    words = ("unshare", "--mount", "sh", "-ec", _IMPORT, "sh", containerd, ctr, target, state)
+    alone = ("unshare", "--mount-proc", "--pid", "--fork", "--kill-child")
+    words = (*alone, "sh", "-ec", _IMPORT, "sh", containerd, ctr, target, state)
     making.run(*host.as_root(*words, *archives), timeout_seconds=900)
     host.remove_tree(state)
 

@@ -41,10 +41,7 @@ def up() -> None:
 def down() -> None:
     """Remove the machine and all that was started for it; the box stays cached."""
     with machines.locked(_KIND):
-        if host.libvirt_answers():
-            with step("remove the machine", "down") as removing:
-                _machine().remove(removing)
-        host.stop_libvirt()
+        _machine().down("the machine")
 
 
 def provision() -> None:
@@ -192,7 +189,7 @@ def main() -> int:
         if arguments.command == "during":
             return _during(lambda: subprocess.run(words, check=False).returncode)
         return _session(words)
-    except (StepError, box.BoxError, guest.GuestError) as error:
+    except (StepError, box.BoxError, guest.GuestError, host.HostError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:

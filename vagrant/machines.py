@@ -8,11 +8,13 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vagrant import box, host
-from vagrant.guest import Guest, GuestError
+from vagrant import box, files, host
+from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.progress import Step, StepError, step
 
 _LIBVIRT_BOOT = Path("/var/lib/libvirt/boot")
@@ -34,10 +36,17 @@ _EMULATED = " norandmaps nohz=off clearcpuid=erms"
 class Machines:
     """Machines of one kind: what they have, and which there are."""
 
-    def __init__(self, kind: str, guests: Sequence[Guest], cpus: int, memory_mib: int) -> None:
-        """Describe the machines; `kind` names their settings file and vagrant's record of them."""
-        self.guests = guests
+    def __init__(
+        self, kind: str, guests: Sequence[Guest], cpus: int, memory_mib: int, family: str = ""
+    ) -> None:
+        """Describe the machines; `kind` names their settings file and vagrant's record of them.
+
+        A name that is `family` and a number is of this kind, too: a machine that was described
+        before, or was added.
+        """
+        self.guests = [*guests]
         self._cpus, self._memory_mib = cpus, memory_mib
+        self._family = family
         self._settings = host.LAB / f"{kind}.json"
         self._record = host.LAB / kind
 
@@ -45,58 +54,171 @@ class Machines:
         """Have all machines running, as they are described; quick if they are.
 
         Raises:
-            GuestError: a machine of the name is running that another tree made.
+            GuestError: a machine of the name is in use that another tree made.
 
         """
-        wanted = self._wanted()
-        present = json.loads(self._settings.read_text()) if self._settings.exists() else None
-        # Machines may come to those that are there; any other change makes all of them anew.
-        same = present is not None and {**present, "machines": []} == {**wanted, "machines": []}
-        named = {one["name"] for one in (present or {}).get("machines", [])}
-        stopped = [one for one in self.guests if not host.domain_runs(one.name)]
-        if same and not stopped and named >= {one.name for one in self.guests}:
-            return
-        if present is not None and not same:
-            with step("the lab's settings changed: remove the old machines", "down") as removing:
-                self.remove(removing)
-        for guest in self.guests:
-            self._remove_if_lost(guest)
-        self._settings.write_text(json.dumps(wanted, indent=2))
-        what = "the machine" if len(self.guests) == 1 else f"{len(self.guests)} machines"
-        with step(f"boot {what} ({wanted['driver']})", "up") as booting:
+        with libvirt():
+            staying = self.fit()
+            if all(one.name in staying and host.domain_runs(one.name) for one in self.guests):
+                self._write_settings()
+            else:
+                self._boot(self.guests)
+
+    def fit(self) -> list[str]:
+        """Remove each machine that is not as it is described; name those that stay.
+
+        All are removed where their settings changed. Otherwise those are that are not described any
+        more, and those that a removed tree or a killed `up` left: vagrant would refuse their names.
+
+        Raises:
+            GuestError: a machine of the name is in use that another tree made.
+
+        """
+        there = self.there()
+        mine = self._mine(there)
+        if self._described() != self._wanted():
+            if there:
+                with step("the lab's settings changed: remove the machines", "down") as removing:
+                    self.remove(removing)
+            self._settings.unlink(missing_ok=True)
+            return []
+        described = {one.name for one in self.guests}
+        staying = [name for name in there if name in described and name in mine]
+        if gone := [name for name in there if name not in staying]:
+            with step(f"remove {', '.join(gone)}: not known, or not wanted any more", "down"):
+                for name in gone:
+                    self._remove_one(name)
+        return staying
+
+    def add(self, guest: Guest) -> None:
+        """Boot one more machine like the others; one that was left of that name is made anew."""
+        if self._described()["box"] != box.name():
+            raise GuestError("the machines are of another box: make them anew before one is added")
+        with libvirt():
+            self._mine(there := self.there())
+            if guest.name in there:
+                self._remove_one(guest.name)
+            self.guests = [*self.guests, guest]
+            self._boot([guest])
+
+    def drop(self, name: str) -> None:
+        """Remove one machine, and no other."""
+        self._mine(there := self.there())
+        if name in there:
+            self._remove_one(name)
+        self.guests = [one for one in self.guests if one.name != name]
+        self._write_settings()
+
+    def down(self, what: str) -> None:
+        """Remove the machines; stop libvirt where it is the lab's and serves no other one.
+
+        libvirt is started where it may have machines and does not answer, as after a reboot.
+
+        Raises:
+            GuestError: a machine is in use that another tree made, or could not be removed.
+            StepError: libvirt does not start.
+
+        """
+        with locked("libvirt"):
+            if self._record.exists() or self._settings.exists() or host.has_network():
+                _ensure_libvirt()
+            if host.libvirt_answers():
+                with step(f"remove {what}", "down") as removing:
+                    self.remove(removing)
+            host.stop_libvirt()
+
+    def remove(self, removing: Step) -> None:
+        """Remove the machines of this kind, also those not described, and what was recorded."""
+        there = self.there()
+        self._mine(there)
+        for name in there:
+            guest_of(name).disconnect()
+        with contextlib.suppress(StepError):
+            self._vagrant(removing, "destroy", "--force")
+        for name in self.there():
+            self._remove_one(name)
+        host.remove_tree(self._record)
+        self._settings.unlink(missing_ok=True)
+
+    def there(self) -> list[str]:
+        """Name the machines of this kind that libvirt knows."""
+        described = {one.name for one in self.guests}
+        numbered = re.compile(rf"{re.escape(self._family)}[0-9]+")
+        return [
+            name
+            for name in host.domains()
+            if name in described or (self._family and numbered.fullmatch(name))
+        ]
+
+    def _mine(self, names: Sequence[str]) -> set[str]:
+        """Name those of the machines that this tree's vagrant made.
+
+        Raises:
+            GuestError: one that it did not make is not switched off, so it may be in use from
+                another tree.
+
+        """
+        mine = set()
+        for name in names:
+            recorded = files.read_text(self._record / "machines" / name / "libvirt" / "id").strip()
+            if recorded and recorded == host.domain_uuid(name):
+                mine.add(name)
+            elif host.domain_state(name) not in ("shut off", "crashed"):
+                raise GuestError(
+                    f"a machine {name} of another tree is running: end it there, or by "
+                    f"`virsh destroy {name}`"
+                )
+        return mine
+
+    def _remove_one(self, name: str) -> None:
+        """Remove a machine with its disk, and vagrant's record of it."""
+        guest_of(name).disconnect()
+        host.virsh("destroy", name)
+        host.virsh("undefine", name, "--managed-save", "--remove-all-storage")
+        if name in host.domains():
+            raise GuestError(f"libvirt does not remove machine {name}: try `virsh undefine {name}`")
+        host.remove_tree(self._record / "machines" / name)
+
+    def _boot(self, guests: Sequence[Guest]) -> None:
+        """Make and boot machines, those of them that do not run."""
+        settings = self._described()
+        what = "the machine" if len(guests) == 1 else f"{len(guests)} machines"
+        with step(f"boot {what} ({settings['driver']})", "up") as booting:
+            self._write_settings()
+            there = self.there()
+            for guest in guests:
+                if guest.name not in there:
+                    # A killed vagrant leaves a disk without a machine, and refuses it.
+                    host.virsh("vol-delete", "--pool", "default", f"{guest.name}.img")
             if not box.stock():
-                self._publish_box(booting, wanted)
+                self._publish_box(booting, settings)
+            # vagrant takes a copy of the box that a kill cut short for a whole one.
+            if files.read_text(_uploaded()) != box.name():
+                host.remove_box_images()
+            _uploaded().unlink(missing_ok=True)
             with contextlib.ExitStack() as watched:
-                for guest in self.guests:
+                for guest in guests:
                     watched.enter_context(guest.revived())
-                self._vagrant(booting, "up", "--provider=libvirt")
-            for guest in self.guests:
+                names = [one.name for one in guests]
+                self._vagrant(booting, "up", "--provider=libvirt", *names)
+            files.write(_uploaded(), box.name())
+            for guest in guests:
                 address = guest.address()
                 if address is None:
                     raise GuestError(f"libvirt knows no address of the guest; {guest.console()}")
                 guest.write_ssh_config(address)
                 guest.wait_for_boot()
 
-    def remove(self, removing: Step) -> None:
-        """Remove the machines, and what was recorded of them."""
-        for guest in self.guests:
-            guest.disconnect()
-        with contextlib.suppress(StepError):
-            self._vagrant(removing, "destroy", "--force")
-        for guest in self.guests:
-            # What vagrant lost track of.
-            host.virsh("destroy", guest.name)
-            host.virsh("undefine", guest.name, "--remove-all-storage")
-        host.remove_tree(self._record)
-        self._settings.unlink(missing_ok=True)
+    def _write_settings(self) -> None:
+        files.write(self._settings, json.dumps(self._described(), indent=2))
 
-    def remove_last(self, removing: Step) -> None:
-        """Remove the machine that is described last, and no other."""
-        last = self.guests[-1]
-        last.disconnect()
-        self._vagrant(removing, "destroy", "--force", last.name)
-        self.guests = self.guests[:-1]
-        self._settings.write_text(json.dumps(self._wanted(), indent=2))
+    def _described(self) -> dict[str, object]:
+        """Describe the machines with the settings that they were made with, where there are such.
+
+        A program that adds a machine may have other variables in its environment.
+        """
+        wanted = self._wanted()
+        return {**(files.read_json(self._settings) or wanted), "machines": wanted["machines"]}
 
     def _wanted(self) -> dict[str, object]:
         """Describe the machines as the Vagrantfile reads it."""
@@ -121,28 +243,6 @@ class Machines:
             machines["command_line"] = _COMMAND_LINE + (_EMULATED if emulated else "")
         return machines
 
-    def _remove_if_lost(self, guest: Guest) -> None:
-        """Remove a machine of the name that this tree's vagrant did not make, or does not know.
-
-        A tree that was removed, or an `up` that was killed, leaves one, and vagrant would refuse
-        the name.
-
-        Raises:
-            GuestError: such a machine is running, so it may be in use from another tree.
-
-        """
-        mine = self._record / "machines" / guest.name / "libvirt" / "id"
-        domain = host.domain_uuid(guest.name)
-        if not domain or (mine.exists() and mine.read_text().strip() == domain):
-            return
-        if host.domain_runs(guest.name):
-            raise GuestError(
-                f"a machine {guest.name} of another tree is running: end it there, or by "
-                f"`virsh destroy {guest.name}`"
-            )
-        with step("remove a machine that was left", "down") as removing:
-            self.remove(removing)
-
     def _publish_box(self, booting: Step, machines: dict[str, object]) -> None:
         """Give the box to vagrant, and its kernel to libvirt."""
         name = str(machines["box"])
@@ -151,7 +251,6 @@ class Machines:
             host.remove_tree(boxes)
             archive = str(box.folder() / "lab.box")
             self._vagrant(booting, "box", "add", "--force", "--name", name, archive)
-            host.remove_volumes(host.NAME, keep=name)
         for file_name, target in (("vmlinuz", "kernel"), ("initrd.img", "initrd")):
             source = box.folder() / file_name
             booting.run(*host.as_root("install", "-D", "-m", "644", source, str(machines[target])))
@@ -168,32 +267,79 @@ class Machines:
         within.run(*host.in_network("env", *settings, "vagrant", *words, "--no-color", "--no-tty"))
 
 
+def _uploaded() -> Path:
+    """Return the file that names the box of which libvirt has a whole copy."""
+    return host.LAB / "uploaded"
+
+
 def prepare() -> None:
-    """Have the host's packages, the box and libvirt; quick if all is there."""
+    """Have the host's packages and the box; quick if all is there."""
     if missing := host.missing_packages():
         with step(f"install {len(missing)} Debian packages", "apt") as apt:
             host.install_packages(apt, missing)
     box.make_key()
-    if not box.stock() and not box.is_built():
+    with locked("box"):
+        if box.stock() or box.is_built():
+            return
         with step("download the guest's wheels", "wheels") as fetching:
             box.fetch_wheels(fetching)
         with step("build the box", "box") as building:
             box.build(building)
+
+
+@contextlib.contextmanager
+def libvirt() -> Iterator[None]:
+    """Have libvirt running, and let no other program of this tree stop it meanwhile."""
+    with locked("libvirt"):
+        _ensure_libvirt()
+        yield
+
+
+def _ensure_libvirt() -> None:
     if not host.libvirt_answers():
         with step("start libvirt", "libvirt") as starting:
             host.start_libvirt(starting)
 
 
+# The locks that this process has.
+_held: set[str] = set()
+
+
 @contextlib.contextmanager
-def locked(kind: str) -> Iterator[None]:
-    """Let one change of a kind's machines happen at a time."""
-    host.LAB.mkdir(exist_ok=True)
-    name = "lock" if kind == "machine" else f"{kind}.lock"
-    with (host.LAB / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def locked(what: str) -> Iterator[None]:
+    """Let one program of this tree at a time make a kind of change; wait for another one's end.
+
+    `machine`: bring up, provision or remove the lab's one machine. `cluster`: bring up or remove
+    the cluster, install Carver in it, add or remove a node, switch, pause or reset one. `box`:
+    build the box. `libvirt`: start or stop libvirt, which both kinds of machines share, and boot
+    the machines without which it would be stopped. Programs that only use machines, such as tests
+    and checks, have no lock.
+
+    A process that has a lock may ask for it again.
+    """
+    if what in _held:
         yield
+        return
+    host.LAB.mkdir(exist_ok=True)
+    path = host.LAB / ("lock" if what == "machine" else f"{what}.lock")
+    # For reading only: a lock that root made is its user's, too.
+    lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"lab: another program has {path}: waiting", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _held.add(what)
+        yield
+    finally:
+        _held.discard(what)
+        os.close(lock)
 
 
 def setting(name: str, default: int) -> int:
-    """Read a whole number from the environment."""
-    return int(os.environ.get(name, str(default)))
+    """Read a whole number above zero from the environment; raises HostError for anything else."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise host.HostError(f"{name} is {text!r}: it must be a whole number above zero")
+    return int(text)

@@ -23,6 +23,7 @@ PLUGINS = ("bridge", "loopback", "host-local")
 GROUP = "carver"
 _DISK, _DISK_SIZE = "/var/lib/cluster-disk.img", "12G"
 _CONTAINERD = "/run/containerd/containerd.sock"
+_STORE = "/var/lib/containerd"
 
 _PREPARE = """\
 #!/bin/sh
@@ -115,30 +116,31 @@ def install(guest: Guest, number: int, bridge: str, gates: Mapping[str, bool]) -
     """
     address = str(guest.address())
     served_from = f"rsync://{bridge}:{PORT}/node"
-    state = f"stat --format '%n %Y %s' {HOME}/bin/* 2>/dev/null || true"
     _run(
         guest,
         f"hostnamectl set-hostname {guest.name}",
         f"grep -q {guest.name} /etc/hosts || echo 127.0.1.1 {guest.name} >> /etc/hosts",
         "mkdir -p /etc/kubernetes/manifests /etc/cni/net.d /etc/containerd /var/lib/carver",
         f"mkdir -p {HOME}/images {HOME}/images.done {HOME}/stamps",
-        f"before=$({state})",
         f"rsync --recursive --times --perms --delete {served_from}/bin {served_from}/cni {HOME}/",
-        f"after=$({state})",
         *(
             _written(path, text)
             for path, text in _files(guest.name, number, address, bridge, gates).items()
         ),
         # A new node gets containerd's store with every image in it: importing them takes a quarter
-        # of an hour on an emulated processor.
-        "if ! [ -e /var/lib/containerd/io.containerd.metadata.v1.bolt ]; then",
-        "systemctl stop containerd 2>/dev/null || true; mkdir -p /var/lib/containerd",
-        f"rsync --archive --hard-links --numeric-ids {served_from}/store/ /var/lib/containerd/",
-        f"rsync --recursive --times {served_from}/stamps/ {HOME}/images.done/; fi",
+        # of an hour on an emulated processor. It comes into its place whole.
+        f"if ! [ -e {_STORE}/io.containerd.metadata.v1.bolt ]; then",
+        "systemctl stop containerd 2>/dev/null || true",
+        f"rsync --archive --hard-links --numeric-ids --delete {served_from}/store/ {_STORE}.part/",
+        f"rsync --recursive --times {served_from}/stamps/ {HOME}/images.done/",
+        f"sync; rm -rf {_STORE}; mv {_STORE}.part {_STORE}; fi",
         "systemctl daemon-reload",
         "systemctl enable --quiet containerd kubelet",
-        'if [ "$before" != "$after" ]; then systemctl restart containerd; fi',
-        "systemctl start containerd",
+        _started(
+            "containerd",
+            ("containerd", "containerd-shim-runc-v2"),
+            ("/etc/containerd/config.toml", "/etc/systemd/system/containerd.service"),
+        ),
     )
 
 
@@ -174,21 +176,46 @@ def copy_disk(source: Guest, target: Guest) -> None:
         raise GuestError(f"the disk of {source.name} was not copied to {target.name}: {text}")
 
 
+def has_run(guest: Guest) -> bool:
+    """Tell whether kubelet ever ran on a machine's present disk."""
+    # kubelet makes itself a certificate before it registers the node.
+    marks = f"[ -e /var/lib/kubelet/pki/kubelet.crt ] || [ -e {HOME}/kubelet.now ]"
+    return guest.run([f"if {marks}; then echo yes; else echo no; fi"]).stdout.strip() == "yes"
+
+
+def boot_id(guest: Guest) -> str:
+    """Return the id of a machine's present boot, which its kubelet writes into the Node."""
+    return guest.run(["cat /proc/sys/kernel/random/boot_id"]).stdout.strip()
+
+
 def start(guest: Guest) -> None:
     """Start kubelet, or restart it where its program or its configuration changed."""
-    made_of = (
-        f"{HOME}/bin/kubelet",
-        "/etc/kubernetes/kubelet.json",
-        "/etc/kubernetes/kubeconfig",
-        "/etc/systemd/system/kubelet.service",
-    )
     _run(
         guest,
         f"{HOME}/prepare.sh",
-        f"now=$(cat {' '.join(made_of[1:])} | sha256sum; stat --format '%Y %s' {made_of[0]})",
-        'if [ "$now" != "$(cat /run/kubelet.now 2>/dev/null)" ]; then',
-        "systemctl restart kubelet; fi",
-        'printf %s "$now" > /run/kubelet.now',
+        _started(
+            "kubelet",
+            ("kubelet",),
+            (
+                *("/etc/kubernetes/kubelet.json", "/etc/kubernetes/kubeconfig"),
+                *("/etc/kubernetes/ca.crt", "/etc/systemd/system/kubelet.service"),
+            ),
+        ),
+    )
+
+
+def _started(unit: str, programs: Sequence[str], texts: Sequence[str]) -> str:
+    """Say as lines for a shell how a unit is started, anew where what it is made of changed.
+
+    What it was made of is written down when it has been started, so a change is not forgotten by a
+    run that is interrupted.
+    """
+    there, stamp = " ".join(f"{HOME}/bin/{one}" for one in programs), f"{HOME}/{unit}.now"
+    return (
+        f"now=$(cat {' '.join(texts)} | sha256sum; stat --format '%n %Y %s' {there})\n"
+        f'if [ "$now" != "$(cat {stamp} 2>/dev/null)" ]; then systemctl restart {unit}; fi\n'
+        f"systemctl start {unit}\n"
+        f'printf %s "$now" > {stamp}'
     )
 
 

@@ -141,11 +141,13 @@ class Programs:
         committed = MODULES / module
         if module != "kubernetes" or self.kubernetes == pinned_version(module, _KUBERNETES):
             return committed
-        folder = _CACHE / "modules" / f"kubernetes-{self.kubernetes}"
+        text = (committed / "go.mod").read_text()
+        made_of = hashlib.sha256(text.encode()).hexdigest()[:12]
+        folder = _CACHE / "modules" / f"kubernetes-{self.kubernetes}-{made_of}"
         if not (folder / "go.sum").exists():
             with step(f"resolve the modules of Kubernetes {self.kubernetes}", "modules") as solving:
                 folder.mkdir(parents=True, exist_ok=True)
-                wanted = self.go_mod((committed / "go.mod").read_text(), self._staging(solving))
+                wanted = self.go_mod(text, self._staging(solving))
                 (folder / "go.mod").write_text(wanted)
                 solving.run(go(), "mod", "tidy", cwd=folder, environment=_environ())
         return folder

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vagrant import files
+
 LOGS = Path(__file__).resolve().parent / ".lab" / "logs"
 _TAIL_LINES = 40
 
@@ -34,26 +36,48 @@ class Step:
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run a command, its output into the log; raise StepError unless it succeeds."""
+        """Run a command, its output into the log; raise StepError unless it succeeds.
+
+        The terminal's Ctrl-C reaches the command, too, which may have something to undo: it is
+        waited for. A second Ctrl-C kills it.
+        """
         command = [str(word) for word in words]
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
             try:
-                done = subprocess.run(
-                    command,
-                    cwd=cwd,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_seconds,
-                    check=False,
-                )
+                process.wait(timeout_seconds)
             except subprocess.TimeoutExpired as error:
+                _kill(process)
                 raise StepError(command, f"no end after {timeout_seconds} s", self.log) from error
-        if done.returncode != 0:
-            raise StepError(command, f"exit code {done.returncode}", self.log)
+            except KeyboardInterrupt:
+                try:
+                    process.wait()
+                except KeyboardInterrupt:
+                    _kill(process)
+                raise
+        if process.returncode != 0:
+            raise StepError(command, f"exit code {process.returncode}", self.log)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and wait for its end; where it is sudo, have sudo end what it runs."""
+    try:
+        process.kill()
+        process.wait()
+    except PermissionError:
+        # sudo passes SIGTERM on, as it could not do with SIGKILL.
+        subprocess.run(["sudo", "kill", "-TERM", str(process.pid)], check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
 
 
 @contextlib.contextmanager
@@ -61,7 +85,10 @@ def step(title: str, log_name: str) -> Iterator[Step]:
     """Announce a step, count its seconds while it runs, say how long it took."""
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{log_name}.log"
-    log.write_text("")
+    # A log that root wrote is not its user's to empty, but the folder is.
+    log.unlink(missing_ok=True)
+    log.touch()
+    files.give_to_owner(log)
     start = time.monotonic()
     over = threading.Event()
     ticker = threading.Thread(target=_tick, args=(title, start, over), daemon=True)

@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 
+from vagrant import venv  # noqa: E402
+
+if __name__ == "__main__":
+    venv.enter()
+
 from cluster import record  # noqa: E402
 from conformance.run import Spec, specs  # noqa: E402
 

