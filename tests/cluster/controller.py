@@ -108,9 +108,9 @@ def orphans(site: Site, pod: Object, *words: str) -> str:
 
 
 def _inside(site: Site, pod: Object, *words: str) -> str:
-    about = pod["metadata"]
-    name = container(pod["spec"])["name"]
-    return site.kubectl.inside(about["namespace"], about["name"], name, *words)
+    """What a command prints in a controller's pod; raises Refused where the command fails."""
+    where = (pod["metadata"]["namespace"], pod["metadata"]["name"], container(pod["spec"])["name"])
+    return site.until(f"{where[1]} runs {words[0]}", lambda: site.kubectl.inside(*where, *words))
 
 
 def _metric(site: Site, pod: Object, name: str, node: str) -> float | None:
@@ -118,7 +118,8 @@ def _metric(site: Site, pod: Object, name: str, node: str) -> float | None:
     about, ports = pod["metadata"], container(pod["spec"]).get("ports", [])
     [port] = [one["containerPort"] for one in ports if one.get("name") == "metrics"]
     page = f"pods/{about['name']}:{port}/proxy/metrics"
-    text = site.kubectl("get", f"--raw=/api/v1/namespaces/{about['namespace']}/{page}")
+    raw = f"--raw=/api/v1/namespaces/{about['namespace']}/{page}"
+    text = site.until(f"{about['name']} shows its metrics", lambda: site.kubectl("get", raw))
     return metric_in(text, name, node)
 
 
