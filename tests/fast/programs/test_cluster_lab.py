@@ -720,27 +720,6 @@ def test_a_disk_is_copied_with_its_holes_to_a_machine_that_has_none(tmp_path: Pa
         node.copy_disk(source, target)
 
 
-def test_a_machine_that_could_not_be_made_a_node_is_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed = list[str]()
-
-    def fail(one: cluster.Cluster, copy_of: str) -> None:
-        assert (one.nodes[-1], copy_of) == ("carver-node-3", "carver-node-1")
-        raise GuestError("it does not boot")
-
-    monkeypatch.setattr(cluster, "_SETTINGS", folder / "settings.json")
-    monkeypatch.setattr(cluster.Cluster, "up", fail)
-    monkeypatch.setattr(cluster.Cluster, "remove_node", lambda _, name: removed.append(name))
-    made = cluster.Cluster(2)
-    monkeypatch.setattr(made.control_plane, "kubectl", lambda *words: removed.append(words[2]))
-    with pytest.raises(GuestError, match="it does not boot"):
-        made.add_node(copy_of="carver-node-1")
-    assert removed == ["carver-node-3"] * 2
-    assert made.nodes == ["carver-node-1", "carver-node-2"]
-    assert json.loads((folder / "settings.json").read_text())["nodes"] == 2
-
-
 @pytest.mark.parametrize("values", sorted((ROOT / "tests/cluster/values").glob("*.yaml")))
 def test_the_values_of_the_lab_are_values_of_the_chart(values: Path) -> None:
     known = yaml.safe_load((ROOT / "deploy/helm/carver/values.yaml").read_text())
