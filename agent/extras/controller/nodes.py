@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
+from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.membership import Record
 from proto import csi_pb2 as csi
 
@@ -93,6 +93,24 @@ def unavailable(problem: str) -> Refused:
     return Refused(grpc.StatusCode.UNAVAILABLE, problem)
 
 
+def problem_of(error: BaseException) -> str:
+    """What is wrong with one node by an error of its call; raises what ends the caller itself.
+
+    Where several nodes are asked, whatever one of them does costs no other.
+    """
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise error
+        return "it left the cluster, or its address changed"
+    return f"it answers what Carver does not: {str(error) or type(error).__name__}"
+
+
 @dataclass
 class Node:
     """A node: its connection, and what it said of itself last."""
@@ -160,12 +178,19 @@ class Node:
 
 
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
-    """Call a node, with the bytes of a request and of its answer; raises AioRpcError, Refused."""
-    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.connected.unary_unary(path)
+    """Call a node, with the bytes of a request and of its answer.
+
+    Raises AioRpcError, Refused; Untrue where the call ended well without an answer.
+    """
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = node.connected.unary_unary(path)
     try:
-        return await call(request, timeout=timeout)
+        answer = await call(request, timeout=timeout)
     except grpc.aio.UsageError:  # the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
+    if not isinstance(answer, bytes):
+        # grpcio's answer to trailers with the status OK and no message before them is None.
+        raise Untrue("the answer", answer, "it has no message")
+    return answer
 
 
 class Nodes:
@@ -501,13 +526,8 @@ class Nodes:
             if self._nodes.get(node.name) is not node:
                 raise unavailable(f"node {node.name} left the cluster")
             self._believe(node, said)
-        except grpc.aio.AioRpcError as error:
-            problem = f"{error.code().name}: {error.details()}"
-        except Refused as error:
-            problem = str(error)
-        except (ValueError, RecursionError, DecodeError) as error:
-            # Whatever one node says, the others' calls go on.
-            problem = f"it answers what Carver does not: {error}"
+        except Exception as error:
+            problem = problem_of(error)
         else:
             node.answered_seconds = time.monotonic()
             problem = ""

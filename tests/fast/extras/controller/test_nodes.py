@@ -23,6 +23,7 @@ from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, nodes, placement, routes
+from agent.extras.controller.answer_rules import Asked, Row
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.membership import Record
 from agent.extras.controller.metrics import Metrics
@@ -815,6 +816,20 @@ def test_whatever_one_node_says_costs_its_own_calls_only(
     in_cluster(test)
 
 
+def test_a_node_that_says_nothing_of_itself_does_not_answer(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        odd.empty = {"GetPluginInfo"}
+        await cluster.ask()
+        known = cluster.controller.nodes.get(odd.name)
+        assert known is not None
+        assert "the answer is None: it has no message" in known.problem
+        code, why = await cluster.refused(1)
+        assert (code, odd.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    in_cluster(test)
+
+
 def test_what_a_node_says_is_shown_without_control_characters(
     in_cluster: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -993,6 +1008,79 @@ def test_an_answer_that_names_what_is_another_s_reaches_no_caller(
         assert await cluster.get(1) == name_of(1)
         thief.forged.clear()
         assert await cluster.get(0) == thief.name
+
+    in_cluster(test)
+
+
+EVERY = [*sorted({type(one).__name__.removesuffix("Response") for _, one in FORGED})]
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_an_answer_without_a_message_is_refused_and_costs_its_node_s_calls_only(
+    in_cluster: Run, method: str
+) -> None:
+    """The status OK, and nothing before it: grpc.aio gives None."""
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        odd.empty = {method}
+        service = "GroupController" if "Group" in method else "Controller"
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, service, of_the_first(method))
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        why = f"cannot pass on the answer of node {odd.name} to {method}: the answer is None"
+        assert str(raised.value.details()).startswith(why)
+        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
+        assert await cluster.get(1) == name_of(1)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("method", ["GetCapacity", "ControllerGetVolume"])
+def test_a_volume_that_may_be_anywhere_is_made_though_one_node_answers_nothing(
+    in_cluster: Run, method: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[1].empty = {method}
+        assert await cluster.create("new-1") == name_of(3)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), KeyError("odd"), RecursionError(), OSError()])
+def test_whatever_breaks_while_a_node_is_asked_is_that_node_s_problem(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No class of exceptions is foreseen."""
+
+    async def test(cluster: Cluster) -> None:
+        known = cluster.controller.nodes
+        odd = known.get(name_of(1))
+        assert odd is not None
+
+        def fails(node: nodes.Node, said: Any) -> None:
+            if node is odd:
+                raise error
+            believe(node, said)
+
+        believe = known._believe
+        monkeypatch.setattr(known, "_believe", fails)
+        await cluster.ask()
+        assert odd.problem.startswith("it answers what Carver does not: ")
+        assert [one.name for one in known.answering()] == [name_of(one) for one in (0, 2, 3)]
+        monkeypatch.undo()
+
+        def judge(row: Row, asked: Asked, data: bytes) -> Any:
+            if asked.node == odd.name:
+                raise error
+            return true_judge(row, asked, data)
+
+        true_judge = Row.judge
+        monkeypatch.setattr(Row, "judge", judge)
+        await cluster.ask()
+        assert await cluster.create("new-1") == name_of(3)
+        code, why = await cluster.refused(1)
+        assert (code, odd.name in why) == (grpc.StatusCode.INTERNAL, True)
 
     in_cluster(test)
 
