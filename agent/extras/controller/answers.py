@@ -64,17 +64,20 @@ class Answers:
         """An answer, or a message of a stream, that may be true. Raises Refused."""
         try:
             return _judged(path, asked, data)
-        except Untrue:
+        except Untrue as error:
             # The node may have a volume group that it did not have when it was asked last. If it
             # does not say so now, what is known counts.
             await self._nodes.ask_anew(node)
-            asked.places |= self._nodes.places(node)
-        try:
-            return _judged(path, asked, data)
-        except Untrue as error:
-            if isinstance(error.value, str) and (parsed := VolumeId.parse(error.value)):
-                self._nodes.require_undisputed(parsed, "the answer")
-            raise _refused(node, path, error) from None
+            places, problem = asked.places | self._nodes.places(node), error
+        if places != asked.places:
+            asked.places = places
+            try:
+                return _judged(path, asked, data)
+            except Untrue as error:
+                problem = error
+        if isinstance(problem.value, str) and (parsed := VolumeId.parse(problem.value)):
+            self._nodes.require_undisputed(parsed, "the answer")
+        raise _refused(node, path, problem)
 
 
 def _judged(path: str, asked: Asked, data: bytes) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 
-from agent.core.requests import MOST_BYTES, MOST_ENTRIES
+from agent.core.requests import MOST_ENTRIES
+from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
 from agent.extras.controller.nodes import Node, Nodes, Refused
 
-# A page ends where it has MOST_BYTES, half of what gRPC in Go accepts, and one node's answer has at
-# most as many entries as never fill the other half.
+# The most entries that one node is asked for at once. What it answers fits into a page
+# (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.
 _OF_A_NODE = 500
 _AT_ONCE = 16
 
@@ -45,7 +46,8 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
         )
         for found in answers:
-            if len(answer.entries) + len(found.entries) > most or size_bytes > MOST_BYTES:
+            is_full = size_bytes + found.ByteSize() > MOST_PAGE_BYTES and size_bytes
+            if len(answer.entries) + len(found.entries) > most or is_full:
                 # It is asked again: for fewer, or on the next page.
                 break
             answer.entries.extend(found.entries)
@@ -54,7 +56,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             if token:
                 break
             left = left[1:]
-        if left and (len(answer.entries) >= most or size_bytes > MOST_BYTES):
+        if left and (len(answer.entries) >= most or is_full):
             answer.next_token = f"{left[0].name}:{token}"
             return answer
     return answer

@@ -93,24 +93,6 @@ def unavailable(problem: str) -> Refused:
     return Refused(grpc.StatusCode.UNAVAILABLE, problem)
 
 
-def problem_of(error: BaseException) -> str:
-    """What is wrong with one node by an error of its call; raises what ends the caller itself.
-
-    Where several nodes are asked, whatever one of them does costs no other.
-    """
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    if isinstance(error, Refused):
-        return str(error)
-    if isinstance(error, TimeoutError):
-        return "it does not answer in time"
-    if isinstance(error, asyncio.CancelledError):
-        if (task := asyncio.current_task()) is None or task.cancelling():
-            raise error
-        return "it left the cluster, or its address changed"
-    return f"it answers what Carver does not: {str(error) or type(error).__name__}"
-
-
 @dataclass
 class Node:
     """A node: its connection, and what it said of itself last."""
@@ -177,6 +159,41 @@ class Node:
             )
 
 
+# What gRPC says where it drops an answer or an error of a node's: with RESOURCE_EXHAUSTED, after
+# which the provisioner has a volume made elsewhere.
+_DROPPED = ("larger than max", "metadata size exceeds")
+
+
+def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
+    """Raise Refused for an error that is no node's, but gRPC's: the call may have succeeded."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and any(
+        one in details for one in _DROPPED
+    ):
+        raise unavailable(
+            f"node {node.name} sends more than gRPC takes: {details}. The call may have been"
+            " carried out: repeat it"
+        )
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong with one node by an error of its call; raises what ends the caller itself.
+
+    Where several nodes are asked, whatever one of them does costs no other.
+    """
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise error
+        return "it left the cluster, or its address changed"
+    return f"it answers what Carver does not: {str(error) or type(error).__name__}"
+
+
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
     """Call a node, with the bytes of a request and of its answer.
 
@@ -185,6 +202,9 @@ async def unary(node: Node, path: str, request: bytes, timeout: float | None) ->
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = node.connected.unary_unary(path)
     try:
         answer = await call(request, timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        require_said(node, error)
+        raise
     except grpc.aio.UsageError:  # the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
     if not isinstance(answer, bytes):

@@ -18,12 +18,13 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
+from agent.core import codes
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import Questions
-from agent.extras.controller.nodes import Forgotten, Node, Nodes, Refused
+from agent.extras.controller.nodes import Forgotten, Node, Nodes, Refused, require_said
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -304,6 +305,7 @@ class Router:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _MAY_BE_SILENT:
                     self._nodes.ask(node)
+                require_said(node, error)
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()
@@ -322,7 +324,7 @@ class Router:
                 _fail(call, error)
             finally:
                 self._record(call, begun)
-            await context.abort(call.code, call.problem)
+            await context.abort(call.code, codes.cut(call.problem))
             return None
 
         return handle
@@ -341,7 +343,7 @@ class Router:
             finally:
                 self._record(call, begun)
             if call.code is not _Code.OK:
-                await context.abort(call.code, call.problem)
+                await context.abort(call.code, codes.cut(call.problem))
 
         return handle
 

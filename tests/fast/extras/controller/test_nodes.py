@@ -1085,6 +1085,67 @@ def test_whatever_breaks_while_a_node_is_asked_is_that_node_s_problem(
     in_cluster(test)
 
 
+def test_a_page_is_never_larger_than_a_sidecar_takes(in_cluster: Run) -> None:
+    """By the name of the node where one alone sends more; gRPC in Go takes 4 MiB."""
+
+    async def test(cluster: Cluster) -> None:
+        much = {"volume_context": {f"carver/{one}": "y" * 100 for one in range(30)}}
+        for one in cluster.nodes:
+            entries = [
+                csi.ListVolumesResponse.Entry(volume=there(one.number, f"vol-{at:03}", **much))
+                for at in range(500)
+            ]
+            one.volumes = csi.ListVolumesResponse(entries=entries).SerializeToString()
+        assert sum(len(one.volumes) for one in cluster.nodes) > 4 << 20
+        seen, token = 0, ""
+        while True:
+            data = await call_of(
+                cluster, "Controller", csi.ListVolumesRequest(starting_token=token)
+            )
+            assert len(data) < 4 << 20
+            page = csi.ListVolumesResponse.FromString(data)
+            seen, token = seen + len(page.entries), page.next_token
+            if not token:
+                break
+        assert seen == 2000
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("size", [3 << 20, 5 << 20])
+def test_a_node_that_sends_too_much_is_named(in_cluster: Run, size: int) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        entry = csi.ListVolumesResponse.Entry(volume=there(1))
+        entry.volume.volume_context["carver/class"] = "y" * size
+        odd.volumes = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", csi.ListVolumesRequest())
+        assert f"node {odd.name} " in str(raised.value.details())
+        assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("size", [1000, 7000, 20_000])
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_long_error_of_a_node_does_not_become_one_after_which_a_volume_is_made_elsewhere(
+    in_cluster: Run, size: int, letter: str
+) -> None:
+    """GRPC drops it, and says RESOURCE_EXHAUSTED; the volume may be there."""
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        odd.fails["CreateVolume"], odd.why = grpc.StatusCode.DEADLINE_EXCEEDED, letter * size
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+        known = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+        assert raised.value.code() in known
+        assert f"node {odd.name}" in str(raised.value.details())
+
+    in_cluster(test)
+
+
 def test_a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id(
     in_cluster: Run,
 ) -> None:
