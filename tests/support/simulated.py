@@ -210,7 +210,7 @@ class SimulatedNode:
         if name.startswith("vol-new") and name not in self.created:
             await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
         volume = self._there(request.volume_id)
-        volume.volume_context["node"] = self.name
+        volume.volume_context["carver/node"] = self.name
         return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString() + self.adds
 
     def _or_forged(self, method: str, answer: Any) -> Any:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from agent.core import ids
 from agent.core.ids import VolumeId
+from agent.core.parameters import PREFIX
 from agent.core.requests import MOST_ENTRIES, SizeRange
 from agent.extras.controller import routes
 from lvm import names
@@ -28,6 +29,12 @@ MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
 # The most ranges of a message about blocks, where the request names no number: 8 times what Carver
 # sends.
 _MOST_RANGES = 8192
+# The most keys and bytes of a volume_context (CSI spec, "Size Limits"), which becomes a part of the
+# PersistentVolume.
+_MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
+# By how much a size is rounded up at most: to an extent on each stripe, beside a header, and to the
+# least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
+_MOST_ROUNDING = 64 << 30
 # The most conditions of a volume, and characters of each: Carver has 31 reasons of at most 40
 # characters, and cuts a message to 1024 bytes.
 _MOST_CONDITIONS, _MOST_REASON, _MOST_MESSAGE = 64, 128, 1024
@@ -236,6 +243,30 @@ def asked_size(value: int, asked: Asked) -> str:
     )
 
 
+def made_size(value: int, asked: Asked) -> str:
+    """The size of a new volume: what was asked for, rounded up.
+
+    A copy is as large as its source, which the controller does not know.
+    """
+    if problem := asked_size(value, asked):
+        return problem
+    wanted = asked.request.capacity_range
+    is_bound = wanted.limit_bytes or asked.request.HasField("volume_content_source")
+    if is_bound or value <= wanted.required_bytes + _MOST_ROUNDING:
+        return ""
+    return f"asked for were {wanted.required_bytes} bytes"
+
+
+def a_context(value: Mapping[str, str], _asked: Asked) -> str:
+    """What Carver on the node reads of the volume: keys of Carver's, no longer than CSI allows."""
+    if not value:
+        return ""
+    if len(value) > _MOST_KEYS or not all(key.startswith(PREFIX) for key in value):
+        return f"it has at most {_MOST_KEYS} keys, which begin with {PREFIX}"
+    size = sum(len(one.encode()) for pair in value.items() for one in pair)
+    return "" if size <= _MOST_MAP_BYTES else f"it has more than {_MOST_MAP_BYTES} bytes"
+
+
 def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
     """The request's content source, or none where it has none."""
     wanted, field = routes.source(asked.request.volume_content_source)
@@ -294,7 +325,7 @@ def _in(path: str, *fields: Fields) -> Fields:
 _VOLUME: Fields = {
     "volume_id": its_own(ids.VOLUME_PREFIX),
     "capacity_bytes": not_negative,
-    "volume_context": its_word,
+    "volume_context": a_context,
     # Where it came from, for a person: it may have moved to another node since.
     "content_source": its_word,
     "accessible_topology": own_topology,
@@ -325,7 +356,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
             _VOLUME,
             {
                 "volume_id": named_as_asked(ids.VOLUME_PREFIX),
-                "capacity_bytes": asked_size,
+                "capacity_bytes": made_size,
                 "content_source": asked_source,
             },
         ),

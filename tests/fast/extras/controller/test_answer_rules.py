@@ -823,6 +823,59 @@ def test_a_lie_is_refused_by_the_field_that_gives_it_away(
     assert str(raised.value).startswith(f"{where} is ")
 
 
+@lie("CreateVolume", "volume.volume_context")
+def a_context_that_no_persistentvolume_has_room_for(answer: Any) -> None:
+    answer.volume.volume_context["carver/class"] = "y" * 5000
+
+
+@lie("ListVolumes", "entries[].volume.volume_context")
+def a_context_of_another_program(answer: Any) -> None:
+    answer.entries[1].volume.volume_context["csi.storage.k8s.io/ephemeral"] = "true"
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=3000), max_size=4), st.booleans())
+def test_a_context_has_few_bytes_and_carver_s_keys_only(
+    context: dict[str, str], prefixed: bool
+) -> None:
+    request, honest = HONEST["CreateVolume"][0]
+    answer = type(honest).FromString(honest.SerializeToString())
+    made = {f"carver/{key}" if prefixed else key: value for key, value in context.items()}
+    answer.volume.ClearField("volume_context")
+    answer.volume.volume_context.update(made)
+    size = sum(len(f"{key}{value}".encode()) for key, value in made.items())
+    fits = size <= 4096 and all(one.startswith("carver/") for one in made)
+    try:
+        judged("CreateVolume", request, answer.SerializeToString())
+    except Untrue:
+        assert not fits
+    else:
+        assert fits
+
+
+@pytest.mark.parametrize("required", [0, 1, 1 << 30, 1 << 50])
+@pytest.mark.parametrize("more", [0, 4 << 20, 64 << 30, (64 << 30) + 1, 1 << 62])
+def test_a_new_volume_is_no_larger_than_what_was_asked_for_rounded_up(
+    required: int, more: int
+) -> None:
+    """Where the claim has no limit: what it has is what its PersistentVolume says."""
+    request = csi.CreateVolumeRequest(
+        name="1", capacity_range=csi.CapacityRange(required_bytes=required)
+    )
+    made = volume()
+    made.capacity_bytes = required + more
+    answer = csi.CreateVolumeResponse(volume=made).SerializeToString()
+    if more <= 64 << 30:
+        assert judged("CreateVolume", request, answer).volume == made
+        return
+    with pytest.raises(Untrue, match=r"volume\.capacity_bytes is "):
+        judged("CreateVolume", request, answer)
+    # A copy is as large as its source.
+    request.volume_content_source.CopyFrom(of_snapshot(f"{OWN}/snap-1"))
+    made.content_source.CopyFrom(of_snapshot(f"{OWN}/snap-1"))
+    answer = csi.CreateVolumeResponse(volume=made).SerializeToString()
+    assert judged("CreateVolume", request, answer).volume == made
+
+
 OF_ANOTHER: list[tuple[str, Any]] = [
     ("DeleteVolume", csi.DeleteVolumeRequest(volume_id=f"{FOREIGN}/vol-1")),
     (

@@ -104,7 +104,7 @@ class Cluster:
         request = csi.ControllerGetVolumeRequest(volume_id=f"data@{uuid_of(number)}/vol-1")
         answer = await call(request.SerializeToString(), timeout=seconds)
         volume = csi.ControllerGetVolumeResponse.FromString(answer).volume
-        return str(volume.volume_context["node"])
+        return str(volume.volume_context["carver/node"])
 
     async def refused(self, number: int, seconds: float = 20) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
