@@ -22,7 +22,7 @@ from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
-from agent.extras.controller import certificates, nodes, placement, routes
+from agent.extras.controller import certificates, lists, nodes, placement, routes
 from agent.extras.controller.answer_rules import Asked, Row
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.membership import Record
@@ -1108,6 +1108,55 @@ def test_a_page_is_never_larger_than_a_sidecar_takes(in_cluster: Run) -> None:
             if not token:
                 break
         assert seen == 2000
+
+    in_cluster(test)
+
+
+def test_a_list_that_goes_on_without_an_end_ends_with_the_node_s_name(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page is honest by the rules: some entries more, and a token further on."""
+    monkeypatch.setattr(lists, "_MOST_OF_A_NODE", 50)
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+
+        async def listed(at: int, token: str) -> csi.ListVolumesResponse:
+            entry = csi.ListVolumesResponse.Entry(volume=there(1, f"vol-{at:03}"))
+            odd.volumes = csi.ListVolumesResponse(
+                entries=[entry] * 3, next_token=f"{at:03}"
+            ).SerializeToString()
+            request = csi.ListVolumesRequest(starting_token=token, max_entries=3)
+            return csi.ListVolumesResponse.FromString(await call_of(cluster, "Controller", request))
+
+        token = ""
+        for at in range(16):
+            page = await listed(at, token)
+            assert len(page.entries) == 3
+            token = page.next_token
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await listed(16, token)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        why = f"node {odd.name} lists more than 50 entries"
+        assert str(raised.value.details()).startswith(why)
+        # Other nodes' entries do not count.
+        many = [csi.ListVolumesResponse.Entry(volume=there(0))] * 60
+        cluster.nodes[0].volumes = csi.ListVolumesResponse(entries=many).SerializeToString()
+        odd.volumes = b""
+        await call_of(cluster, "Controller", csi.ListVolumesRequest())
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("token", ["node-00001", "node-00001:", "node-00001:x:", "none:0:", ":0:"])
+def test_a_token_of_no_list_of_the_controller_s_begins_the_list_anew(
+    in_cluster: Run, token: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        call: Any = cluster.channel.unary_unary("/csi.v1.Controller/ListVolumes")
+        request = csi.ListVolumesRequest(starting_token=token)
+        code, why = await _ended(call(request.SerializeToString(), timeout=20))
+        assert (code, "list from the start" in why) == (grpc.StatusCode.ABORTED, True)
 
     in_cluster(test)
 
