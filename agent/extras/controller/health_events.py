@@ -24,7 +24,7 @@ from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.daemon.extra import Extra
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.nodes import Forgotten, Node, Nodes, NoOwner, problem_of
+from agent.extras.controller.nodes import Gone, Node, Nodes, NoOwner, problem_of
 from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
@@ -309,7 +309,7 @@ class HealthEvents(Extra):
         except NoOwner:
             is_gone = self._nodes.get(one.node) is None
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
-        except Forgotten:
+        except Gone:
             return _Fate.GONE, ()
         except (Exception, asyncio.CancelledError) as error:
             _log.debug("what became of %s is not known: %s", one.key.volume_id, problem_of(error))

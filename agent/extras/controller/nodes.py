@@ -81,11 +81,15 @@ class NoOwner(Refused):
         super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
 
 
-class Forgotten(Refused):
-    """What an id names was on a node that was deleted, and is gone."""
+class Gone(Refused):
+    """What an id names does not exist: no volume has such an id, or its node was deleted."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.NOT_FOUND, problem)
+
+
+class Forgotten(Gone):
+    """What an id names was on a node that was deleted, and is gone."""
 
 
 def unavailable(problem: str) -> Refused:
@@ -305,13 +309,13 @@ class Nodes:
     async def owner(self, identity: str, what: str) -> Node:
         """The node that has the group of an id, which was read from the field `what`.
 
-        Raises Refused if no node has it or if that one does not answer; Forgotten if its node was
-        deleted.
+        Raises Refused if no node has it or if that one does not answer, and for an empty id; Gone
+        for one that no volume has, Forgotten if its node was deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
-            # No volume has such an id, and any node says that as the call demands.
-            return self._any()
+            # The call goes to no node: it may have another node's secrets.
+            raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
             if self._is_unsettled(parsed.group_uuid):
@@ -523,12 +527,6 @@ class Nodes:
             one.require_answering()
         return list(self)
 
-    def _any(self) -> Node:
-        for one in self:
-            if not one.problem:
-                return one
-        raise unavailable(f"no node of {len(self)} answers; see `carver controller status`")
-
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
         """Ask all nodes but those that were asked so lately."""
         since = time.monotonic() - fresh_seconds
@@ -633,6 +631,13 @@ class Nodes:
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
             f"{_not_asked(silent)}. Start Carver on its node, or attach its disks to one"
         )
+
+
+def _not_an_id(identity: str, what: str) -> Refused:
+    """The answer about a text that is no id, as a node gives it."""
+    if not identity:
+        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
+    return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:

@@ -19,12 +19,13 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
 from agent.core import codes
+from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import Questions
-from agent.extras.controller.nodes import Forgotten, Node, Nodes, Refused, require_said
+from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_said
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -150,12 +151,13 @@ class Router:
             identities = routes.ids_in(request, field)
             try:
                 node = await self._owner_of_all(identities, field)
-            except Forgotten as error:
+            except Gone as error:
                 if method not in _DELETIONS:
                     raise
-                if method == "DeleteVolume":
-                    await self._nodes.require_no_snapshots(identities[0])
-                _log.warning("%s", error)
+                if isinstance(error, Forgotten):
+                    if method == "DeleteVolume":
+                        await self._nodes.require_no_snapshots(identities[0])
+                    _log.warning("%s", error)
                 return b""
             return await self._send(call, node, path, request, data, (*identities, "")[0], field)
 
@@ -216,6 +218,8 @@ class Router:
             for field in ("snapshot_id", "source_volume_id"):
                 if identity := getattr(request, field, ""):
                     call.subject = identity
+                    if VolumeId.parse(identity) is None:
+                        return b""
                     node = await self._nodes.owner(identity, field)
                     return await self._send(call, node, path, request, data, identity, field)
             ask = self._asking(call)

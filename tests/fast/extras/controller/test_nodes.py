@@ -182,6 +182,7 @@ def in_cluster(
         "endpoint": tmp_path / "csi.sock",
         "tls_directory": authority.write(tmp_path / "controller", own),
         "nodes_file": tmp_path / "nodes.toml",
+        "attach": True,
     }
     changed = Config(**{**vars(config), **changes})
 
@@ -1081,6 +1082,77 @@ def test_whatever_breaks_while_a_node_is_asked_is_that_node_s_problem(
         assert await cluster.create("new-1") == name_of(3)
         code, why = await cluster.refused(1)
         assert (code, odd.name in why) == (grpc.StatusCode.INTERNAL, True)
+
+    in_cluster(test)
+
+
+NO_ID = "no id"
+# By RPC: a request about what is no id, and how it is answered.
+ABOUT_NO_ID: list[tuple[Any, grpc.StatusCode]] = [
+    (csi.DeleteVolumeRequest(volume_id=NO_ID), grpc.StatusCode.OK),
+    (csi.DeleteSnapshotRequest(snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.DeleteVolumeGroupSnapshotRequest(group_snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ListSnapshotsRequest(snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ListSnapshotsRequest(source_volume_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ControllerUnpublishVolumeRequest(volume_id=NO_ID), grpc.StatusCode.OK),
+    *(
+        (one, grpc.StatusCode.NOT_FOUND)
+        for one in (
+            csi.ControllerGetVolumeRequest(volume_id=NO_ID),
+            csi.ControllerGetVolumeHealthRequest(volume_id=NO_ID),
+            csi.ControllerExpandVolumeRequest(volume_id=NO_ID),
+            csi.ControllerModifyVolumeRequest(volume_id=NO_ID),
+            csi.ValidateVolumeCapabilitiesRequest(volume_id=NO_ID),
+            csi.ControllerPublishVolumeRequest(volume_id=NO_ID, node_id=name_of(0)),
+            csi.CreateSnapshotRequest(source_volume_id=NO_ID),
+            csi.GetSnapshotRequest(snapshot_id=NO_ID),
+            csi.CreateVolumeGroupSnapshotRequest(source_volume_ids=[NO_ID]),
+            csi.GetVolumeGroupSnapshotRequest(group_snapshot_id=NO_ID),
+            csi.CreateVolumeRequest(
+                name="1", volume_content_source=of_snapshot(NO_ID), secrets={"key": "a tenant's"}
+            ),
+        )
+    ),
+]
+
+
+def test_what_is_no_id_goes_to_no_node(in_cluster: Run) -> None:
+    """It may come with secrets, and be scheduled to any node."""
+    by_id = {method for fields in routes.FIELDS.values() for method in fields}
+    asked = {type(one).__name__.removesuffix("Request") for one, _ in ABOUT_NO_ID}
+    assert by_id <= asked
+
+    async def answered(cluster: Cluster, request: Any) -> grpc.StatusCode:
+        service = "GroupController" if "Group" in type(request).__name__ else "Controller"
+        try:
+            assert await call_of(cluster, service, request) == b""
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def test(cluster: Cluster) -> None:
+        for request, code in ABOUT_NO_ID:
+            assert await answered(cluster, request) is code, request
+        for one in cluster.nodes:
+            assert one.requests == []
+
+    in_cluster(test)
+
+
+def test_an_empty_id_is_required(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        for request in (
+            csi.DeleteVolumeRequest(),
+            csi.GetSnapshotRequest(),
+            csi.CreateVolumeGroupSnapshotRequest(name="g"),
+            csi.CreateVolumeRequest(volume_content_source=of_snapshot("")),
+        ):
+            service = "GroupController" if "Group" in type(request).__name__ else "Controller"
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call_of(cluster, service, request)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert str(raised.value.details()).endswith(": is required")
+            assert not any(one.requests for one in cluster.nodes)
 
     in_cluster(test)
 
