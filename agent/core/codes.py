@@ -168,6 +168,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 
+# The most bytes of an error's message.
+_MOST_MESSAGE_BYTES = 2000
 # Codes after which a call may still be in progress: callers repeat it, or undo it.
 # agent/operations/leftovers.py has the table of what is left then, and whose it is.
 _IN_PROGRESS = (Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE, Code.ABORTED)
@@ -194,6 +196,18 @@ def ends_create_volume(error: Exception) -> bool:
 def is_of_request(error: Exception) -> bool:
     """Whether an error is about the request itself, whatever an earlier one made."""
     return code_of(error) in _OF_REQUEST
+
+
+def cut(message: str) -> str:
+    """The beginning of an error's message, as long as a gRPC client takes it.
+
+    With headers above 8 KiB a client of gRPC's C core drops the error, and puts RESOURCE_EXHAUSTED
+    in its place. gRPC writes a byte that is not printable ASCII as three.
+    """
+    text = message.encode(errors="replace")
+    if len(text) <= _MOST_MESSAGE_BYTES:
+        return message
+    return text[: _MOST_MESSAGE_BYTES - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def code_of(error: Exception) -> grpc.StatusCode:

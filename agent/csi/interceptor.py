@@ -248,7 +248,7 @@ def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
 def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
     """End a call that failed. The caller has dropped the error, whose frames may hold a key."""
     if code is not grpc.StatusCode.OK:
-        context.abort(code, message)
+        context.abort(code, codes.cut(message))
 
 
 def _subject(request: Message) -> str:

@@ -74,7 +74,7 @@ class Bench:
         answer = await call(request.SerializeToString(), timeout=timeout)
         seconds = time.perf_counter() - begun
         volume = csi.ControllerGetVolumeResponse.FromString(answer).volume
-        self.wrong += volume.volume_context["node"] != name_of(number)
+        self.wrong += volume.volume_context["carver/node"] != name_of(number)
         return seconds
 
     async def all_answer(self) -> None:

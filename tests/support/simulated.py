@@ -33,6 +33,23 @@ def name_of(number: int) -> str:
     return f"node-{number:05d}"
 
 
+class _Empty(grpc.GenericRpcHandler):
+    """Ends some of a node's calls with the status OK and no message."""
+
+    def __init__(self, node: "SimulatedNode") -> None:
+        self._node = node
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """The handler of such a call; None for all others."""
+        if details.method.rpartition("/")[2] not in self._node.empty:
+            return None
+        return grpc.unary_stream_rpc_method_handler(self._nothing)
+
+    async def _nothing(self, _data: bytes, _context: Any) -> AsyncIterator[bytes]:
+        for one in ():
+            yield one
+
+
 class SimulatedNode:
     """A node with one group; each of its answers names it."""
 
@@ -71,6 +88,8 @@ class SimulatedNode:
         # The codes that it fails with, by the RPC, and the text.
         self.fails: dict[str, grpc.StatusCode] = {}
         self.why = "it fails"
+        # The RPCs that it ends well without an answer.
+        self.empty: set[str] = set()
         # The bytes of all requests, and what is added to their answers.
         self.requests: list[bytes] = []
         self.adds = b""
@@ -191,7 +210,7 @@ class SimulatedNode:
         if name.startswith("vol-new") and name not in self.created:
             await context.abort(grpc.StatusCode.NOT_FOUND, "it is not here")
         volume = self._there(request.volume_id)
-        volume.volume_context["node"] = self.name
+        volume.volume_context["carver/node"] = self.name
         return csi.ControllerGetVolumeResponse(volume=volume).SerializeToString() + self.adds
 
     def _or_forged(self, method: str, answer: Any) -> Any:
@@ -225,6 +244,7 @@ class SimulatedNode:
             [(found.key, found.certificate)], found.authority, require_client_auth=True
         )
         made = self._server = grpc.aio.server(options=certificates.SERVER_OPTIONS)
+        made.add_generic_rpc_handlers((_Empty(self),))
         served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
             "csi.v1.Controller": {

@@ -15,13 +15,29 @@ from google.protobuf.message import DecodeError, Message
 
 from agent.core import ids
 from agent.core.ids import VolumeId
-from agent.core.requests import SizeRange
+from agent.core.parameters import PREFIX
+from agent.core.requests import MOST_ENTRIES, SizeRange
 from agent.extras.controller import routes
 from lvm import names
 from proto import csi_pb2 as csi
 
 # Characters that are shown of a value that is refused.
 _MOST_SHOWN = 200
+# The most bytes of a list's page, and of another answer: with more it is not even parsed. An honest
+# page has 500 entries of at most 5 KiB each; both are less than a sidecar takes (4 MiB in Go).
+MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
+# The most ranges of a message about blocks, where the request names no number: 8 times what Carver
+# sends.
+_MOST_RANGES = 8192
+# The most keys and bytes of a volume_context (CSI spec, "Size Limits"), which becomes a part of the
+# PersistentVolume.
+_MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
+# By how much a size is rounded up at most: to an extent on each stripe, beside a header, and to the
+# least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
+_MOST_ROUNDING = 64 << 30
+# The most conditions of a volume, and characters of each: Carver has 31 reasons of at most 40
+# characters, and cuts a message to 1024 bytes.
+_MOST_CONDITIONS, _MOST_REASON, _MOST_MESSAGE = 64, 128, 1024
 # Seconds of a Timestamp, from the year 1 to the end of 9999 (timestamp.proto), and its nanoseconds.
 _SECONDS, _NANOSECONDS = range(-62_135_596_800, 253_402_300_800), range(10**9)
 
@@ -172,9 +188,9 @@ def one_of_each(key: str, sources: str) -> Rule:
     """A list with one message for each id in a field of the request."""
 
     def judge(value: Sequence[Any], asked: Asked) -> str:
-        found = sorted(getattr(one, key) for one in value)
-        wanted = sorted(set(getattr(asked.request, sources)))
-        return "" if found == wanted else f"it must have one for each of {sources}"
+        wanted = set(getattr(asked.request, sources))
+        is_whole = len(value) == len(wanted) and {getattr(one, key) for one in value} == wanted
+        return "" if is_whole else f"it must have one for each of {sources}"
 
     return judge
 
@@ -191,7 +207,7 @@ def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
 
 def itself_only(value: Sequence[str], asked: Asked) -> str:
     """Node ids: the node's own, or none."""
-    if not value or set(value) == {asked.node}:
+    if not value or (len(value) == 1 and value[0] == asked.node):
         return ""
     return "a volume of that node can be published there only"
 
@@ -200,6 +216,15 @@ def of_itself(_value: Any, asked: Asked) -> str:
     """What the node says of a volume that it attached to itself: only its own plugin reads it."""
     wanted = asked.request.node_id
     return "" if wanted == asked.node else f"it was to be attached to node {wanted!r}"
+
+
+def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _asked: Asked) -> str:
+    """What is wrong with one volume: not more, nor in longer texts, than Carver says of one."""
+    if len(value) > _MOST_CONDITIONS:
+        return f"there may be at most {_MOST_CONDITIONS}"
+    if any(len(one.reason) > _MOST_REASON or len(one.message) > _MOST_MESSAGE for one in value):
+        return f"a reason has at most {_MOST_REASON} characters, a message {_MOST_MESSAGE}"
+    return ""
 
 
 def not_negative(value: Any, _asked: Asked) -> str:
@@ -218,6 +243,30 @@ def asked_size(value: int, asked: Asked) -> str:
     )
 
 
+def made_size(value: int, asked: Asked) -> str:
+    """The size of a new volume: what was asked for, rounded up.
+
+    A copy is as large as its source, which the controller does not know.
+    """
+    if problem := asked_size(value, asked):
+        return problem
+    wanted = asked.request.capacity_range
+    is_bound = wanted.limit_bytes or asked.request.HasField("volume_content_source")
+    if is_bound or value <= wanted.required_bytes + _MOST_ROUNDING:
+        return ""
+    return f"asked for were {wanted.required_bytes} bytes"
+
+
+def a_context(value: Mapping[str, str], _asked: Asked) -> str:
+    """What Carver on the node reads of the volume: keys of Carver's, no longer than CSI allows."""
+    if not value:
+        return ""
+    if len(value) > _MOST_KEYS or not all(key.startswith(PREFIX) for key in value):
+        return f"it has at most {_MOST_KEYS} keys, which begin with {PREFIX}"
+    size = sum(len(one.encode()) for pair in value.items() for one in pair)
+    return "" if size <= _MOST_MAP_BYTES else f"it has more than {_MOST_MAP_BYTES} bytes"
+
+
 def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
     """The request's content source, or none where it has none."""
     wanted, field = routes.source(asked.request.volume_content_source)
@@ -233,9 +282,9 @@ def a_time(value: Any, _asked: Asked) -> str:
 
 
 def a_page(value: Sequence[Any], asked: Asked) -> str:
-    """At most as many entries as were asked for."""
-    most = asked.request.max_entries
-    return f"asked for were at most {most}" if 0 < most < len(value) else ""
+    """At most as many entries as were asked for, or as Carver's own pages have."""
+    most = asked.request.max_entries or MOST_ENTRIES
+    return f"there may be at most {most}" if most < len(value) else ""
 
 
 def advances(value: str, asked: Asked) -> str:
@@ -247,9 +296,9 @@ def advances(value: str, asked: Asked) -> str:
 
 def ranges(value: Sequence[csi.BlockMetadata], asked: Asked) -> str:
     """Ranges of the snapshot, at most as many as were asked for."""
-    most, size = asked.request.max_results, asked.part.volume_capacity_bytes
-    if 0 < most < len(value):
-        return f"asked for were at most {most}"
+    most, size = asked.request.max_results or _MOST_RANGES, asked.part.volume_capacity_bytes
+    if most < len(value):
+        return f"there may be at most {most}"
     if all(one.byte_offset >= 0 < one.size_bytes <= size - one.byte_offset for one in value):
         return ""
     return f"the snapshot has {size} bytes"
@@ -276,7 +325,7 @@ def _in(path: str, *fields: Fields) -> Fields:
 _VOLUME: Fields = {
     "volume_id": its_own(ids.VOLUME_PREFIX),
     "capacity_bytes": not_negative,
-    "volume_context": its_word,
+    "volume_context": a_context,
     # Where it came from, for a person: it may have moved to another node since.
     "content_source": its_word,
     "accessible_topology": own_topology,
@@ -307,7 +356,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
             _VOLUME,
             {
                 "volume_id": named_as_asked(ids.VOLUME_PREFIX),
-                "capacity_bytes": asked_size,
+                "capacity_bytes": made_size,
                 "content_source": asked_source,
             },
         ),
@@ -323,11 +372,11 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
         "ControllerListVolumeHealth": {
             **_PAGE,
             "entries[].volume_id": any_volume,
-            "entries[].health_statuses": its_word,
+            "entries[].health_statuses": a_few_conditions,
         },
         "ControllerGetVolumeHealth": {
             "volume_health.volume_id": the_asked("volume_id"),
-            "volume_health.health_statuses": its_word,
+            "volume_health.health_statuses": a_few_conditions,
         },
         "GetCapacity": {
             "available_capacity": not_negative,
@@ -401,6 +450,7 @@ class Row:
     # The fields of the request that have ids, by the fields that lead to their message.
     identities: Sequence[tuple[Sequence[str], str]]
     parts: Mapping[tuple[str, ...], Sequence[tuple[str, Rule]]]
+    most_bytes: int
 
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
@@ -412,10 +462,18 @@ class Row:
                 parts.setdefault(tuple(steps), []).append((key, rule))
         request = routes.request_class(service, method).DESCRIPTOR
         identities = tuple(_identities(request, ()))
-        return cls(routes.response_class(service, method), identities, parts)
+        answer = routes.response_class(service, method)
+        is_list = "entries" in answer.DESCRIPTOR.fields_by_name
+        return cls(answer, identities, parts, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
 
     def judge(self, asked: Asked, data: bytes) -> Any:
-        """The answer that has these bytes. Raises Untrue."""
+        """The answer that has these bytes. Raises Untrue.
+
+        The rules run in the event loop, so bytes and elements are counted before any is looked at:
+        the rule of a list comes before those of its elements, and begins with its length.
+        """
+        if len(data) > self.most_bytes:
+            raise Untrue("the answer", data, f"it has more than {self.most_bytes} bytes")
         try:
             answer = asked.answer = self.answer.FromString(data)
         except DecodeError:

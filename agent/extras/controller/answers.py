@@ -3,6 +3,7 @@
 The caller gets the bytes that the node sent, with the fields that this version does not know.
 """
 
+import logging
 from typing import Any
 
 import grpc
@@ -12,6 +13,8 @@ from agent.core.ids import VolumeId
 from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue
 from agent.extras.controller.nodes import Node, Nodes, Refused, unary
 from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
 
 # By the path of an RPC.
 _ROWS = {
@@ -38,7 +41,10 @@ class Answers:
         Raises AioRpcError, Refused.
         """
         asked = self.asked(node, request)
-        answer = await unary(node, path, data, timeout)
+        try:
+            answer = await unary(node, path, data, timeout)
+        except Untrue as error:
+            raise _refused(node, path, error) from None
         return answer, await self.read(node, path, asked, answer)
 
     def asked(self, node: Node, request: Message) -> Asked:
@@ -56,23 +62,41 @@ class Answers:
 
     async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:
         """An answer, or a message of a stream, that may be true. Raises Refused."""
-        row = _ROWS[path]
         try:
-            return row.judge(asked, data)
-        except Untrue:
+            return _judged(path, asked, data)
+        except Untrue as error:
             # The node may have a volume group that it did not have when it was asked last. If it
             # does not say so now, what is known counts.
             await self._nodes.ask_anew(node)
-            asked.places |= self._nodes.places(node)
-        try:
-            return row.judge(asked, data)
-        except Untrue as error:
-            if isinstance(error.value, str) and (parsed := VolumeId.parse(error.value)):
-                self._nodes.require_undisputed(parsed, "the answer")
-            node.refused_answers += 1
-            raise Refused(
-                grpc.StatusCode.INTERNAL,
-                f"cannot pass on the answer of node {node.name} to {path.rpartition('/')[2]}:"
-                f" {error}. The call may have been carried out; see `A node's answer is refused` in"
-                " docs/troubleshooting.md",
-            ) from None
+            places, problem = asked.places | self._nodes.places(node), error
+        if places != asked.places:
+            asked.places = places
+            try:
+                return _judged(path, asked, data)
+            except Untrue as error:
+                problem = error
+        if isinstance(problem.value, str) and (parsed := VolumeId.parse(problem.value)):
+            self._nodes.require_undisputed(parsed, "the answer")
+        raise _refused(node, path, problem)
+
+
+def _judged(path: str, asked: Asked, data: bytes) -> Any:
+    """An answer by its RPC's rules. Raises Untrue, also where a rule itself fails."""
+    try:
+        return _ROWS[path].judge(asked, data)
+    except Untrue:
+        raise
+    except Exception as error:
+        _log.error("cannot judge an answer to %s", path, exc_info=error)
+        raise Untrue("the answer", data, f"it cannot be judged: {type(error).__name__}") from None
+
+
+def _refused(node: Node, path: str, error: Untrue) -> Refused:
+    """The refusal of a node's answer, which is counted."""
+    node.refused_answers += 1
+    return Refused(
+        grpc.StatusCode.INTERNAL,
+        f"cannot pass on the answer of node {node.name} to {path.rpartition('/')[2]}: {error}. The"
+        " call may have been carried out; see `A node's answer is refused` in"
+        " docs/troubleshooting.md",
+    )

@@ -25,7 +25,7 @@ async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -
     if node_id and nodes.get(node_id) is None:
         raise _refused(errors.NoSuchNode(node_id, f"the cluster has {len(nodes)} with Carver"))
     owner = await nodes.owner(volume_id, "volume_id")
-    if node_id and owner.name != node_id and VolumeId.parse(volume_id) is not None:
+    if node_id and owner.name != node_id:
         raise _refused(errors.AttachedElsewhere(volume_id, node_id, owner.name))
     return owner
 
@@ -37,6 +37,8 @@ async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest)
     """
     volume_id, node_id = request.volume_id, request.node_id
     named, parsed = nodes.get(node_id), VolumeId.parse(volume_id)
+    if parsed is None and volume_id:
+        return None
     if parsed is None or not node_id:
         return await nodes.owner(volume_id, "volume_id")
     if named is None:

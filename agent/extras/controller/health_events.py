@@ -24,7 +24,7 @@ from agent.core.ids import VolumeId
 from agent.core.settings import Config
 from agent.daemon.extra import Extra
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.nodes import Forgotten, Node, Nodes, NoOwner, Refused
+from agent.extras.controller.nodes import Gone, Node, Nodes, NoOwner, problem_of
 from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
@@ -162,17 +162,8 @@ class HealthEvents(Extra):
                 try:
                     async with asyncio.timeout(_PATIENCE_SECONDS):
                         found[node.name] = await self._listed(node)
-                except grpc.aio.AioRpcError as error:
-                    problems[node.name] = f"{error.code().name}: {error.details()}"
-                except Refused as error:
-                    problems[node.name] = str(error)
-                except TimeoutError:
-                    problems[node.name] = "it does not answer in time"
-                except asyncio.CancelledError:
-                    # Its connection was closed meanwhile; or else this is the end.
-                    if (task := asyncio.current_task()) is None or task.cancelling():
-                        raise
-                    problems[node.name] = "it left the cluster, or its address changed"
+                except (Exception, asyncio.CancelledError) as error:
+                    problems[node.name] = problem_of(error)
 
         await asyncio.gather(*map(ask, self._nodes.answering()))
         for name in problems.keys() - self._silent:
@@ -318,9 +309,10 @@ class HealthEvents(Extra):
         except NoOwner:
             is_gone = self._nodes.get(one.node) is None
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
-        except Forgotten:
+        except Gone:
             return _Fate.GONE, ()
-        except Refused:
+        except (Exception, asyncio.CancelledError) as error:
+            _log.debug("what became of %s is not known: %s", one.key.volume_id, problem_of(error))
             return _Fate.LASTS, ()
         reasons = [entry.reason for entry in health.health_statuses]
         return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons

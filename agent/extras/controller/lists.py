@@ -1,10 +1,11 @@
 """One list of all nodes' lists, page by page.
 
-The nodes come in the order of their names. A token is `NODE:TOKEN`: the node to go on with, and
-that node's own token. A list is whole or refused: if a node does not answer, or with what cannot be
-true, its name is the error. So no node can hide or replace what others say; what they have is still
-found by its id. Each round gets further: a page has as many entries as asked for at most, and its
-token is beyond the one before (answer_rules.py).
+The nodes come in the order of their names. A token is `NODE:COUNT:TOKEN`: the node to go on with,
+how many entries of its own the pages before had, and its own token. A list is whole or refused: if
+a node does not answer, or with what cannot be true, its name is the error. So no node can hide or
+replace what others say; what they have is still found by its id. Each list ends: a page has as many
+entries as asked for at most, its token is beyond the one before (answer_rules.py), and a list has
+so many entries of one node at most.
 """
 
 import asyncio
@@ -13,13 +14,16 @@ from typing import Any
 
 import grpc
 
-from agent.core.requests import MOST_BYTES, MOST_ENTRIES
-from agent.extras.controller.nodes import Node, Nodes, Refused
+from agent.core.requests import MOST_ENTRIES
+from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
+from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 
-# A page ends where it has MOST_BYTES, half of what gRPC in Go accepts, and one node's answer has at
-# most as many entries as never fill the other half.
+# The most entries that one node is asked for at once. What it answers fits into a page
+# (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.
 _OF_A_NODE = 500
 _AT_ONCE = 16
+# The most entries of a node in one list: ten times what a volume group's metadata have room for.
+_MOST_OF_A_NODE = 100_000
 
 # Calls a node: its answer.
 Ask = Callable[[Node, Any], Awaitable[Any]]
@@ -34,7 +38,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     if request.max_entries < 0:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
     most = min(request.max_entries or MOST_ENTRIES, MOST_ENTRIES)
-    left, token = _from(nodes, request.starting_token)
+    left, count, token = _from(nodes, request.starting_token)
     size_bytes = 0
     while left:
         now = left[:_AT_ONCE]
@@ -45,34 +49,39 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
         )
         for found in answers:
-            if len(answer.entries) + len(found.entries) > most or size_bytes > MOST_BYTES:
+            is_full = size_bytes + found.ByteSize() > MOST_PAGE_BYTES and size_bytes
+            if len(answer.entries) + len(found.entries) > most or is_full:
                 # It is asked again: for fewer, or on the next page.
                 break
             answer.entries.extend(found.entries)
             size_bytes += found.ByteSize()
-            token = found.next_token
+            token, count = found.next_token, count + len(found.entries)
+            if token and count > _MOST_OF_A_NODE:
+                raise unavailable(
+                    f"node {left[0].name} lists more than {_MOST_OF_A_NODE} entries, and no end"
+                )
             if token:
                 break
-            left = left[1:]
-        if left and (len(answer.entries) >= most or size_bytes > MOST_BYTES):
-            answer.next_token = f"{left[0].name}:{token}"
+            left, count = left[1:], 0
+        if left and (len(answer.entries) >= most or is_full):
+            answer.next_token = f"{left[0].name}:{count}:{token}"
             return answer
     return answer
 
 
-def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], str]:
-    """The nodes that a page is of, and the token for the first of them."""
+def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
+    """The nodes that a page is of; how many entries the first had, and the token for it."""
     every = nodes.require_all()
     if not token:
-        return every, ""
-    name, colon, inner = token.partition(":")
-    if not colon or nodes.get(name) is None:
+        return every, 0, ""
+    name, count, inner = (*token.split(":", 2), "", "")[:3]
+    if not (count.isascii() and count.isdigit()) or nodes.get(name) is None:
         # CSI spec, ListVolumes errors: the caller begins anew.
         raise Refused(
             grpc.StatusCode.ABORTED,
             f"starting_token: {token!r} names no node of the cluster; list from the start",
         )
-    return [one for one in every if one.name >= name], inner
+    return [one for one in every if one.name >= name], int(count), inner
 
 
 def _request(request: Any, token: str, room: int) -> Any:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
+from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.membership import Record
 from proto import csi_pb2 as csi
 
@@ -81,11 +81,15 @@ class NoOwner(Refused):
         super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
 
 
-class Forgotten(Refused):
-    """What an id names was on a node that was deleted, and is gone."""
+class Gone(Refused):
+    """What an id names does not exist: no volume has such an id, or its node was deleted."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.NOT_FOUND, problem)
+
+
+class Forgotten(Gone):
+    """What an id names was on a node that was deleted, and is gone."""
 
 
 def unavailable(problem: str) -> Refused:
@@ -159,13 +163,58 @@ class Node:
             )
 
 
+# What gRPC says where it drops an answer or an error of a node's: with RESOURCE_EXHAUSTED, after
+# which the provisioner has a volume made elsewhere.
+_DROPPED = ("larger than max", "metadata size exceeds")
+
+
+def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
+    """Raise Refused for an error that is no node's, but gRPC's: the call may have succeeded."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and any(
+        one in details for one in _DROPPED
+    ):
+        raise unavailable(
+            f"node {node.name} sends more than gRPC takes: {details}. The call may have been"
+            " carried out: repeat it"
+        )
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong with one node by an error of its call; raises what ends the caller itself.
+
+    Where several nodes are asked, whatever one of them does costs no other.
+    """
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise error
+        return "it left the cluster, or its address changed"
+    return f"it answers what Carver does not: {str(error) or type(error).__name__}"
+
+
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
-    """Call a node, with the bytes of a request and of its answer; raises AioRpcError, Refused."""
-    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = node.connected.unary_unary(path)
+    """Call a node, with the bytes of a request and of its answer.
+
+    Raises AioRpcError, Refused; Untrue where the call ended well without an answer.
+    """
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = node.connected.unary_unary(path)
     try:
-        return await call(request, timeout=timeout)
+        answer = await call(request, timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        require_said(node, error)
+        raise
     except grpc.aio.UsageError:  # the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
+    if not isinstance(answer, bytes):
+        # grpcio's answer to trailers with the status OK and no message before them is None.
+        raise Untrue("the answer", answer, "it has no message")
+    return answer
 
 
 class Nodes:
@@ -260,13 +309,13 @@ class Nodes:
     async def owner(self, identity: str, what: str) -> Node:
         """The node that has the group of an id, which was read from the field `what`.
 
-        Raises Refused if no node has it or if that one does not answer; Forgotten if its node was
-        deleted.
+        Raises Refused if no node has it or if that one does not answer, and for an empty id; Gone
+        for one that no volume has, Forgotten if its node was deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
-            # No volume has such an id, and any node says that as the call demands.
-            return self._any()
+            # The call goes to no node: it may have another node's secrets.
+            raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
             if self._is_unsettled(parsed.group_uuid):
@@ -478,12 +527,6 @@ class Nodes:
             one.require_answering()
         return list(self)
 
-    def _any(self) -> Node:
-        for one in self:
-            if not one.problem:
-                return one
-        raise unavailable(f"no node of {len(self)} answers; see `carver controller status`")
-
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
         """Ask all nodes but those that were asked so lately."""
         since = time.monotonic() - fresh_seconds
@@ -501,13 +544,8 @@ class Nodes:
             if self._nodes.get(node.name) is not node:
                 raise unavailable(f"node {node.name} left the cluster")
             self._believe(node, said)
-        except grpc.aio.AioRpcError as error:
-            problem = f"{error.code().name}: {error.details()}"
-        except Refused as error:
-            problem = str(error)
-        except (ValueError, RecursionError, DecodeError) as error:
-            # Whatever one node says, the others' calls go on.
-            problem = f"it answers what Carver does not: {error}"
+        except Exception as error:
+            problem = problem_of(error)
         else:
             node.answered_seconds = time.monotonic()
             problem = ""
@@ -593,6 +631,13 @@ class Nodes:
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
             f"{_not_asked(silent)}. Start Carver on its node, or attach its disks to one"
         )
+
+
+def _not_an_id(identity: str, what: str) -> Refused:
+    """The answer about a text that is no id, as a node gives it."""
+    if not identity:
+        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
+    return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:

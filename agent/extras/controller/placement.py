@@ -27,7 +27,7 @@ from agent.core import ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.claims import ClaimName, OtherVolume, Questions
-from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
+from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unavailable
 from lvm import names
 from proto import csi_pb2 as csi
 
@@ -271,11 +271,12 @@ class Placement:
                 raise unavailable(
                     f"node {node.name} does not say in time whether it has {name!r}; ask again"
                 ) from None
-            except (Refused, grpc.aio.AioRpcError) as error:
-                code = error.code if isinstance(error, Refused) else error.code()
-                if must_know and code in _UNKNOWN:
+            except (Exception, asyncio.CancelledError) as error:
+                problem = problem_of(error)
+                if must_know and _code(error) in _UNKNOWN:
                     raise unavailable(
-                        f"node {node.name} does not say whether it has {name!r}: {error}; ask again"
+                        f"node {node.name} does not say whether it has {name!r}: {problem}; ask"
+                        " again"
                     ) from None
                 continue
             return True
@@ -287,7 +288,8 @@ class Placement:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 answer = await self._ask("GetCapacity", node, wanted)
             return int(answer.maximum_volume_size.value)
-        except (TimeoutError, Refused, grpc.aio.AioRpcError):
+        except (Exception, asyncio.CancelledError) as error:
+            problem_of(error)
             return -1
 
     async def capacity(self, request: csi.GetCapacityRequest) -> csi.GetCapacityResponse:
@@ -312,6 +314,15 @@ class Placement:
             answer.maximum_volume_size.value = max(one.maximum_volume_size.value for one in found)
             answer.minimum_volume_size.value = min(one.minimum_volume_size.value for one in found)
         return answer
+
+
+def _code(error: BaseException) -> grpc.StatusCode:
+    """The code of a node's error; UNAVAILABLE for one without."""
+    if isinstance(error, Refused):
+        return error.code
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code()
+    return grpc.StatusCode.UNAVAILABLE
 
 
 def _no_capacity() -> csi.GetCapacityResponse:

@@ -18,12 +18,14 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
+from agent.core import codes
+from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import Questions
-from agent.extras.controller.nodes import Forgotten, Node, Nodes, Refused
+from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_said
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -149,12 +151,13 @@ class Router:
             identities = routes.ids_in(request, field)
             try:
                 node = await self._owner_of_all(identities, field)
-            except Forgotten as error:
+            except Gone as error:
                 if method not in _DELETIONS:
                     raise
-                if method == "DeleteVolume":
-                    await self._nodes.require_no_snapshots(identities[0])
-                _log.warning("%s", error)
+                if isinstance(error, Forgotten):
+                    if method == "DeleteVolume":
+                        await self._nodes.require_no_snapshots(identities[0])
+                    _log.warning("%s", error)
                 return b""
             return await self._send(call, node, path, request, data, (*identities, "")[0], field)
 
@@ -215,6 +218,8 @@ class Router:
             for field in ("snapshot_id", "source_volume_id"):
                 if identity := getattr(request, field, ""):
                     call.subject = identity
+                    if VolumeId.parse(identity) is None:
+                        return b""
                     node = await self._nodes.owner(identity, field)
                     return await self._send(call, node, path, request, data, identity, field)
             ask = self._asking(call)
@@ -304,6 +309,7 @@ class Router:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _MAY_BE_SILENT:
                     self._nodes.ask(node)
+                require_said(node, error)
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()
@@ -322,7 +328,7 @@ class Router:
                 _fail(call, error)
             finally:
                 self._record(call, begun)
-            await context.abort(call.code, call.problem)
+            await context.abort(call.code, codes.cut(call.problem))
             return None
 
         return handle
@@ -341,7 +347,7 @@ class Router:
             finally:
                 self._record(call, begun)
             if call.code is not _Code.OK:
-                await context.abort(call.code, call.problem)
+                await context.abort(call.code, codes.cut(call.problem))
 
         return handle
 

@@ -1,7 +1,11 @@
 """Every error has its code, and none hides behind another."""
 
+from urllib import parse
+
 import grpc
 from error_classes import EVERY, code_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.core import codes
 
@@ -26,6 +30,17 @@ def test_no_error_is_shadowed_by_one_before_it() -> None:
     for index, kind in enumerate(kinds):
         before = [one.__name__ for one in kinds[:index] if issubclass(kind, one)]
         assert before == [], kind
+
+
+@given(st.text(max_size=50), st.integers(0, 5000))
+def test_a_message_is_cut_to_what_a_client_takes(text: str, times: int) -> None:
+    """GRPC drops an error with 8 KiB of headers, and says RESOURCE_EXHAUSTED in its place."""
+    message = text * times
+    said = codes.cut(message)
+    assert len(parse.quote(said, safe="", errors="replace")) < 7000
+    assert said == message or (said.endswith("…") and message.startswith(said[:-1]))
+    if len(message.encode(errors="replace")) <= 2000:
+        assert said == message
 
 
 def test_an_rpc_that_is_not_implemented_is_no_internal_error() -> None:

@@ -5,6 +5,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from google.protobuf import message_factory
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.protobuf.wrappers_pb2 import Int64Value
@@ -579,6 +580,68 @@ def test_with_any_one_field_changed_an_answer_names_nothing_of_another(
         check(method, request_, honest, answer)
 
 
+MANY = 20_000
+
+
+def repeated() -> Iterator[tuple[str, Any, Any, str]]:
+    """Each repeated field of the honest answers: RPC, request, answer with too many, the field."""
+    for method, request, honest in CASES:
+        for index, one in enumerate(messages(honest)):
+            for descriptor in one.DESCRIPTOR.fields:
+                kind = descriptor.message_type
+                is_map = kind is not None and kind.GetOptions().map_entry
+                if not descriptor.is_repeated or is_map:
+                    continue
+                answer = type(honest).FromString(honest.SerializeToString())
+                part = list(messages(answer))[index]
+                empty = "" if kind is None else message_factory.GetMessageClass(kind)()
+                getattr(part, descriptor.name).extend([empty] * MANY)
+                yield method, request, answer, descriptor.name
+
+
+@pytest.mark.parametrize(("method", "request_", "answer", "field"), list(repeated()))
+def test_elements_are_counted_before_any_is_looked_at(
+    method: str, request_: Any, answer: Any, field: str
+) -> None:
+    """The rules run in the event loop, and a message has room for a million empty elements."""
+    request = type(request_).FromString(request_.SerializeToString())
+    for key in ("max_entries", "max_results"):
+        if key in request.DESCRIPTOR.fields_by_name:
+            request.ClearField(key)
+    looked = 0
+
+    def is_elsewhere(_one: VolumeId) -> bool:
+        nonlocal looked
+        looked += 1
+        return False
+
+    about = asked(request)
+    about.is_elsewhere = is_elsewhere
+    with pytest.raises(Untrue) as raised:
+        Row.of(SERVICE[method], method).judge(about, answer.SerializeToString())
+    assert str(raised.value).split(" is ", 1)[0].rpartition(".")[2] == field
+    assert looked < 10
+
+
+@pytest.mark.parametrize("method", HONEST)
+def test_an_answer_with_more_bytes_than_an_honest_one_is_not_parsed(method: str) -> None:
+    request, honest = HONEST[method][0]
+    row = Row.of(SERVICE[method], method)
+    # As a field that this version does not know: number 900, of bytes.
+    much = honest.SerializeToString() + b"\xa2\x38" + varint(row.most_bytes) + bytes(row.most_bytes)
+    assert len(much) <= 4 << 20
+    with pytest.raises(Untrue, match=f"the answer is .*: it has more than {row.most_bytes} bytes"):
+        judged(method, request, much)
+
+
+def varint(number: int) -> bytes:
+    made = bytearray()
+    while number > 127:
+        made.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*made, number])
+
+
 FREE = [
     (method, request, answer, path)
     for method, request, answer in CASES
@@ -758,6 +821,59 @@ def test_a_lie_is_refused_by_the_field_that_gives_it_away(
     with pytest.raises(Untrue) as raised:
         judged(method, request, answer.SerializeToString())
     assert str(raised.value).startswith(f"{where} is ")
+
+
+@lie("CreateVolume", "volume.volume_context")
+def a_context_that_no_persistentvolume_has_room_for(answer: Any) -> None:
+    answer.volume.volume_context["carver/class"] = "y" * 5000
+
+
+@lie("ListVolumes", "entries[].volume.volume_context")
+def a_context_of_another_program(answer: Any) -> None:
+    answer.entries[1].volume.volume_context["csi.storage.k8s.io/ephemeral"] = "true"
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=3000), max_size=4), st.booleans())
+def test_a_context_has_few_bytes_and_carver_s_keys_only(
+    context: dict[str, str], prefixed: bool
+) -> None:
+    request, honest = HONEST["CreateVolume"][0]
+    answer = type(honest).FromString(honest.SerializeToString())
+    made = {f"carver/{key}" if prefixed else key: value for key, value in context.items()}
+    answer.volume.ClearField("volume_context")
+    answer.volume.volume_context.update(made)
+    size = sum(len(f"{key}{value}".encode()) for key, value in made.items())
+    fits = size <= 4096 and all(one.startswith("carver/") for one in made)
+    try:
+        judged("CreateVolume", request, answer.SerializeToString())
+    except Untrue:
+        assert not fits
+    else:
+        assert fits
+
+
+@pytest.mark.parametrize("required", [0, 1, 1 << 30, 1 << 50])
+@pytest.mark.parametrize("more", [0, 4 << 20, 64 << 30, (64 << 30) + 1, 1 << 62])
+def test_a_new_volume_is_no_larger_than_what_was_asked_for_rounded_up(
+    required: int, more: int
+) -> None:
+    """Where the claim has no limit: what it has is what its PersistentVolume says."""
+    request = csi.CreateVolumeRequest(
+        name="1", capacity_range=csi.CapacityRange(required_bytes=required)
+    )
+    made = volume()
+    made.capacity_bytes = required + more
+    answer = csi.CreateVolumeResponse(volume=made).SerializeToString()
+    if more <= 64 << 30:
+        assert judged("CreateVolume", request, answer).volume == made
+        return
+    with pytest.raises(Untrue, match=r"volume\.capacity_bytes is "):
+        judged("CreateVolume", request, answer)
+    # A copy is as large as its source.
+    request.volume_content_source.CopyFrom(of_snapshot(f"{OWN}/snap-1"))
+    made.content_source.CopyFrom(of_snapshot(f"{OWN}/snap-1"))
+    answer = csi.CreateVolumeResponse(volume=made).SerializeToString()
+    assert judged("CreateVolume", request, answer).volume == made
 
 
 OF_ANOTHER: list[tuple[str, Any]] = [

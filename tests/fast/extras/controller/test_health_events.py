@@ -473,6 +473,40 @@ def test_a_node_that_cannot_list_is_logged_once_and_costs_no_other(
     assert "a disk does not answer" in text
 
 
+@pytest.mark.parametrize(
+    "method", ["ControllerListVolumeHealth", "ControllerGetVolumeHealth", "GetPluginInfo"]
+)
+def test_a_node_that_answers_nothing_costs_no_other_its_events(site: Site, method: str) -> None:
+    site.api.claimed(site.sick(0, FULL), claim="its")
+    site.look()
+    site.nodes[0].empty = {method}
+    site.ask()
+    site.sick(0)
+    site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
+    assert "Warning RaidDegraded other x1" in site.look(CALM)
+    assert site.look(CALM) == ["Warning PoolFull its x1", "Warning RaidDegraded other x1"]
+
+
+def test_a_node_that_leaves_while_it_is_asked_costs_no_other_its_events(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpc.aio ends a call by CancelledError where its channel is closed."""
+    site.api.claimed(site.sick(0, FULL), claim="its")
+    site.look()
+    site.sick(0)
+    site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
+    asked = HealthEvents._asked
+
+    async def closed(events: HealthEvents, node: Any, path: str, request: Any) -> Any:
+        if path.endswith("ControllerGetVolumeHealth"):
+            raise asyncio.CancelledError
+        return await asked(events, node, path, request)
+
+    monkeypatch.setattr(HealthEvents, "_asked", closed)
+    site.look(CALM)
+    assert "Warning RaidDegraded other x1" in site.look(CALM)
+
+
 def test_a_group_that_a_restarted_node_has_not_seen_is_not_healthy(site: Site) -> None:
     volume_id = site.sick(1, DEGRADED)
     site.api.claimed(volume_id)

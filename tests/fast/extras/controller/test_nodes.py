@@ -22,7 +22,8 @@ from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import of_snapshot
-from agent.extras.controller import certificates, nodes, placement, routes
+from agent.extras.controller import certificates, lists, nodes, placement, routes
+from agent.extras.controller.answer_rules import Asked, Row
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.membership import Record
 from agent.extras.controller.metrics import Metrics
@@ -103,7 +104,7 @@ class Cluster:
         request = csi.ControllerGetVolumeRequest(volume_id=f"data@{uuid_of(number)}/vol-1")
         answer = await call(request.SerializeToString(), timeout=seconds)
         volume = csi.ControllerGetVolumeResponse.FromString(answer).volume
-        return str(volume.volume_context["node"])
+        return str(volume.volume_context["carver/node"])
 
     async def refused(self, number: int, seconds: float = 20) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -181,6 +182,7 @@ def in_cluster(
         "endpoint": tmp_path / "csi.sock",
         "tls_directory": authority.write(tmp_path / "controller", own),
         "nodes_file": tmp_path / "nodes.toml",
+        "attach": True,
     }
     changed = Config(**{**vars(config), **changes})
 
@@ -815,6 +817,20 @@ def test_whatever_one_node_says_costs_its_own_calls_only(
     in_cluster(test)
 
 
+def test_a_node_that_says_nothing_of_itself_does_not_answer(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        odd.empty = {"GetPluginInfo"}
+        await cluster.ask()
+        known = cluster.controller.nodes.get(odd.name)
+        assert known is not None
+        assert "the answer is None: it has no message" in known.problem
+        code, why = await cluster.refused(1)
+        assert (code, odd.name in why) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    in_cluster(test)
+
+
 def test_what_a_node_says_is_shown_without_control_characters(
     in_cluster: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -993,6 +1009,260 @@ def test_an_answer_that_names_what_is_another_s_reaches_no_caller(
         assert await cluster.get(1) == name_of(1)
         thief.forged.clear()
         assert await cluster.get(0) == thief.name
+
+    in_cluster(test)
+
+
+EVERY = [*sorted({type(one).__name__.removesuffix("Response") for _, one in FORGED})]
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_an_answer_without_a_message_is_refused_and_costs_its_node_s_calls_only(
+    in_cluster: Run, method: str
+) -> None:
+    """The status OK, and nothing before it: grpc.aio gives None."""
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        odd.empty = {method}
+        service = "GroupController" if "Group" in method else "Controller"
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, service, of_the_first(method))
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        why = f"cannot pass on the answer of node {odd.name} to {method}: the answer is None"
+        assert str(raised.value.details()).startswith(why)
+        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
+        assert await cluster.get(1) == name_of(1)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("method", ["GetCapacity", "ControllerGetVolume"])
+def test_a_volume_that_may_be_anywhere_is_made_though_one_node_answers_nothing(
+    in_cluster: Run, method: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[1].empty = {method}
+        assert await cluster.create("new-1") == name_of(3)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), KeyError("odd"), RecursionError(), OSError()])
+def test_whatever_breaks_while_a_node_is_asked_is_that_node_s_problem(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No class of exceptions is foreseen."""
+
+    async def test(cluster: Cluster) -> None:
+        known = cluster.controller.nodes
+        odd = known.get(name_of(1))
+        assert odd is not None
+
+        def fails(node: nodes.Node, said: Any) -> None:
+            if node is odd:
+                raise error
+            believe(node, said)
+
+        believe = known._believe
+        monkeypatch.setattr(known, "_believe", fails)
+        await cluster.ask()
+        assert odd.problem.startswith("it answers what Carver does not: ")
+        assert [one.name for one in known.answering()] == [name_of(one) for one in (0, 2, 3)]
+        monkeypatch.undo()
+
+        def judge(row: Row, asked: Asked, data: bytes) -> Any:
+            if asked.node == odd.name:
+                raise error
+            return true_judge(row, asked, data)
+
+        true_judge = Row.judge
+        monkeypatch.setattr(Row, "judge", judge)
+        await cluster.ask()
+        assert await cluster.create("new-1") == name_of(3)
+        code, why = await cluster.refused(1)
+        assert (code, odd.name in why) == (grpc.StatusCode.INTERNAL, True)
+
+    in_cluster(test)
+
+
+NO_ID = "no id"
+# By RPC: a request about what is no id, and how it is answered.
+ABOUT_NO_ID: list[tuple[Any, grpc.StatusCode]] = [
+    (csi.DeleteVolumeRequest(volume_id=NO_ID), grpc.StatusCode.OK),
+    (csi.DeleteSnapshotRequest(snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.DeleteVolumeGroupSnapshotRequest(group_snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ListSnapshotsRequest(snapshot_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ListSnapshotsRequest(source_volume_id=NO_ID), grpc.StatusCode.OK),
+    (csi.ControllerUnpublishVolumeRequest(volume_id=NO_ID), grpc.StatusCode.OK),
+    *(
+        (one, grpc.StatusCode.NOT_FOUND)
+        for one in (
+            csi.ControllerGetVolumeRequest(volume_id=NO_ID),
+            csi.ControllerGetVolumeHealthRequest(volume_id=NO_ID),
+            csi.ControllerExpandVolumeRequest(volume_id=NO_ID),
+            csi.ControllerModifyVolumeRequest(volume_id=NO_ID),
+            csi.ValidateVolumeCapabilitiesRequest(volume_id=NO_ID),
+            csi.ControllerPublishVolumeRequest(volume_id=NO_ID, node_id=name_of(0)),
+            csi.CreateSnapshotRequest(source_volume_id=NO_ID),
+            csi.GetSnapshotRequest(snapshot_id=NO_ID),
+            csi.CreateVolumeGroupSnapshotRequest(source_volume_ids=[NO_ID]),
+            csi.GetVolumeGroupSnapshotRequest(group_snapshot_id=NO_ID),
+            csi.CreateVolumeRequest(
+                name="1", volume_content_source=of_snapshot(NO_ID), secrets={"key": "a tenant's"}
+            ),
+        )
+    ),
+]
+
+
+def test_what_is_no_id_goes_to_no_node(in_cluster: Run) -> None:
+    """It may come with secrets, and be scheduled to any node."""
+    by_id = {method for fields in routes.FIELDS.values() for method in fields}
+    asked = {type(one).__name__.removesuffix("Request") for one, _ in ABOUT_NO_ID}
+    assert by_id <= asked
+
+    async def answered(cluster: Cluster, request: Any) -> grpc.StatusCode:
+        service = "GroupController" if "Group" in type(request).__name__ else "Controller"
+        try:
+            assert await call_of(cluster, service, request) == b""
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def test(cluster: Cluster) -> None:
+        for request, code in ABOUT_NO_ID:
+            assert await answered(cluster, request) is code, request
+        for one in cluster.nodes:
+            assert one.requests == []
+
+    in_cluster(test)
+
+
+def test_an_empty_id_is_required(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        for request in (
+            csi.DeleteVolumeRequest(),
+            csi.GetSnapshotRequest(),
+            csi.CreateVolumeGroupSnapshotRequest(name="g"),
+            csi.CreateVolumeRequest(volume_content_source=of_snapshot("")),
+        ):
+            service = "GroupController" if "Group" in type(request).__name__ else "Controller"
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call_of(cluster, service, request)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert str(raised.value.details()).endswith(": is required")
+            assert not any(one.requests for one in cluster.nodes)
+
+    in_cluster(test)
+
+
+def test_a_page_is_never_larger_than_a_sidecar_takes(in_cluster: Run) -> None:
+    """By the name of the node where one alone sends more; gRPC in Go takes 4 MiB."""
+
+    async def test(cluster: Cluster) -> None:
+        much = {"volume_context": {f"carver/{one}": "y" * 100 for one in range(30)}}
+        for one in cluster.nodes:
+            entries = [
+                csi.ListVolumesResponse.Entry(volume=there(one.number, f"vol-{at:03}", **much))
+                for at in range(500)
+            ]
+            one.volumes = csi.ListVolumesResponse(entries=entries).SerializeToString()
+        assert sum(len(one.volumes) for one in cluster.nodes) > 4 << 20
+        seen, token = 0, ""
+        while True:
+            data = await call_of(
+                cluster, "Controller", csi.ListVolumesRequest(starting_token=token)
+            )
+            assert len(data) < 4 << 20
+            page = csi.ListVolumesResponse.FromString(data)
+            seen, token = seen + len(page.entries), page.next_token
+            if not token:
+                break
+        assert seen == 2000
+
+    in_cluster(test)
+
+
+def test_a_list_that_goes_on_without_an_end_ends_with_the_node_s_name(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page is honest by the rules: some entries more, and a token further on."""
+    monkeypatch.setattr(lists, "_MOST_OF_A_NODE", 50)
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+
+        async def listed(at: int, token: str) -> csi.ListVolumesResponse:
+            entry = csi.ListVolumesResponse.Entry(volume=there(1, f"vol-{at:03}"))
+            odd.volumes = csi.ListVolumesResponse(
+                entries=[entry] * 3, next_token=f"{at:03}"
+            ).SerializeToString()
+            request = csi.ListVolumesRequest(starting_token=token, max_entries=3)
+            return csi.ListVolumesResponse.FromString(await call_of(cluster, "Controller", request))
+
+        token = ""
+        for at in range(16):
+            page = await listed(at, token)
+            assert len(page.entries) == 3
+            token = page.next_token
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await listed(16, token)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        why = f"node {odd.name} lists more than 50 entries"
+        assert str(raised.value.details()).startswith(why)
+        # Other nodes' entries do not count.
+        many = [csi.ListVolumesResponse.Entry(volume=there(0))] * 60
+        cluster.nodes[0].volumes = csi.ListVolumesResponse(entries=many).SerializeToString()
+        odd.volumes = b""
+        await call_of(cluster, "Controller", csi.ListVolumesRequest())
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("token", ["node-00001", "node-00001:", "node-00001:x:", "none:0:", ":0:"])
+def test_a_token_of_no_list_of_the_controller_s_begins_the_list_anew(
+    in_cluster: Run, token: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        call: Any = cluster.channel.unary_unary("/csi.v1.Controller/ListVolumes")
+        request = csi.ListVolumesRequest(starting_token=token)
+        code, why = await _ended(call(request.SerializeToString(), timeout=20))
+        assert (code, "list from the start" in why) == (grpc.StatusCode.ABORTED, True)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("size", [3 << 20, 5 << 20])
+def test_a_node_that_sends_too_much_is_named(in_cluster: Run, size: int) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        entry = csi.ListVolumesResponse.Entry(volume=there(1))
+        entry.volume.volume_context["carver/class"] = "y" * size
+        odd.volumes = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", csi.ListVolumesRequest())
+        assert f"node {odd.name} " in str(raised.value.details())
+        assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("size", [1000, 7000, 20_000])
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_long_error_of_a_node_does_not_become_one_after_which_a_volume_is_made_elsewhere(
+    in_cluster: Run, size: int, letter: str
+) -> None:
+    """GRPC drops it, and says RESOURCE_EXHAUSTED; the volume may be there."""
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        odd.fails["CreateVolume"], odd.why = grpc.StatusCode.DEADLINE_EXCEEDED, letter * size
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", of_the_first("CreateVolume"))
+        known = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+        assert raised.value.code() in known
+        assert f"node {odd.name}" in str(raised.value.details())
 
     in_cluster(test)
 
