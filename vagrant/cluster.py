@@ -259,6 +259,7 @@ class Cluster:
         self.values = []
         self._write_settings()
 
+    @_alone
     def install_values(self, names: Sequence[str]) -> None:
         """Install or upgrade Carver by helm, with tests/cluster/values over the manifest's values.
 
