@@ -11,10 +11,10 @@ PREFIX = "carver."
 MAXIMUM_LENGTH = 1024
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
-
 _NUMBER = re.compile(r"[0-9]{1,19}")
 # The largest that gRPC's int64 holds.
 _MOST = (1 << 63) - 1
+
 
 def escape(text: str) -> str:
     """Text as a tag may hold it: any other byte of its UTF-8 becomes `&` and two hex digits."""

@@ -409,6 +409,7 @@ def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
     is_reserved = tag.NAME in found.own_tags and found.own_tags.get(tag.STATE) == tag.WIPING
     return found if is_reserved and not (found.origin or found.pool) else None
 
+
 def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
     """What this version would have to know, and does not, to use a logical volume or pool."""
     if tag.NEEDS not in logical.own_tags:
@@ -421,16 +422,16 @@ def _guarded(
     group: report.Group, logical: report.LogicalVolume, made: _Record
 ) -> _Record | Newer[_Record]:
     """The record, or the one that says that this version must not use it, or its pool."""
-    needs = unknown_needs(logical)
     needs, wrong = _needs(group, logical), faults(logical)
     return Newer(made, needs, wrong) if needs or wrong else made
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
     """What this version lacks for a logical volume, or for the pool that it lies in."""
+    needs = unknown_needs(logical)
     if logical.pool in group.volumes:
         needs |= unknown_needs(group.volumes[logical.pool])
-    return Newer(made, needs) if needs else made
+    return needs
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
@@ -591,12 +592,12 @@ def _thin_id(snapshot: Snapshot) -> int | None:
     return None if logical is None else logical.thin_id
 
 
-def _number(own_tags: Mapping[str, str], key: str) -> int:
-    """The number in a tag; 0 if it is lost or no number."""
-    return tags.number(own_tags.get(key, "")) or 0
 def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
     """The bytes of a LUKS2 header; 0 where the tag is lost, or has more than the volume."""
     found = _number(own_tags, tag.HEADER)
     return found if found < size_bytes else 0
 
 
+def _number(own_tags: Mapping[str, str], key: str) -> int:
+    """The number in a tag; 0 if it is lost or no number."""
+    return tags.number(own_tags.get(key, "")) or 0

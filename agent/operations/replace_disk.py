@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-
 from operator import attrgetter
+
 from agent.core import errors, records, tag
 from agent.core.allocation import is_own_pool
 from agent.core.background import Attempts

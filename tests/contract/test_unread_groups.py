@@ -11,7 +11,7 @@ import grpc
 import pytest
 import serving
 from csi_client import Client
-from real.any import AnyHost, device, names
+from real.any import AnyHost, device
 
 from agent.core import errors, volume_group
 from agent.core.classes import DeviceClass

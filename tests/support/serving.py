@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from csi_client import Client
-from fakes.host import FakeHost
 from real.any import AnyHost
 
 from agent.core.host import Host
@@ -26,12 +25,12 @@ def machine(host: AnyHost) -> Host:
     )
 
 
-def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
+def start(config: Config, host: AnyHost, **grace_seconds: float) -> Service:
     """Go on with what an earlier process left, and serve.
 
     `eraser` and `copier` are how long a call waits for them, where that is not as usual.
     """
-    running = Service(config, machine(fake), fake.lvm)
+    running = Service(config, machine(host), host.lvm)
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
     recover(running)

@@ -46,7 +46,8 @@ class _Empty(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(self._nothing)
 
     async def _nothing(self, _data: bytes, _context: Any) -> AsyncIterator[bytes]:
-        for one in ():
+        nothing: tuple[bytes, ...] = ()
+        for one in nothing:
             yield one
 
 

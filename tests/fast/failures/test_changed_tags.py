@@ -1,7 +1,7 @@
 """Tags that were lost, doubled or made odd by hand: nothing is completed or erased by that."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import configured
@@ -257,7 +257,7 @@ def test_a_volume_that_lvm2_does_not_repair_keeps_no_other(
     deleted.remove("carver.state=ready")
     deleted.add("carver.state=wiping")
 
-    def refuse(words: tuple[str, ...]) -> Result | None:
+    def refuse(words: Sequence[str]) -> Result | None:
         repairs = words[0] == "lvm" and ("--refresh" in words or words[1] == "lvremove")
         return REFUSED if repairs and words[-1] == "data/vol-sick" else None
 
@@ -293,7 +293,7 @@ def test_a_deleted_volume_that_stays_suspended_is_not_written_to(
     service.stop()
     fake.suspend("data", "vol-sick")
 
-    def refuse(words: tuple[str, ...]) -> Result | None:
+    def refuse(words: Sequence[str]) -> Result | None:
         return REFUSED if "--refresh" in words else None
 
     fake.intercept = refuse
