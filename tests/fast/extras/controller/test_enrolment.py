@@ -454,6 +454,42 @@ def test_a_signing_request_s_own_names_are_not_signed(
     api.tokens["secret"] = Token()
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUDIENCE)])
     wanted = x509.SubjectAlternativeName([x509.DNSName(AUDIENCE), x509.DNSName("b.node.x")])
+def test_a_token_counts_no_longer_once_another_came_for_its_node(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    """As of a machine that was taken out, and whose name another has now."""
+    made, port = enrolment
+    api.tokens["old"] = Token()
+    enrol(api, port, "old", address="10.0.0.1:9810")
+    del api.tokens["old"]
+    # It was reviewed a moment ago.
+    enrol(api, port, "old", address="10.0.0.1:9810")
+    api.tokens["new"] = Token(pod="pod-2", uid="uid-2")
+    enrol(api, port, "new", address="10.0.0.2:9810")
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old", address="10.0.0.1:9810")
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made.addresses == {"here": "10.0.0.2:9810"}
+
+
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_token_counts_no_longer_than_its_node(
+    api: Cluster, enrolment: tuple[Enrolment, int], is_made_again: bool
+) -> None:
+    made, port = enrolment
+    api.tokens["old"] = Token()
+    enrol(api, port, "old")
+    del api.tokens["old"]
+    api.leave("here")
+    if is_made_again:
+        api.join("here")
+    made.record._read_nodes()
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old")
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made.addresses == ({"here": ""} if is_made_again else {})
+
+
     constraints = x509.BasicConstraints(ca=True, path_length=None)
     asked = (
         x509.CertificateSigningRequestBuilder()
