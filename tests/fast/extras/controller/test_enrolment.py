@@ -324,6 +324,13 @@ def test_a_node_enrols_and_is_reached(
             await asyncio.gather(*map(controller.nodes.ask, controller.nodes))
 
         loop.run(asked())
+        # No PersistentVolume names its group, so its claim counts once they were read after it.
+        with pytest.raises(grpc.RpcError) as raised:
+            client.create("pvc-1", 4 << 20, block())
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "are being read" in str(raised.value.details())
+        source.record._volumes_read -= 20
+        loop.run(controller.look())
         volume = client.create("pvc-1", 4 << 20, block())
         assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
         # The key of the node is renewed while it serves.
@@ -447,13 +454,6 @@ def test_a_broken_bundle_ends_no_enrolment_for_good(
     assert made.task.failures == 1
 
 
-def test_a_signing_request_s_own_names_are_not_signed(
-    api: Cluster, enrolment: tuple[Enrolment, int]
-) -> None:
-    _, port = enrolment
-    api.tokens["secret"] = Token()
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUDIENCE)])
-    wanted = x509.SubjectAlternativeName([x509.DNSName(AUDIENCE), x509.DNSName("b.node.x")])
 def test_a_token_counts_no_longer_once_another_came_for_its_node(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
@@ -490,6 +490,13 @@ def test_a_token_counts_no_longer_than_its_node(
     assert made.addresses == ({"here": ""} if is_made_again else {})
 
 
+def test_a_signing_request_s_own_names_are_not_signed(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    _, port = enrolment
+    api.tokens["secret"] = Token()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUDIENCE)])
+    wanted = x509.SubjectAlternativeName([x509.DNSName(AUDIENCE), x509.DNSName("b.node.x")])
     constraints = x509.BasicConstraints(ca=True, path_length=None)
     asked = (
         x509.CertificateSigningRequestBuilder()
