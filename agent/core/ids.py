@@ -34,6 +34,9 @@ _FORM = re.compile(
     rf"(?P<group>{_NAME})@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})/(?P<name>{_NAME})"
 )
 _IS_NAME = re.compile(_NAME).fullmatch
+_IS_SHORTENED = re.compile(
+    rf".{{{_MOST_SEGMENT_CHARACTERS - 1 - _DIGEST_CHARACTERS}}}-[0-9a-f]{{{_DIGEST_CHARACTERS}}}"
+).fullmatch
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,18 @@ def group_member(name: str, source_id: str) -> str:
     return names.logical_volume(SNAPSHOT_PREFIX, f"{name}\0{source_id}")
 
 
+def looks_shortened(node_id: str) -> bool:
+    """Whether a node's name may be what another's is shortened to."""
+    return _IS_SHORTENED(node_id) is not None
+
+
 def node_segment(node_id: str) -> str:
-    """The value of the topology key for a node: its name, shortened by a digest if over 63."""
-    if len(node_id) <= _MOST_SEGMENT_CHARACTERS:
+    """The value of the topology key for a node: its name, or that shortened by a digest.
+
+    So is a name of over 63 characters, and one that looks like a shortened one: no node is taken
+    for another, whatever it is called.
+    """
+    if len(node_id) <= _MOST_SEGMENT_CHARACTERS and not looks_shortened(node_id):
         return node_id
     digest = hashlib.sha256(node_id.encode()).hexdigest()[:_DIGEST_CHARACTERS]
     return f"{node_id[: _MOST_SEGMENT_CHARACTERS - 1 - len(digest)]}-{digest}"

@@ -269,6 +269,35 @@ def test_a_volume_that_may_be_anywhere_is_put_where_most_room_is_and_stays_there
     assert create(two, "pvc-2") == volume
 
 
+def test_a_node_that_starts_says_that_it_has_not_looked_at_its_disks(two: Cluster) -> None:
+    """It listens before: a disk that hangs delays no call about others."""
+    volume, b = create(two, "pvc-1", "a"), two.nodes["b"]
+    # As where the disks of a were attached to b, whose classes do not name that group.
+    clustered.listener(b).find_other_groups()
+    two.ask()
+    node = two.controller.nodes.get("b")
+    assert node is not None
+    had = dict(node.groups)
+    assert len(had) == 2
+    assert node.is_whole
+    clustered.listener(b).stop()
+    b.restart()
+    listener = clustered.listener(b)
+    listener.serve()
+    two.write_nodes()
+    two.loop.run(two.controller.look())
+    until = time.monotonic() + 60
+    while node.is_whole or node.problem:
+        assert time.monotonic() < until
+        two.ask()
+    assert node.groups == had
+    listener.find_other_groups()
+    two.ask()
+    assert node.is_whole
+    assert node.groups == had
+    assert volume.volume_id.partition("@")[2].partition("/")[0] in had
+
+
 @pytest.mark.variation
 def test_a_full_node_is_refused_and_no_other_is_taken(two: Cluster) -> None:
     code, why = refused(lambda: create(two, "pvc-1", "a", size=1 << 40))

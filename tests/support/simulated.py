@@ -46,8 +46,8 @@ class _Empty(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(self._nothing)
 
     async def _nothing(self, _data: bytes, _context: Any) -> AsyncIterator[bytes]:
-        nothing: tuple[bytes, ...] = ()
-        for one in nothing:
+        messages: tuple[bytes, ...] = ()
+        for one in messages:
             yield one
 
 
@@ -59,6 +59,8 @@ class SimulatedNode:
         self.here = ids.topology(self.name, DRIVER_NAME)
         self.topology = csi.Topology(segments=self.here)
         self.groups = {uuid_of(number): "data"}
+        # Whether it says that these are all: it has looked at its disks.
+        self.whole = {routes.IS_WHOLE: routes.YES}
         every = [f"data@{uuid_of(number)}/vol-pvc-{number}-{one}" for one in range(volumes)]
         self.volumes = csi.ListVolumesResponse(
             entries=[csi.ListVolumesResponse.Entry(volume=self._there(one)) for one in every]
@@ -118,6 +120,7 @@ class SimulatedNode:
                 routes.NODE_ID: self.name,
                 routes.SEGMENTS: json.dumps(self.here),
                 routes.GROUPS: json.dumps(self.groups),
+                **self.whole,
             },
         ).SerializeToString()
 

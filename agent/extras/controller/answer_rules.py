@@ -71,6 +71,8 @@ class Asked:
     # The answer, and that message of it which has the field to be judged.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
+    # What was left out of the answer, as it is another node's to tell.
+    left_out: Sequence[VolumeId] = field(default=(), init=False)
 
 
 # Judges a field's value: says what is wrong with it; empty if nothing is.
@@ -506,11 +508,9 @@ def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> 
 
     A node goes on to say that the volumes of a group are missing which was attached to another.
     """
-    own = [
-        one
-        for one in answer.entries
-        if (parsed := VolumeId.parse(one.volume_id)) and not asked.is_elsewhere(parsed)
-    ]
+    every = [(one, parsed) for one in answer.entries if (parsed := VolumeId.parse(one.volume_id))]
+    asked.left_out = [parsed for _, parsed in every if asked.is_elsewhere(parsed)]
+    own = [one for one, parsed in every if parsed not in asked.left_out]
     if len(own) < len(answer.entries):
         kept = [one.SerializeToString() for one in own]
         del answer.entries[:]

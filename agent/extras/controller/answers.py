@@ -34,18 +34,29 @@ class Answers:
         self._nodes = nodes
 
     async def of(
-        self, node: Node, path: str, request: Message, data: bytes, timeout: float | None
+        self,
+        node: Node,
+        path: str,
+        request: Message,
+        data: bytes,
+        timeout: float | None,
+        *,
+        in_part: bool = False,
     ) -> tuple[bytes, Any]:
         """Call a node with the bytes of a request: the bytes of its answer, and the answer.
 
-        Raises AioRpcError, Refused.
+        Raises AioRpcError, Refused; the latter also where what another node is to tell was left out
+        and none does.
         """
         asked = self.asked(node, request)
         try:
             answer = await unary(node, path, data, timeout)
         except Untrue as error:
             raise _refused(node, path, error) from None
-        return answer, await self.read(node, path, asked, answer)
+        found = await self.read(node, path, asked, answer)
+        for one in () if in_part else asked.left_out:
+            self._nodes.require_elsewhere(node, one, "the answer")
+        return answer, found
 
     def asked(self, node: Node, request: Message) -> Asked:
         """By what the answers of a node to a request are read; to be had before it is sent.

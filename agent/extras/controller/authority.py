@@ -1,7 +1,7 @@
 """The cluster's certificate authority: in a Secret of the controller's, published in a ConfigMap.
 
 No certificate is made or renewed by hand. Authorities overlap: a new one is published before it
-signs, and the one before it until it ends, so that nodes which read the ConfigMap late trust both.
+signs, and the one before it until the next, so that nodes which read the ConfigMap late trust both.
 Crash points: each step is one write, refused by the API server if another controller wrote first;
 the next look does what is left.
 """
@@ -29,8 +29,11 @@ _AUTHORITY_DAYS, _CERTIFICATE_HOURS = 365, 24
 # brings a changed ConfigMap to pods within two minutes.
 _OVERLAP = datetime.timedelta(days=90)
 _PUBLISHED_FOR = datetime.timedelta(hours=1)
-# Clocks of nodes may differ by so much.
-_CLOCKS = datetime.timedelta(minutes=10)
+# By how much an authority and a certificate begin before they are made: the clock that makes them
+# may be ahead of the others, as one set to local time until NTP corrects it. A certificate begins
+# later, as nodes of older versions renew theirs at half of its time.
+_BEFORE = datetime.timedelta(hours=24)
+_CERTIFICATE_BEFORE = datetime.timedelta(hours=14)
 _PEM = serialization.Encoding.PEM
 _CURRENT, _NEXT, _PREVIOUS = "current", "next", "previous"
 
@@ -63,7 +66,12 @@ class _Signer:
         key = new_key()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"carver {now.isoformat()}")])
         made = (
-            _builder(name, key.public_key(), now, datetime.timedelta(days=_AUTHORITY_DAYS))
+            _builder(
+                name,
+                key.public_key(),
+                now - _BEFORE,
+                now + datetime.timedelta(days=_AUTHORITY_DAYS),
+            )
             .issuer_name(name)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         )
@@ -74,13 +82,23 @@ class _Signer:
     def parsed(self) -> x509.Certificate:
         return x509.load_pem_x509_certificate(self.certificate)
 
+    def is_valid(self, now: datetime.datetime) -> bool:
+        """Whether it has begun and has not ended."""
+        parsed = self.parsed
+        return parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc
+
     def sign(
         self, dns_name: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime
     ) -> bytes:
         key = serialization.load_pem_private_key(self.key, password=None)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         made = (
-            _builder(x509.Name([]), public_key, now, datetime.timedelta(hours=_CERTIFICATE_HOURS))
+            _builder(
+                x509.Name([]),
+                public_key,
+                now - _CERTIFICATE_BEFORE,
+                now + datetime.timedelta(hours=_CERTIFICATE_HOURS),
+            )
             .issuer_name(self.parsed.subject)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=True)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -94,16 +112,16 @@ class _Signer:
 def _builder(
     subject: x509.Name,
     public_key: ec.EllipticCurvePublicKey,
-    now: datetime.datetime,
-    lasts: datetime.timedelta,
+    begins: datetime.datetime,
+    ends: datetime.datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCKS)
-        .not_valid_after(now + lasts)
+        .not_valid_before(begins)
+        .not_valid_after(ends)
     )
 
 
@@ -150,7 +168,7 @@ class Authority:
     @property
     def bundle(self) -> bytes:
         """The certificates that a peer's certificate must come from, as PEM."""
-        return b"".join(one.certificate for _, one in sorted(self._signers.items()))
+        return b"".join(sorted(one.certificate for one in self._signers.values()))
 
     def sign(
         self,
@@ -185,16 +203,24 @@ class Authority:
 
 
 def _renewed(known: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
-    """What the Secret is to hold now."""
-    made = {role: one for role, one in known.items() if one.parsed.not_valid_after_utc > now}
-    if _CURRENT not in made and _NEXT in made:
-        made[_CURRENT] = made.pop(_NEXT)
-    if _CURRENT not in made:
-        return {**made, _CURRENT: _Signer.new(now)}
-    if _NEXT in made and made[_NEXT].parsed.not_valid_before_utc + _CLOCKS + _PUBLISHED_FOR <= now:
-        return {_PREVIOUS: made[_CURRENT], _CURRENT: made[_NEXT]}
-    is_ending = made[_CURRENT].parsed.not_valid_after_utc - _OVERLAP <= now
-    if is_ending and _NEXT not in made:
+    """What the Secret is to hold now.
+
+    This clock may be wrong, and the other controllers' right. So what is not valid by it only
+    ceases to sign: it stays beside, as the previous one, until another takes that place. The next
+    controller with a right clock has it sign again.
+    """
+    made = dict(known)
+    if _CURRENT not in made or not made[_CURRENT].is_valid(now):
+        heirs = [one for one in (_PREVIOUS, _NEXT) if one in made and made[one].is_valid(now)]
+        signer = made.pop(heirs[0]) if heirs else _Signer.new(now)
+        if _CURRENT in made:
+            made[_PREVIOUS] = made[_CURRENT]
+        made[_CURRENT] = signer
+        return made
+    heir = made[_NEXT] if _NEXT in made and made[_NEXT].is_valid(now) else None
+    if heir and heir.parsed.not_valid_before_utc + _BEFORE + _PUBLISHED_FOR <= now:
+        return {_PREVIOUS: made[_CURRENT], _CURRENT: heir}
+    if not heir and made[_CURRENT].parsed.not_valid_after_utc - _OVERLAP <= now:
         made[_NEXT] = _Signer.new(now)
     return made
 

@@ -56,7 +56,7 @@ def controller_name(driver_name: str) -> str:
 def node_name(node_id: str, driver_name: str) -> str:
     """The DNS name in a node's certificate."""
     name = f"{node_id}.node.{driver_name}"
-    if len(name) > _MOST_NAME_CHARACTERS:
+    if len(name) > _MOST_NAME_CHARACTERS or ids.looks_shortened(node_id):
         name = f"{ids.node_segment(node_id)}.node.{driver_name}"
     return name.lower()
 

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 15.0
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 2.0, 15.0
 _PATIENCE_SECONDS = 5.0
+# The least time between two certificates.
+_LEAST_SECONDS = 3600.0
 _TOKEN, _AUTHORITY = "token", "ca.crt"
 
 
@@ -102,19 +104,23 @@ class Enroller:
         if key is None:
             return
         made = x509.load_pem_x509_certificate(answer.certificate)
-        begins, ends = made.not_valid_before_utc.timestamp(), made.not_valid_after_utc.timestamp()
+        now, ends = time.time(), made.not_valid_after_utc.timestamp()
         self._own = (answer.certificate, key_as_pem(key))
-        self._renew_at = time.time() + (ends - begins) / 2
+        # Half of what is left of it; not at each enrolment where this node's clock is wrong.
+        self._renew_at = now + max(_LEAST_SECONDS, (ends - now) / 2)
         _log.info("this node has a certificate until %s", made.not_valid_after_utc)
 
     def _needs_certificate(self) -> bool:
         """Whether the certificate is half over, or no authority that is trusted now issued it.
 
         So it is where the authority was lost or restored: controllers trust the other one alone.
+        And where a controller made it whose clock was ahead: it has not begun.
         """
         if time.time() >= self._renew_at:
             return True
         made = x509.load_pem_x509_certificate(self._own[0])
+        if made.not_valid_before_utc.timestamp() > time.time():
+            return True
         try:
             trusted = x509.load_pem_x509_certificates(
                 certificates.read_pem(self._directory / _AUTHORITY)

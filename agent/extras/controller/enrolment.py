@@ -58,8 +58,12 @@ _OWN_SECONDS = 6 * 3600.0
 
 @dataclass(frozen=True)
 class _Reviewed:
+    """What a token proved. It counts while the Node is the same, and no other token came for it."""
+
     node: str
     until: float
+    # The UID of the Node; empty if it was not known yet.
+    uid: str
 
 
 class Enrolment:
@@ -73,7 +77,9 @@ class Enrolment:
         self.record = ClusterRecord(objects, lists, config.driver_name, grace_seconds=grace_seconds)
         self.questions = Questions(Claims(objects, lists, config.driver_name, config.topology_key))
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
+        # By the digest of the token; and the digest of each node's last token.
         self._reviewed: dict[str, _Reviewed] = {}
+        self._last: dict[str, str] = {}
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
         # Why a node was not enrolled last.
@@ -161,7 +167,7 @@ class Enrolment:
         """The node of the pod that a token is bound to; ends the call if it proves none."""
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._reviewed.get(digest)
-        if known is not None and known.until > time.monotonic():
+        if known is not None and self._counts(known, digest):
             return known.node
         # gRPC's name of a peer, such as ipv4:10.0.0.1:40000.
         host = context.peer().rpartition(":")[0]
@@ -193,6 +199,12 @@ class Enrolment:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"token: {error}")
         raise AssertionError
 
+    def _counts(self, known: _Reviewed, digest: str) -> bool:
+        """Whether a review need not be repeated."""
+        is_last = self._last.get(known.node) == digest
+        is_same = self.record.uid_of(known.node) == known.uid
+        return is_last and is_same and known.until > time.monotonic()
+
     def _reviewed_node(self, token: str, digest: str) -> str:
         """The node that a token proves by the API server. Raises ValueError, ClusterRefused.
 
@@ -207,7 +219,10 @@ class Enrolment:
         node = self._proved(self._objects.review(_REVIEWS, asked))
         if len(self._reviewed) >= _MOST_REVIEWED:
             self._reviewed.clear()
-        self._reviewed[digest] = _Reviewed(node, asked_seconds + _REVIEW_SECONDS)
+            self._last.clear()
+        until, uid = asked_seconds + _REVIEW_SECONDS, self.record.uid_of(node)
+        self._reviewed[digest] = _Reviewed(node, until, uid)
+        self._last[node] = digest
         return node
 
     def _proved(self, review: Mapping[str, Any]) -> str:

@@ -10,9 +10,10 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -54,7 +55,9 @@ _COUNTED_SECONDS = 3600.0
 _MOST_SAID, _MOST_FAILURES = 200, 5
 # What a node may say: of Kubernetes' own events a reason has 128 bytes, a note 1,024.
 _REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
-_MOST_OF_A_NODE = 10_000
+# How many entries a node is asked for at once, and how many conditions of one node are kept: what
+# it says beyond that has no Event.
+_OF_A_PAGE, _MOST_OF_A_NODE = 500, 10_000
 # A topology segment that no node has.
 _NOWHERE = "?"
 
@@ -173,22 +176,28 @@ class HealthEvents(Extra):
         return found
 
     async def _listed(self, node: Node) -> Sequence[_Condition]:
-        """The conditions of one node's volumes, of all pages."""
-        found, request = list[_Condition](), csi.ControllerListVolumeHealthRequest()
+        """The conditions of one node's volumes, of all pages; the first ones of too many."""
+        found = list[_Condition]()
+        request = csi.ControllerListVolumeHealthRequest(max_entries=_OF_A_PAGE)
         while True:
             answer = await self._asked(node, _LIST, request)
             for one in answer.entries:
                 parsed = VolumeId.parse(one.volume_id)
                 if parsed is not None:
                     found += self._of_volume(node, parsed, one)
-            if not answer.next_token or len(found) > _MOST_OF_A_NODE:
+                if len(found) >= _MOST_OF_A_NODE:
+                    return found[:_MOST_OF_A_NODE]
+            if not answer.next_token:
                 return found
             request.starting_token = answer.next_token
 
     async def _asked(self, node: Node, path: str, request: Message) -> Any:
         """A node's answer. Raises AioRpcError, Refused."""
         data = request.SerializeToString()
-        _, answer = await self._answers.of(node, path, request, data, _PATIENCE_SECONDS)
+        # What two nodes may have costs no Event about what one of them has alone.
+        _, answer = await self._answers.of(
+            *(node, path, request, data, _PATIENCE_SECONDS), in_part=True
+        )
         return answer
 
     def _of_volume(
@@ -217,9 +226,21 @@ class HealthEvents(Extra):
                 known = self._conditions.setdefault(one.key, one)
                 known.node, known.segment = one.node, one.segment
                 known.status, known.message, known.seen_seconds = one.status, one.message, now
+        self._forget(found)
         self._looked = self._looked.union(found)
         lately = now - _COUNTED_SECONDS
         self._ends = {key: one for key, one in self._ends.items() if one[1] > lately}
+
+    def _forget(self, nodes: Iterable[str]) -> None:
+        """Forget of each node, above the most, what it named the longest ago."""
+        of = {name: list[_Condition]() for name in nodes}
+        for one in self._conditions.values():
+            if one.node in of:
+                of[one.node].append(one)
+        for every in of.values():
+            every.sort(key=lambda one: one.seen_seconds, reverse=True)
+            for one in every[_MOST_OF_A_NODE:]:
+                del self._conditions[one.key]
 
     def _say(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
         """Write what began and what is over; what fails is tried again later."""
@@ -229,9 +250,9 @@ class HealthEvents(Extra):
         # Only what its node did not name although it answered, or whose node left the cluster.
         left = [one for one in due if one.node in found or self._nodes.get(one.node) is None]
         ending = [one for one in left if now - one.seen_seconds >= _CALM_SECONDS]
-        work = [(one, self._beginning(one)) for one in begun[:_MOST_SAID]]
+        work = [(one, self._beginning(one)) for one in _in_turn(begun)]
         if ending:
-            work += self._in_loop(self._ended(ending[:_MOST_SAID]))
+            work += self._in_loop(self._ended(_in_turn(ending)))
         users = VolumeUsers(
             self._objects, self._lists, self._config.driver_name, self._config.topology_key
         )
@@ -345,6 +366,15 @@ class HealthEvents(Extra):
         ends, _ = self._ends.get(one.key, (0, 0.0))
         key = f"{kind} {one.key.reason} {one.key.volume_id}"
         return Event(kind, reason, f"{message}; {where}", key, ends + 1)
+
+
+def _in_turn(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
+    """As many as one look says: the first of each node, then the second of each."""
+    of: dict[str, list[_Condition]] = {}
+    for one in conditions:
+        of.setdefault(one.node, []).append(one)
+    rows = chain.from_iterable(zip_longest(*of.values()))
+    return list(islice(filter(None, rows), _MOST_SAID))
 
 
 def _status(value: int) -> str:

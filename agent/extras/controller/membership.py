@@ -13,16 +13,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from agent.core import ids
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.kubernetes.objects import CONTENTS, NODES, VOLUMES, Lists, Object, Objects
 from agent.extras.orphans import references
+from lvm import names
 
+# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent
+# (external-snapshotter, pkg/utils, GetDynamicSnapshotContentNameForSnapshot, and its flag
+# --snapshot-name-prefix by default).
+_SNAPSHOT, _CONTENT = "snapshot-", "snapcontent-"
 # How often the Nodes are listed; how soon for a node that enrolled and is not among them.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
-# How often PersistentVolumes are listed again while they may not agree with the nodes.
-_VOLUMES_SECONDS = 120.0
-# Age of the lists by which a node is said to be deleted.
+# How often the Nodes are listed in the time of grace of a deleted one, which may come back.
+_GRACE_INTERVAL_SECONDS = 15.0
+# How often PersistentVolumes are listed again while they may not agree with the nodes; how soon for
+# a claim that counts only then.
+_VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
+# Age of the lists by which a node is said to be deleted for some seconds, or a volume to be on one
+# of several nodes.
 _FRESH_SECONDS = 30.0
 
 
@@ -36,8 +45,18 @@ class Deleted(NamedTuple):
 class Record:
     """What is known of volume groups beside what nodes say. Without an API server: nothing."""
 
-    # Whether what was on a deleted node is forgotten.
-    forgets = False
+    # Whether what was on a deleted node is forgotten, and whether PersistentVolumes are known.
+    forgets = has_volumes = False
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The names of all nodes that belong, also of those that were not asked yet."""
+        return frozenset()
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The nodes with a Node object that PersistentVolumes name, for any group."""
+        return frozenset()
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes of a group name."""
@@ -54,17 +73,21 @@ class Record:
     def doubt(self) -> None:
         """Have PersistentVolumes read again: they may not agree with the nodes."""
 
+    def doubt_claim(self) -> None:
+        """Have PersistentVolumes read soon: a claim counts only after that."""
+
     def node_of(self, identity: VolumeId) -> str:
         """The node that a volume's own PersistentVolume names; empty if there is none. Blocks.
 
-        Raises ClusterRefused.
+        Of a snapshot it is that of its volume. Raises ClusterRefused, ClusterSilent.
         """
         return ""
 
     def deleted(self, identity: VolumeId) -> Deleted | None:
         """Whether an id's node was deleted; None if it is not known to be. Blocks.
 
-        Raises ClusterRefused, ClusterSilent.
+        Where no grace is left, the Nodes were read after the call began. Raises ClusterRefused,
+        ClusterSilent.
         """
         return None
 
@@ -80,7 +103,8 @@ class Record:
 class _Seen:
     """What the API server said last. Replaced as a whole: another thread reads it."""
 
-    # The name of each Node, by itself and by the topology segment that follows from it.
+    # The UID of each Node by its name, and its name by the topology segment that follows from it.
+    uids: Mapping[str, str] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
     # All segments that a Node may have, by its labels too: a node can write those of its own Node,
     # so they only keep what is there from being taken for deleted.
@@ -89,14 +113,15 @@ class _Seen:
     labelled: frozenset[str] = frozenset()
     # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # Of groups for which they name several: the segment by the volume's id.
+    segments: Mapping[str, str] = field(default_factory=dict)
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def belonging(self) -> frozenset[str]:
-        """The nodes that belong by the API server's objects alone."""
-        every = frozenset[str]().union(*self.named.values())
-        return self.labelled | self.names(every)
+    def every_named(self) -> frozenset[str]:
+        """The nodes with a Node object that PersistentVolumes name."""
+        return self.names(frozenset[str]().union(*self.named.values()))
 
     def names(self, segments: Collection[str]) -> frozenset[str]:
         """The names of the Nodes with these segments; those without a Node are left out."""
@@ -119,12 +144,15 @@ class ClusterRecord(Record):
         self._objects, self._lists, self._clock = objects, lists, clock
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._grace_seconds = grace_seconds
-        self.forgets = grace_seconds is not None
+        self.forgets, self.has_volumes = grace_seconds is not None, True
         # Where the nodes that enrolled serve, and when each did last (seconds of the clock).
         self._enrolled: dict[str, tuple[str, float]] = {}
-        self._seen, self._belonging = _Seen(), frozenset[str]()
+        self._seen, self._every_named = _Seen(), frozenset[str]()
         self._nodes_read = self._volumes_read = float("-inf")
-        self._is_doubted = self._has_stranger = False
+        # When something was last found that only another reading can settle: in PersistentVolumes,
+        # for a claim, and for a node that enrolled and is not among the Nodes. It is settled by a
+        # reading that began later and succeeded.
+        self._doubted = self._claimed = self._strange = float("-inf")
         self._reading = threading.RLock()
 
     # Who belongs
@@ -132,15 +160,30 @@ class ClusterRecord(Record):
     @property
     def addresses(self) -> Mapping[str, str]:
         """The members, and where each serves; an empty address for one that has not enrolled."""
-        exist, enrolled = self._seen.nodes, self._enrolled
-        names = self._belonging | {one for one in enrolled if exist.get(one) == one}
-        return {one: enrolled[one][0] if one in enrolled else "" for one in names}
+        enrolled = self._enrolled
+        return {one: enrolled[one][0] if one in enrolled else "" for one in self.members}
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The names of all members."""
+        enrolled = self._seen.uids.keys() & self._enrolled.keys()
+        return self._seen.labelled | self._every_named | enrolled
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The nodes with a Node object that PersistentVolumes name, for any group."""
+        return self._every_named
+
+    def uid_of(self, name: str) -> str:
+        """The UID of a Node by the last reading; empty for one that was not there."""
+        return self._seen.uids.get(name, "")
 
     def enrol(self, name: str, address: str) -> bool:
         """Keep where a node serves; return whether that is new. A node without a Node must wait."""
         is_new = name not in self._enrolled or self._enrolled[name][0] != address
         self._enrolled[name] = address, self._clock()
-        self._has_stranger |= name not in self._seen.nodes
+        if name not in self._seen.uids:
+            self._strange = self._clock()
         return is_new
 
     @property
@@ -150,57 +193,70 @@ class ClusterRecord(Record):
 
     @property
     def _nodes_are_due(self) -> bool:
-        seconds = _SOON_SECONDS if self._has_stranger else _NODES_SECONDS
-        return self._clock() - self._nodes_read >= seconds
+        now, seconds = self._clock(), _NODES_SECONDS
+        if self._strange >= self._nodes_read:
+            seconds = _SOON_SECONDS
+        elif any(now - one < (self._grace_seconds or 0) for one in self._seen.missing.values()):
+            seconds = _GRACE_INTERVAL_SECONDS
+        return now - self._nodes_read >= seconds
 
     @property
     def _volumes_are_due(self) -> bool:
-        never = self._volumes_read == float("-inf")
-        return never or (
-            self._is_doubted and self._clock() - self._volumes_read >= _VOLUMES_SECONDS
+        read = self._volumes_read
+        seconds = min(
+            _VOLUMES_SECONDS if self._doubted >= read else float("inf"),
+            _CLAIM_SECONDS if self._claimed >= read else float("inf"),
         )
+        return self._clock() - read >= seconds
 
     def look(self) -> None:
-        """Read what is due. Raises ClusterSilent; what was known stays."""
+        """Read what is due. Raises ClusterSilent; what was known stays, and what was doubted."""
         with self._reading:
-            if self._volumes_are_due:
-                self._read_volumes()
-            if self._nodes_are_due:
-                self._read_nodes()
+            try:
+                if self._volumes_are_due:
+                    self._read_volumes()
+            finally:
+                if self._nodes_are_due:
+                    self._read_nodes()
 
     def _read_nodes(self) -> None:
-        begun = self._clock()
-        self._has_stranger = False
+        begun, before = self._clock(), self._seen.uids
         found = self._lists.metadata(NODES).items
-        names = [str(one["metadata"]["name"]) for one in found]
-        nodes = {key: one for one in names for key in (one, ids.node_segment(one))}
+        abouts = [one["metadata"] for one in found]
+        uids = {str(one["name"]): str(one.get("uid") or "") for one in abouts}
+        nodes = {ids.node_segment(one): one for one in uids}
         existing = frozenset(references.names_of_nodes(found, self._topology_key))
         labelled = frozenset(
             str(one["metadata"]["name"])
             for one in found
             if self._topology_key in (one["metadata"].get("labels") or {})
         )
-        self._take(replace(self._seen, nodes=nodes, existing=existing, labelled=labelled))
+        self._take(
+            replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
+        )
         self._nodes_read = begun
         for name, (_, seen) in list(self._enrolled.items()):
-            if name not in nodes and seen < begun:
+            # One that was deleted and made again is another machine, which enrols itself.
+            is_same = name in uids and before.get(name, uids[name]) == uids[name]
+            if not is_same and seen < begun:
                 del self._enrolled[name]
 
     def _read_volumes(self) -> None:
         begun = self._clock()
-        self._is_doubted = False
         named: dict[str, frozenset[str]] = {}
         found = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
-        for one in found.items:
-            if uuid := one.get("group"):
-                named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
-        self._take(replace(self._seen, named=named))
+        places = [(one["id"], one["segment"]) for one in found.items if one]
+        for handle, segment in places:
+            uuid = handle.group_uuid
+            named[uuid] = named.get(uuid, frozenset()) | {segment}
+        segments = {str(one): at for one, at in places if len(named[one.group_uuid]) > 1}
+        self._take(replace(self._seen, named=named, segments=segments))
         self._volumes_read = begun
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """The group and the topology segment of a PersistentVolume; empty where it names none."""
+        """The id and the topology segment of a PersistentVolume; empty where it names none."""
         handle, segment = self._parsed(volume)
-        return {} if handle is None else {"group": handle.group_uuid, "segment": segment}
+        return {} if handle is None else {"id": handle, "segment": segment}
 
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
         """The id in a PersistentVolume and its topology segment; None unless it has one of each."""
@@ -223,7 +279,7 @@ class ClusterRecord(Record):
             one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
         }
         self._seen = replace(seen, missing=missing)
-        self._belonging = self._seen.belonging
+        self._every_named = self._seen.every_named
 
     # Whose a group is
 
@@ -241,19 +297,53 @@ class ClusterRecord(Record):
 
     def doubt(self) -> None:
         """Have PersistentVolumes read again with the next look that is due."""
-        self._is_doubted = True
+        self._doubted = self._clock()
+
+    def doubt_claim(self) -> None:
+        """Have PersistentVolumes read soon: a claim counts only after that."""
+        self._claimed = self._clock()
 
     def node_of(self, identity: VolumeId) -> str:
         """The node that a volume's own PersistentVolume names; empty if there is none. Blocks."""
-        segment = self._segment_of(identity)
-        return self._seen.nodes.get(segment, "")
+        return self._seen.nodes.get(self._segment_of(identity), "")
 
     def _segment_of(self, identity: VolumeId) -> str:
-        """The segment in a volume's own PersistentVolume, which has the volume's name; or empty."""
+        """The segment in the PersistentVolume of a volume, or of a snapshot's volume; or empty.
+
+        A volume may have a PersistentVolume of any name, which only the list tells.
+        """
+        if names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
+            source = self._source_of(identity)
+            return self._segment_of(source) if source is not None else ""
         name = ids.readable_name(str(identity))
         found = self._objects.find(f"{VOLUMES}/{name}", "PersistentVolume")
         handle, segment = (None, "") if found is None else self._parsed(found)
-        return segment if handle == identity else ""
+        if handle == identity:
+            return segment
+        with self._reading:
+            if self._volumes_read <= self._clock() - _FRESH_SECONDS:
+                self._read_volumes()
+            return self._seen.segments.get(str(identity), "")
+
+    def _source_of(self, identity: VolumeId) -> VolumeId | None:
+        """The volume of a snapshot, by the content that the snapshotter made for it.
+
+        None for one that was imported, for the member of a group snapshot, and where all volumes of
+        the group are on one node.
+        """
+        if len(self._seen.named.get(identity.group_uuid, ())) < 2:
+            return None
+        uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
+        try:
+            found = self._objects.find(f"{CONTENTS}/{_CONTENT}{uid}", "VolumeSnapshotContent") or {}
+        except errors.ClusterRefused:
+            # Perhaps a cluster without snapshots.
+            return None
+        spec = found.get("spec") or {}
+        source = VolumeId.parse(str((spec.get("source") or {}).get("volumeHandle")))
+        if spec.get("driver") != self._driver_name or source is None:
+            return None
+        return source if source.group_uuid == identity.group_uuid else None
 
     # What was deleted
 
@@ -261,21 +351,30 @@ class ClusterRecord(Record):
         """Whether an id's node was deleted, by its PersistentVolume or those of its group."""
         if self._grace_seconds is None:
             return None
+        asked = self._clock()
         own = self._segment_of(identity)
         with self._reading:
-            since = self._clock() - _FRESH_SECONDS
-            if not own and self._volumes_read <= since:
+            if not own and self._volumes_read <= asked - _FRESH_SECONDS:
                 self._read_volumes()
-            if self._nodes_read <= since:
+            if self._nodes_read <= asked - _FRESH_SECONDS:
                 self._read_nodes()
-            segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
-            if not segments or not self._seen.existing.isdisjoint(segments):
-                return None
-            now = self._clock()
-            begun = {one: self._seen.missing.get(one, now) for one in segments}
-            self._seen = replace(self._seen, missing={**self._seen.missing, **begun})
+            found = self._deleted(identity, own, self._grace_seconds)
+            if found is not None and not found.seconds and self._nodes_read < asked:
+                # A node that joined since may have its disks; one that came back is one, too.
+                self._read_nodes()
+                found = self._deleted(identity, own, self._grace_seconds)
+        return found
+
+    def _deleted(self, identity: VolumeId, own: str, grace_seconds: float) -> Deleted | None:
+        """Whether an id's node was deleted, by what was read; `own` is its volume's segment."""
+        segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
+        if not segments or not self._seen.existing.isdisjoint(segments):
+            return None
+        now = self._clock()
+        begun = {one: self._seen.missing.get(one, now) for one in segments}
+        self._seen = replace(self._seen, missing={**self._seen.missing, **begun})
         last = max(begun, key=lambda one: (begun[one], one))
-        return Deleted(last, max(0.0, begun[last] + self._grace_seconds - now))
+        return Deleted(last, max(0.0, begun[last] + grace_seconds - now))
 
     def snapshots_of(self, identity: VolumeId) -> Sequence[str]:
         """The names of the VolumeSnapshotContents of a volume.

@@ -1,10 +1,15 @@
 """The nodes of the cluster as the controller knows them: which answers, and who has which group.
 
 Nothing is kept on disk: each node is asked again after a start. A node claims the groups that it
-named in its last answer, for as long as it belongs to the cluster. PersistentVolumes name nodes,
-too (membership.py). Where all of these agree on one node, the group is that node's. Where they do
-not, PersistentVolumes decide who is called for what exists, if that node claims the group; nothing
-new is made on any node that claims the group; and no order of events counts.
+named in its last answer, for as long as it belongs to the cluster; and those of earlier answers
+while it has not looked at all its disks since its start. PersistentVolumes name nodes, too
+(membership.py). Where all of these agree on one node, the group is that node's. Where they do not,
+PersistentVolumes decide who is called for what exists, if that node claims the group; nothing new
+is made on any node that claims the group; and no order of events counts.
+
+The only claim to a group that no PersistentVolume names counts once it is settled:
+PersistentVolumes were read after it, and no other member may have the group without anyone knowing.
+Such a member has reported no groups to this controller yet, and no PersistentVolume names it.
 """
 
 import asyncio
@@ -30,7 +35,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
-# How often a node that answers is asked, and one that does not.
+# How often a node that answers is asked, and one that does not, or has not looked at its disks.
 _INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
 _PATIENCE_SECONDS = 3.0
 # A node's answer that is younger is not asked for again to find a group.
@@ -41,6 +46,8 @@ _MOST_NAMED = 5
 # Characters that are shown of what a node says and cannot be so, of its version and its errors, and
 # the most that its topology and its groups may take.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
+# The most groups of a node.
+_MOST_GROUPS = 200
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
@@ -109,6 +116,14 @@ class Node:
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of its volume groups, by the start of their UUIDs as ids have it.
     groups: Mapping[str, str] = field(default_factory=dict)
+    # Whether it has looked at all its disks since its start; None for an older version, which does
+    # not say.
+    is_whole: bool | None = None
+    # Whether it has reported its groups to this controller: all, as far as its version knows.
+    has_reported: bool = False
+    # Since when (of the record) it claims each of its groups, and those whose claim is settled.
+    claimed: dict[str, float] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
     # When it answered last, and when it was asked last (monotonic, seconds); 0 for never.
     answered_seconds: float = 0.0
     asked_seconds: float = 0.0
@@ -144,8 +159,14 @@ class Node:
     @property
     def is_due(self) -> bool:
         """Whether it is to be asked again."""
-        interval = _SILENT_INTERVAL_SECONDS if self.problem else _INTERVAL_SECONDS
+        is_soon = self.problem or self.is_whole is False
+        interval = _SILENT_INTERVAL_SECONDS if is_soon else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
+
+    @property
+    def has_all_named(self) -> bool:
+        """Whether it answers, and has no group but those that it names."""
+        return not self.problem and self.is_whole is True
 
     @property
     def silent_seconds(self) -> float:
@@ -318,7 +339,7 @@ class Nodes:
             raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
-            if self._is_unsettled(parsed.group_uuid):
+            if self._must_ask(parsed.group_uuid):
                 await self._ask_all()
             try:
                 node = await self._owner(parsed, what)
@@ -329,14 +350,43 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The only node that claims a group, if PersistentVolumes name no other."""
-        claiming = self._claims.get(uuid, ())
-        if len(claiming) != 1 or not self._named(uuid).issubset(claiming):
+        """The only node that claims a group, if PersistentVolumes name it or its claim counts."""
+        claiming, named = self._claims.get(uuid, ()), self._named(uuid)
+        if len(claiming) != 1 or not named.issubset(claiming):
             return None
         [name] = claiming
-        return self._nodes[name]
+        node = self._nodes[name]
+        return node if named or self._is_settled(node, uuid) else None
 
-    def _is_unsettled(self, uuid: str) -> bool:
+    def _is_settled(self, node: Node, uuid: str) -> bool:
+        """Whether a node's claim to a group counts by itself: from then on, while it is alone."""
+        if self._holders(uuid) != {node.name}:
+            return False
+        if uuid not in node.settled and not self._unsettled(node, uuid):
+            node.settled.add(uuid)
+        return uuid in node.settled
+
+    def _unsettled(self, node: Node, uuid: str) -> str:
+        """Why the only claim to a group does not count yet; empty where it does."""
+        if not self._record.is_newer(node.claimed.get(uuid, 0.0)):
+            self._record.doubt_claim()
+            return "PersistentVolumes, which may name another, are being read"
+        if others := self._unreported(node):
+            return (
+                f"it may be that of {_several(others)}: no PersistentVolume names such a node, and"
+                " it has not reported its groups to this controller. Start Carver there, or delete"
+                " its Node if it will not come back"
+            )
+        return ""
+
+    def _unreported(self, node: Node) -> Sequence[str]:
+        """The other members that may have any group: it was never reported, nor is one known."""
+        if not self._record.has_volumes:
+            return ()
+        known = {one.name for one in self if one.has_reported} | self._record.named
+        return sorted(self._record.members - known - {node.name})
+
+    def _must_ask(self, uuid: str) -> bool:
         """Whether nodes are to be asked once more who has a group, before a call is refused."""
         named, claiming = self._named(uuid), self._claims.get(uuid, set())
         if not named:
@@ -350,7 +400,8 @@ class Nodes:
         if len(named) > 1:
             own = await self._asked(self._record.node_of, parsed)
             # Nodes may have left meanwhile.
-            named = self._named(uuid) & {own}
+            every = self._named(uuid)
+            named = every & ({own} if own else self._only_holder(uuid, every))
             if not named:
                 raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
         claiming = self._claims.get(uuid, set())
@@ -361,16 +412,37 @@ class Nodes:
             if not claiming:
                 raise NoOwner(self._unknown(parsed, what))
             [name] = claiming
-            return self._nodes[name]
+            if not self._is_settled(node := self._nodes[name], uuid):
+                raise unavailable(f"{what}: {self._unproved(node, uuid)}")
+            return node
         [name] = named
         node = self._nodes[name]
         if name not in claiming:
             self._record.doubt()
+            if not node.problem and node.is_whole is False:
+                raise unavailable(
+                    f"{what}: node {name} has not looked at all its disks since its start, and"
+                    f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
+                )
             if not node.problem and claiming:
                 raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
             if not node.problem:
                 raise NoOwner(self._unknown(parsed, what))
         return node
+
+    def _only_holder(self, uuid: str, named: frozenset[str]) -> frozenset[str]:
+        """The one of several nodes that are named which has a group, if all others have it not."""
+        claiming = named & self._claims.get(uuid, set())
+        others = [self._nodes[one] for one in named - claiming]
+        is_sure = len(claiming) == 1 and all(one.has_all_named for one in others)
+        return claiming if is_sure else frozenset()
+
+    def _unproved(self, node: Node, uuid: str) -> str:
+        """Why the only claim to a group does not count yet."""
+        return (
+            f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), which no"
+            f" PersistentVolume names, and that does not count yet: {self._unsettled(node, uuid)}"
+        )
 
     def _named(self, uuid: str) -> frozenset[str]:
         """The nodes of the cluster that PersistentVolumes of a group name, or may name.
@@ -388,12 +460,33 @@ class Nodes:
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
     def conflict(self, node: Node) -> str:
-        """Why no volume is made on a node: what is wrong with its groups; empty if nothing is."""
-        return "; ".join(
-            self._dispute(group, uuid)
+        """What is wrong with a node's groups that others may have, too; empty if nothing is."""
+        disputed = [
+            (uuid, group)
             for uuid, group in sorted(node.groups.items())
             if len(self._holders(uuid)) > 1
-        )
+        ]
+        return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
+
+    def no_new(self, node: Node) -> str:
+        """Why no volume is made on a node; empty if one may be.
+
+        Either another node may have one of its groups: which group a class uses, only the node
+        knows. Or each of its groups may be that of a member whose groups are not known.
+        """
+        if problem := self.conflict(node):
+            return problem
+        if self._has_own(node) or not self._unreported(node):
+            return ""
+        return self._unproved(node, min(node.groups))
+
+    def require_own(self, node: Node) -> None:
+        """Raise Refused for a node that has groups, of which none counts as its own yet."""
+        if not self._has_own(node):
+            raise unavailable(self._unproved(node, min(node.groups)))
+
+    def _has_own(self, node: Node) -> bool:
+        return not node.groups or any(self._is_own(node, uuid) for uuid in node.groups)
 
     def contested(self, node: Node) -> int:
         """How many of a node's groups other nodes have, too."""
@@ -420,8 +513,20 @@ class Nodes:
 
     def require_undisputed(self, parsed: VolumeId, what: str) -> None:
         """Raise Refused for a group that several nodes may have."""
-        if len(self._holders(parsed.group_uuid)) > 1:
-            raise unavailable(f"{what}: {self._dispute(parsed.group, parsed.group_uuid)}")
+        holders = self._holders(uuid := parsed.group_uuid)
+        if len(holders) > 1:
+            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+        for one in map(self._nodes.__getitem__, holders):
+            if uuid in one.groups and not self._is_own(one, uuid):
+                raise unavailable(f"{what}: {self._unproved(one, uuid)}")
+
+    def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
+        """Raise Refused unless another node has the group of an id, and tells of it itself."""
+        uuid = identity.group_uuid
+        others = [self._nodes[one] for one in self._claims.get(uuid, ()) if one != node.name]
+        if not any(self._is_own(one, uuid) for one in others):
+            self.require_undisputed(identity, what)
+            raise unavailable(f"{what}: {self._dispute(identity.group, uuid)}")
 
     def places(self, node: Node) -> frozenset[str]:
         """The volume groups that are a node's own, as ids name them: `group@uuid`."""
@@ -430,12 +535,12 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a group is a node's: PersistentVolumes name that node, or no other may have it.
+        """Whether a group is a node's: PersistentVolumes name that node, or its claim is settled.
 
         That they may name a node, as it had the group until lately, proves nothing for that node.
         """
         named = self._record.nodes_of(uuid) & self._nodes.keys()
-        return node.name in named if named else self._holders(uuid) == {node.name}
+        return node.name in named if named else self._is_settled(node, uuid)
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.
@@ -446,7 +551,7 @@ class Nodes:
         if parsed is None:
             return None
         await self.ask(node)
-        if node.problem or parsed.group_uuid in node.groups:
+        if node.problem or node.is_whole is False or parsed.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
         other = await self._owner(parsed, what)
@@ -461,18 +566,31 @@ class Nodes:
         """Raise Forgotten for what was on a deleted node; Refused while that is not certain.
 
         Certain is: a PersistentVolume names a node without a Node object, for a while, and all
-        nodes answer, and none of them has the group.
+        members say that they have looked at all their disks, and none of them has the group, or
+        had it until lately.
         """
         if not self._record.forgets:
             return
         found = await self._asked(self._record.deleted, parsed, problem)
         if found is None:
             return
-        silent = [one.name for one in self if one.problem]
-        if silent:
+        # Also members that were found only now.
+        every = self._record.members.union(self._nodes)
+        unsure = sorted(
+            one for one in every if (m := self._nodes.get(one)) is None or not m.has_all_named
+        )
+        if unsure:
             raise unavailable(
                 f"node {found.segment} was deleted, but {parsed} may be on another node by now"
-                f"{_not_asked(silent)}; that it is gone is believed once all nodes answer"
+                f"{self._why_unsure(unsure)}; that it is gone is believed once all nodes answer"
+            )
+        uuid = parsed.group_uuid
+        former = self._former.get(uuid, {})
+        if self._claims.get(uuid) or not all(map(self._record.is_newer, former.values())):
+            self._record.doubt_claim()
+            raise unavailable(
+                f"node {found.segment} was deleted, but volume group {parsed.group} ({uuid}) is on"
+                f" another node, or was until a moment ago: {_several(sorted(former))}"
             )
         if found.seconds:
             raise unavailable(
@@ -539,10 +657,13 @@ class Nodes:
         try:
             async with self._turn:
                 node.asked_seconds = time.monotonic()
+                address = node.address
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
                 said = csi.GetPluginInfoResponse.FromString(answer)
             if self._nodes.get(node.name) is not node:
                 raise unavailable(f"node {node.name} left the cluster")
+            if node.address != address:
+                raise unavailable(_NOT_ASKED)
             self._believe(node, said)
         except Exception as error:
             problem = problem_of(error)
@@ -575,22 +696,36 @@ class Nodes:
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
+        # An older version does not say whether these are all.
+        whole = manifest.get(routes.IS_WHOLE)
+        is_whole = None if whole is None else whole == routes.YES
+        if is_whole is False:
+            # Those that it had may be on disks that it has not looked at.
+            groups = {**node.groups, **groups}
+        if len(groups) > _MOST_GROUPS:
+            raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
+        node.is_whole, node.has_reported = is_whole, node.has_reported or is_whole is not False
         given_up = node.groups.keys() - groups.keys()
         if given_up:
             self._forget_former()
         for uuid in given_up:
             self._give_up(node, uuid)
+            node.claimed.pop(uuid, None)
+            node.settled.discard(uuid)
             self._former.setdefault(uuid, {})[node.name] = self._record.now()
             self._record.doubt()
         node.segments, node.groups = segments, groups
         for uuid in groups:
-            if not self._record.nodes_of(uuid) and node.name not in self._claims.get(uuid, ()):
-                # They may have been made since the last reading.
-                self._record.doubt()
+            if uuid not in node.claimed:
+                node.claimed[uuid] = self._record.now()
+                if not self._record.nodes_of(uuid):
+                    # They may have been made since the last reading.
+                    self._record.doubt_claim()
             self._claims.setdefault(uuid, set()).add(node.name)
             # It claims the group again, and is believed no more than at first.
             self._former.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
+            self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
         """Log once that several nodes have a group."""
@@ -626,11 +761,19 @@ class Nodes:
         self._later(node.close())
 
     def _unknown(self, parsed: VolumeId, what: str) -> str:
-        silent = [one.name for one in self if one.problem]
+        unsure = [one.name for one in self if one.problem or one.is_whole is False]
         return (
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
-            f"{_not_asked(silent)}. Start Carver on its node, or attach its disks to one"
+            f"{self._why_unsure(unsure)}. Start Carver on its node, or attach its disks to one"
         )
+
+    def _why_unsure(self, unsure: Sequence[str]) -> str:
+        """The names of nodes that may have more than they said, by why they may."""
+        looking = [one for one in unsure if (m := self._nodes.get(one)) and not m.problem]
+        silent = _not_asked([one for one in unsure if one not in looking])
+        if not looking:
+            return silent
+        return f"{silent}; nodes that have not looked at all their disks: {_several(looking)}"
 
 
 def _not_an_id(identity: str, what: str) -> Refused:

@@ -157,9 +157,10 @@ class Placement:
         return self._undisputed(node, grpc.StatusCode.UNAVAILABLE)
 
     def _undisputed(self, node: Node, code: grpc.StatusCode) -> Node:
-        """The node, unless other nodes have a group of its, too. Raises Refused."""
-        if problem := self._nodes.conflict(node):
+        """The node, unless another may have its groups. Raises Refused."""
+        if problem := self._nodes.no_new(node):
             raise Refused(code, problem)
+        self._nodes.require_own(node)
         return node
 
     async def _is_scheduled(
@@ -238,7 +239,7 @@ class Placement:
             one
             for one in self._nodes.answering()
             if not allowed or any(each.items() <= one.segments.items() for each in allowed)
-            if not self._nodes.conflict(one)
+            if not self._nodes.no_new(one)
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
@@ -296,7 +297,7 @@ class Placement:
         """The capacity of the node that a topology names, or of all nodes that answer together."""
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)
-            if self._nodes.conflict(node):
+            if self._nodes.no_new(node):
                 return _no_capacity()
             answer: csi.GetCapacityResponse = await self._ask("GetCapacity", node, request)
             return answer
@@ -304,7 +305,7 @@ class Placement:
             *(
                 self._ask("GetCapacity", one, request)
                 for one in self._nodes.require_all()
-                if not self._nodes.conflict(one)
+                if not self._nodes.no_new(one)
             )
         )
         answer = csi.GetCapacityResponse(

@@ -20,6 +20,7 @@ from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
+from lvm.disks import Unanswered
 from lvm.labels import PhysicalLabel
 from mount import errors as mount_errors
 from proto import csi_pb2 as csi
@@ -58,10 +59,16 @@ class Listener(Extra):
         failure = "cannot look for volume groups that no class names: %s"
         # A disk that hangs delays neither the start nor enrolment.
         self._tasks = [
-            PeriodicTask("other groups", self.find_other_groups, _GROUPS_SECONDS, failure)
+            PeriodicTask(
+                *("other groups", self.find_other_groups, _GROUPS_SECONDS, failure),
+                retry_seconds=_TAKEN_SECONDS,
+                longest_retry_seconds=_GROUPS_SECONDS,
+            )
         ]
         # Where it listens, after its start.
         self.port = 0
+        # Whether a look at the disks has succeeded, so that each group there is known.
+        self._has_looked = False
         if self._address is None:
             return
         if config.controllers is not None:
@@ -108,7 +115,9 @@ class Listener(Extra):
             interceptors=[only, service.interceptor],
             options=certificates.SERVER_OPTIONS,
         )
-        csi_pb2_grpc.add_IdentityServicer_to_server(_Routed(service), server)
+        csi_pb2_grpc.add_IdentityServicer_to_server(
+            _Routed(service, lambda: self._has_looked), server
+        )
         csi_pb2_grpc.add_ControllerServicer_to_server(service.controller, server)
         csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
         if (changed_blocks := service.extras.get("changed_blocks")) is not None:
@@ -130,12 +139,15 @@ class Listener(Extra):
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
     def find_other_groups(self) -> None:
-        """Locate groups with Carver's tags that no class names, so that calls reach them, too.
+        """Locate groups with Carver's tags that are not known, so that calls reach them, too.
 
-        Raises OtherGroups with those that cannot be read.
+        Such as no class names, and such as a class names but are not recovered yet. Raises
+        OtherGroups with those that cannot be read, and the disks that do not answer.
         """
         groups, problems = self._service.volume_groups, []
-        for one in groups.scan().values():
+        for path, one in groups.scan().items():
+            if isinstance(one, Unanswered):
+                problems.append(f"{path}: {one}")
             found = one.group if isinstance(one, PhysicalLabel) else None
             if found is None or not found.has_own_tags or found.name in groups.uuids():
                 continue
@@ -146,6 +158,7 @@ class Listener(Extra):
                 problems.append(f"{found.name}: {error}")
         if problems:
             raise OtherGroups("; ".join(sorted(set(problems))))
+        self._has_looked = True
 
 
 def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
@@ -158,8 +171,8 @@ def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enrol
 class _Routed(Identity):
     """Identity, which also says what the controller must know of a node."""
 
-    def __init__(self, service: Service) -> None:
-        self._config = service.context.config
+    def __init__(self, service: Service, has_looked: Callable[[], bool]) -> None:
+        self._config, self._has_looked = service.context.config, has_looked
         self._volume_groups = service.volume_groups
         super().__init__(service.readiness, self._config.driver_name, service.offered)
 
@@ -170,6 +183,8 @@ class _Routed(Identity):
         answer = super().GetPluginInfo(request, context)
         answer.manifest[routes.NODE_ID] = self._config.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
+        # Before the groups, which may become more meanwhile.
+        answer.manifest[routes.IS_WHOLE] = routes.YES if self._has_looked() else ""
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 

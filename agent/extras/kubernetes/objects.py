@@ -51,7 +51,8 @@ def _all(one: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
     about = one["metadata"]
-    return {"metadata": {"name": about["name"], "labels": about.get("labels") or {}}}
+    kept = {"name": about["name"], "uid": about["uid"], "labels": about.get("labels") or {}}
+    return {"metadata": kept}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Lists:
         return self._whole(path, _Question(kind, query, keep, if_served=if_served))
 
     def metadata(self, path: str) -> Listing:
-        """Read the names and labels of a complete collection; raises ClusterSilent."""
+        """Read names, UIDs and labels of a complete collection; raises ClusterSilent."""
         return self._whole(path, _Question(_METADATA, {}, _labels, {"Accept": _AS_METADATA}))
 
     def _whole(self, path: str, asked: "_Question") -> Listing:

@@ -8,10 +8,13 @@ import expect
 import pytest
 import serving
 from fakes.host import FakeHost
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.core import ids
 from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block
+from agent.extras.controller import certificates
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -101,3 +104,23 @@ def test_the_value_is_the_same_in_every_version() -> None:
     """The volumes' PersistentVolumes have it; docs/configuration.md says how it is made."""
     assert ids.node_segment("n" * 63) == "n" * 63
     assert ids.node_segment("n" * 64) == f"{'n' * 46}-ce068a195ab380a8"
+
+
+@pytest.mark.parametrize("length", [64, 70, 235, 236, 253])
+def test_no_node_has_the_segment_or_the_certificate_of_another(length: int) -> None:
+    """Whatever a Node is called: 63 characters are a name, too, such as a shortened one."""
+    name = "n" * length
+    names, twin = [name], name
+    for _ in range(3):
+        names.append(twin := ids.node_segment(twin))
+        assert len(twin) == 63
+    assert len(set(map(ids.node_segment, names))) == len(names)
+    assert len({certificates.node_name(one, "lvm.csi.carver") for one in names}) == len(names)
+
+
+@given(st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,80}[a-z0-9])?", fullmatch=True))
+def test_a_short_name_is_its_own_segment_unless_it_looks_like_a_shortened_one(name: str) -> None:
+    segment = ids.node_segment(name)
+    looks = re.fullmatch(r".{46}-[0-9a-f]{16}", name) is not None
+    assert (segment == name) is (len(name) <= 63 and not looks)
+    assert len(segment) <= 63

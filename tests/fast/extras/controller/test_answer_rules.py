@@ -588,7 +588,7 @@ def repeated() -> Iterator[tuple[str, Any, Any, str]]:
     for method, request, honest in CASES:
         for index, one in enumerate(messages(honest)):
             for descriptor in one.DESCRIPTOR.fields:
-                kind = descriptor.message_type
+                kind: Any = descriptor.message_type
                 is_map = kind is not None and kind.GetOptions().map_entry
                 if not descriptor.is_repeated or is_map:
                     continue

@@ -83,6 +83,7 @@ def copy_with_new_uuid(two: Cluster, name: str) -> None:
     node.host.lvm("vgchange", "--uuid", "--", node.group)
     node.restart()
     node.service.inventory.state()
+    clustered.listener(node).find_other_groups()
     clustered.listener(node).serve()
     two.write_nodes()
     two.loop.run(two.controller.look())

@@ -28,6 +28,8 @@ from csi_client import Client
 from enrolled import AUDIENCE, MAP, SECRET, SPACE, Cluster, Token, central, enrol, free_port
 from fakes.host import FakeHost
 from granted import Rights
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.core import errors
 from agent.core.settings import Config
@@ -210,14 +212,73 @@ def test_an_authority_is_followed_by_one_that_is_published_first(
     assert signer == first
     # From an hour later, and the old one is trusted until its end.
     again, signer = after(276.1)
-    assert sorted(again) == sorted(both)
+    assert again == both
     assert signer in both
     assert signer != first
-    after_end, _ = after(366)
-    assert after_end == signer
+    assert after(366) == (both, signer)
     # After years without a controller.
-    last, signer = after(5000)
-    assert last == signer
+    last, newest = after(5000)
+    assert newest not in both
+    assert last == b"".join(sorted((signer, newest)))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            # By how many days one controller's clock is wrong, after so many days.
+            st.sampled_from((0.1, 1, 5, 100, 300, 364, 366, 400, 5000, -0.1, -1, -400, -5000)),
+            st.sampled_from((0, 0.01, 0.1, 1, 30, 200)),
+        ),
+        max_size=10,
+    )
+)
+def test_a_clock_that_was_wrong_costs_the_cluster_no_authority(
+    steps: list[tuple[float, float]],
+) -> None:
+    """Once a controller with a right clock looks, a valid one signs; the one before is trusted."""
+    day, now = datetime.timedelta(days=1), datetime.datetime.now(datetime.UTC)
+    made = authority._renewed({}, now)
+    for error, days in steps:
+        now += days * day
+        made = authority._renewed(made, now)
+        signer = made["current"]
+        made = authority._renewed(made, now + error * day)
+        made = authority._renewed(made, now)
+        assert made["current"].is_valid(now)
+        assert signer in made.values()
+        made = authority._renewed(made, now)
+        assert authority._renewed(made, now) == made
+
+
+@pytest.mark.parametrize("hours", [1, 8, 13])
+def test_what_a_controller_makes_whose_clock_is_ahead_is_valid_at_once(
+    api: Cluster, server: access.Server, hours: int
+) -> None:
+    """As one whose hardware clock has local time, until NTP corrects it."""
+    now = datetime.datetime.now(datetime.UTC)
+    ahead = now + datetime.timedelta(hours=hours)
+    made = Authority(Objects(server), SPACE, "carver-controller")
+    made.refresh(ahead)
+    first = made.bundle
+    signed = made.sign("here", new_key().public_key(), ahead)
+    made.refresh(now)
+    assert made.bundle == first
+    for one in (first, signed):
+        assert x509.load_pem_x509_certificate(one).not_valid_before_utc <= now
+
+
+def test_a_certificate_that_has_not_begun_is_replaced(
+    api: Cluster, enrolment: tuple[Enrolment, int], config: Config, tmp_path: Path
+) -> None:
+    made, _ = enrolment
+    node = Enroller(replace(config, enrolment_directory=tmp_path), "10.0.0.1:9810", lambda: None)
+    (tmp_path / "ca.crt").write_bytes(made._authority.bundle)
+    now = datetime.datetime.now(datetime.UTC)
+    for days, needs in ((0, False), (2, True)):
+        at = now + datetime.timedelta(days=days)
+        signed = made._authority.sign("here", new_key().public_key(), at)
+        node._own, node._renew_at = (signed, b""), float("inf")
+        assert node._needs_certificate() is needs
 
 
 def test_a_node_enrols_and_is_reached(
@@ -263,6 +324,13 @@ def test_a_node_enrols_and_is_reached(
             await asyncio.gather(*map(controller.nodes.ask, controller.nodes))
 
         loop.run(asked())
+        # No PersistentVolume names its group, so its claim counts once they were read after it.
+        with pytest.raises(grpc.RpcError) as raised:
+            client.create("pvc-1", 4 << 20, block())
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "are being read" in str(raised.value.details())
+        source.record._volumes_read -= 20
+        loop.run(controller.look())
         volume = client.create("pvc-1", 4 << 20, block())
         assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
         # The key of the node is renewed while it serves.
@@ -384,6 +452,42 @@ def test_a_broken_bundle_ends_no_enrolment_for_good(
     made.task.run_once()
     # It counts all failures, and there was no other.
     assert made.task.failures == 1
+
+
+def test_a_token_counts_no_longer_once_another_came_for_its_node(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    """As of a machine that was taken out, and whose name another has now."""
+    made, port = enrolment
+    api.tokens["old"] = Token()
+    enrol(api, port, "old", address="10.0.0.1:9810")
+    del api.tokens["old"]
+    # It was reviewed a moment ago.
+    enrol(api, port, "old", address="10.0.0.1:9810")
+    api.tokens["new"] = Token(pod="pod-2", uid="uid-2")
+    enrol(api, port, "new", address="10.0.0.2:9810")
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old", address="10.0.0.1:9810")
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made.addresses == {"here": "10.0.0.2:9810"}
+
+
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_token_counts_no_longer_than_its_node(
+    api: Cluster, enrolment: tuple[Enrolment, int], is_made_again: bool
+) -> None:
+    made, port = enrolment
+    api.tokens["old"] = Token()
+    enrol(api, port, "old")
+    del api.tokens["old"]
+    api.leave("here")
+    if is_made_again:
+        api.join("here")
+    made.record._read_nodes()
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old")
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made.addresses == ({"here": ""} if is_made_again else {})
 
 
 def test_a_signing_request_s_own_names_are_not_signed(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from authority import Authority
 from clustered import Loop
 from fakes.host import FakeHost
 from granted import Rights
+from hypothesis import given
+from hypothesis import strategies as st
 from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors
@@ -26,6 +29,7 @@ from agent.extras.controller.health_events import HealthEvents
 from agent.extras.controller.process import ClusterController, Files
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 CALM, AGAIN = 300.0, 600.0
@@ -485,6 +489,77 @@ def test_a_node_that_answers_nothing_costs_no_other_its_events(site: Site, metho
     site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
     assert "Warning RaidDegraded other x1" in site.look(CALM)
     assert site.look(CALM) == ["Warning PoolFull its x1", "Warning RaidDegraded other x1"]
+
+
+def many(site: Site, number: int, count: int, salt: int, volumes: int = 1) -> bytes:
+    """An answer with so many conditions, a few for each volume."""
+    entries = []
+    for volume in range(volumes):
+        one = csi.VolumeHealth(volume_id=f"data@{uuid_of(number)}/vol-made-up-{volume:04}")
+        for at in range(count):
+            one.health_statuses.add(reason=f"R{salt}n{at}")
+        entries.append(one)
+    return csi.ControllerListVolumeHealthResponse(entries=entries).SerializeToString()
+
+
+def test_what_one_node_says_takes_no_memory_without_end(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other reasons at each look, and in one page more than are kept."""
+    monkeypatch.setattr(health_events, "_MOST_OF_A_NODE", 50)
+    site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
+    for salt in range(6):
+        answer = many(site, 0, 30, salt, volumes=4)
+        site.nodes[0].forged["ControllerListVolumeHealth"] = answer
+        site.look()
+        kept = [one.node for one in site.events._conditions.values()]
+        assert kept.count("node-00000") <= 50
+    assert site.api.said() == ["Warning RaidDegraded other x1"]
+
+
+def test_conditions_of_one_node_delay_no_other_s(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands, and always the same: what could not be said comes again before others' turn."""
+    monkeypatch.setattr(health_events, "_MOST_SAID", 10)
+    answer = many(site, 0, 40, 0, volumes=20)
+    site.nodes[0].forged["ControllerListVolumeHealth"] = answer
+    for _ in range(3):
+        site.look()
+    site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
+    assert site.look() == ["Warning RaidDegraded other x1"]
+    site.sick(1)
+    assert "Normal ConditionEnded other x1" in site.look(CALM)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(1, 40))
+def test_each_node_s_conditions_have_their_turn(nodes_of: list[int], most: int) -> None:
+    every = [
+        health_events._Condition(
+            health_events._Key(str(at), "R"), str(node), "", "DEGRADED", "", is_new=True
+        )
+        for at, node in enumerate(nodes_of)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health_events, "_MOST_SAID", most)
+        said = health_events._in_turn(every)
+    assert len(said) == min(most, len(every))
+    counts = Counter(one.node for one in said)
+    whole = Counter(one.node for one in every)
+    for name, count in counts.items():
+        for other, total in whole.items():
+            # None has two more than another that has more to say.
+            assert counts[other] == total or counts[other] >= count - 1, (name, other)
+
+
+def test_a_node_that_is_asked_for_a_page_says_no_more(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = [csi.VolumeHealth(volume_id=f"data@{uuid_of(0)}/vol-{at}") for at in range(501)]
+    answer = csi.ControllerListVolumeHealthResponse(entries=entries)
+    site.nodes[0].forged["ControllerListVolumeHealth"] = answer.SerializeToString()
+    site.look()
+    assert "there may be at most 500" in caplog.text
 
 
 def test_a_node_that_leaves_while_it_is_asked_costs_no_other_its_events(

@@ -30,6 +30,9 @@ from simulated import SimulatedNode, uuid_of
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.extras.controller import routes
+from agent.extras.controller.answer_rules import Row, Untrue
+from agent.extras.controller.answers import Answers
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.membership import ClusterRecord, Deleted
 from agent.extras.controller.metrics import Metrics
@@ -220,9 +223,9 @@ def test_what_was_known_stays_while_the_api_server_does_not_answer(
     api.join("a")
     add_volume(api, "pvc-1", "a")
     record.look()
-    record.doubt()
-    clock.now += 120
     for path in (api_server.VOLUMES, api_server.NODES):
+        record.doubt()
+        clock.now += 120
         api.lie(path, *[api_server.status(500)] * 3)
         with pytest.raises(errors.ClusterSilent):
             record.look()
@@ -327,6 +330,86 @@ def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.S
     record.look()
     assert not record.forgets
     assert record.deleted(identity("vol-pvc-1")) is None
+
+
+def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    add_volume(api, "pvc-1", "a")
+    record.look()
+    clock.now += 300
+    record.look()
+    api.join("a")
+    clock.now += 16
+    record.look()
+    api.leave("a")
+    clock.now += 60
+    record.look()
+    found = record.deleted(identity("vol-pvc-1"))
+    assert found is not None
+    assert found.seconds == GRACE
+    # Once nothing is waited for, the Nodes are listed each minute again.
+    clock.now += GRACE
+    record.look()
+    clock.now += 59
+    assert not record.is_due
+
+
+@pytest.mark.parametrize("what", ["doubt", "doubt_claim", "stranger"])
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_doubt_outlasts_readings_that_fail(
+    api: Cluster, record: ClusterRecord, clock: Clock, what: str, failures: int
+) -> None:
+    api.join("a")
+    look(record, clock)
+    path = api_server.NODES if what == "stranger" else api_server.VOLUMES
+    if what == "stranger":
+        record.enrol("new", "10.0.0.1:9810")
+        api.add(api_server.NODES, "new")
+    else:
+        getattr(record, what)()
+        add_volume(api, "pvc-1", "a")
+    api.lie(path, *[api_server.status(403)] * failures)
+    for _ in range(failures):
+        clock.now += 120
+        with pytest.raises(errors.ClusterSilent):
+            record.look()
+    clock.now += 20
+    record.look()
+    if what == "stranger":
+        assert record.addresses == {"a": "", "new": "10.0.0.1:9810"}
+    else:
+        assert record.nodes_of(UUID) == {"a"}
+
+
+def test_persistentvolumes_that_cannot_be_read_hold_up_no_list_of_the_nodes(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    record.look()
+    record.doubt()
+    api.join("a")
+    clock.now += 120
+    api.lie(api_server.VOLUMES, api_server.status(403))
+    with pytest.raises(errors.ClusterSilent):
+        record.look()
+    assert list(record.addresses) == ["a"]
+
+
+def test_a_node_that_was_made_again_is_another_machine(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """Also if it was away between two lists only."""
+    api.join("a")
+    record.enrol("a", "10.0.0.1:9810")
+    look(record, clock)
+    assert record.addresses == {"a": "10.0.0.1:9810"}
+    api.leave("a")
+    api.join("a")
+    look(record, clock)
+    assert record.addresses == {"a": ""}
+    record.enrol("a", "10.0.0.2:9810")
+    look(record, clock)
+    assert record.addresses == {"a": "10.0.0.2:9810"}
 
 
 # With the controller
@@ -461,6 +544,22 @@ def test_nothing_is_forgotten_while_a_member_is_silent(site: Site) -> None:
     assert "may be on another node by now; nodes that do not answer: here" in said
 
 
+@pytest.mark.parametrize("seconds", [1, 20, 29, 31, 45])
+def test_nothing_is_forgotten_while_a_member_is_silent_that_joined_lately(
+    site: Site, seconds: int
+) -> None:
+    """The Nodes are read for the call, and nobody has asked it yet."""
+    volume = add_volume(site.api, "pvc-1", "gone")
+    site.source.record.doubt()
+    site.look()
+    site.look(GRACE)
+    site.look(60)
+    site.api.join("new")
+    site.clock.now += seconds
+    said = site.said(site.client.delete, volume)
+    assert "may be on another node by now; nodes that do not answer: new" in said
+
+
 def test_a_forgotten_volume_s_snapshots_are_deleted_before_it(site: Site) -> None:
     """Its PersistentVolume is the proof that they were on that node, too."""
     volume = add_volume(site.api, "pvc-1", "gone")
@@ -528,7 +627,7 @@ _actions = st.one_of(
     st.tuples(st.sampled_from(("node_comes", "node_goes", "breaks", "mends")), _names),
     st.tuples(st.just("loses_disks"), _names),
     *(st.tuples(st.sampled_from(("makes", "makes", "steals", "copies")), _names),) * 2,
-    st.tuples(st.just("removes"), _names),
+    st.tuples(st.sampled_from(("removes", "restarts", "looks")), _names),
     st.tuples(st.just("restart")),
     st.tuples(st.just("wait"), st.sampled_from((1, 60, 700))),
 )
@@ -541,23 +640,29 @@ class Memory:
         # The labels of the Nodes, and the PersistentVolumes, by name.
         self.nodes: dict[str, dict[str, str]] = {}
         self.volumes: dict[str, Mapping[str, Any]] = {}
+        # VolumeSnapshotContents.
+        self.contents: dict[str, Mapping[str, Any]] = {}
 
     def metadata(self, _path: str) -> Listing:
-        about = [{"name": name, "labels": labels} for name, labels in self.nodes.items()]
+        about = [
+            {"name": name, "uid": f"uid-of-{name}", "labels": labels}
+            for name, labels in self.nodes.items()
+        ]
         return Listing([{"metadata": one} for one in about], "1")
 
     def whole(self, _path: str, _kind: str, *, keep: Keep) -> Listing:
         return Listing([keep(one) for one in self.volumes.values()], "1")
 
     def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
-        return self.volumes.get(path.rpartition("/")[2])
+        return {**self.volumes, **self.contents}.get(path.rpartition("/")[2])
 
 
 class History:
     """Three nodes, what happens to them, and what must be so whatever happened.
 
     Each node has a group of its own, of number 0, 1 or 2. `copies` gives a node the group of the
-    next, as a machine template does; `steals` has it claim all groups.
+    next, as a machine template does; `steals` has it claim all groups. A node whose Carver
+    `restarts` names none until it `looks`.
     """
 
     def __init__(self, run: Callable[[Coroutine[Any, Any, T]], T]) -> None:
@@ -569,6 +674,11 @@ class History:
         self.nodes: set[str] = set()
         self.labelled: set[str] = set()
         self.broken: set[str] = set()
+        self.looking: set[str] = set()
+        # Those that have told this controller what they have, and the claims that count by
+        # themselves, of groups that no PersistentVolume names.
+        self.told: set[str] = set()
+        self.settled: set[tuple[str, str]] = set()
         self.claims = {name: {uuid_of(number)} for number, name in enumerate(NAMES)}
         # Which node a group's only volume is on, as its PersistentVolume says.
         self.volumes: dict[str, str] = {}
@@ -587,6 +697,7 @@ class History:
             clock=self.clock,
         )
         self.known = Nodes(DRIVER_NAME, self._connect, self.record)
+        self.told, self.settled = set(), set()
         self.deleted_since = dict.fromkeys(self.deleted_since, self.clock.now)
         self.settle()
 
@@ -612,6 +723,12 @@ class History:
     def mends(self, name: str) -> None:
         self.broken.discard(name)
 
+    def restarts(self, name: str) -> None:
+        self.looking.add(name)
+
+    def looks(self, name: str) -> None:
+        self.looking.discard(name)
+
     def loses_disks(self, name: str) -> None:
         self.claims[name] = set()
 
@@ -627,7 +744,9 @@ class History:
         if uuid in self.volumes or name not in self.labelled or name in self.broken:
             return
         node = self.known.get(name)
-        if node is None or node.problem or uuid not in node.groups or self.known.conflict(node):
+        if node is None or node.problem or self.known.no_new(node):
+            return
+        if f"data@{uuid}" not in self.known.places(node):
             return
         self.volumes[uuid] = name
         self._write()
@@ -635,6 +754,7 @@ class History:
     def removes(self, name: str) -> None:
         if self.volumes.pop(uuid_of(NAMES.index(name)), None):
             self._write()
+            self.record.doubt()
 
     def _write(self) -> None:
         self._memory.volumes = {
@@ -661,6 +781,7 @@ class History:
             if self.record.is_due:
                 self.record.look()
             self._run(self._ask())
+            self._note()
         for name in NAMES:
             if name in self.nodes:
                 self.deleted_since.pop(name, None)
@@ -672,6 +793,19 @@ class History:
         for one in self.known:
             if one.address:
                 await self.known._ask(one)
+
+    def _note(self) -> None:
+        """Note who has told what it has, and which claims are settled by that."""
+        members = self.record.members
+        self.told = (self.told & members) | (members - self.broken - self.looking)
+        for uuid in map(uuid_of, range(len(NAMES))):
+            claiming = {one.name for one in self.known if uuid in one.groups}
+            for name in NAMES:
+                if name not in claiming:
+                    self.settled.discard((uuid, name))
+            unknown = members - self.told - self.record.named - claiming
+            if len(claiming) == 1 and not self.record.nodes_of(uuid) and not unknown:
+                self.settled.add((uuid, next(iter(claiming))))
 
     # What must be so
 
@@ -697,6 +831,10 @@ class History:
                 assert called == name
         elif len(claiming) != 1:
             assert called is None
+        else:
+            [name] = claiming
+            is_settled = (uuid, name) in self.settled
+            assert called == (name if is_settled and name not in self.broken else None)
         if called is not None:
             assert called not in self.broken
         holders = claiming | named
@@ -706,7 +844,8 @@ class History:
             if len(holders) > 1:
                 assert uuid in self.known.conflict(node)
             # A node may answer about those groups only for which it may be called.
-            is_own = name in named if named else claiming == {name}
+            is_settled = claiming == {name} and (uuid, name) in self.settled
+            is_own = name in named if named else is_settled
             assert (f"data@{uuid}" in self.known.places(node)) is is_own
             assert self.known.is_elsewhere(node, VolumeId("data", uuid, "any")) is not is_own
         if code is grpc.StatusCode.NOT_FOUND:
@@ -714,7 +853,7 @@ class History:
             name = self.volumes[uuid]
             assert name not in self.nodes
             assert not claiming
-            assert not self.broken & members
+            assert not (self.broken | self.looking) & members
             assert self.clock.now - self.deleted_since[name] >= GRACE - 360
 
     async def _owner(self, uuid: str) -> tuple[str | None, grpc.StatusCode | None]:
@@ -737,7 +876,10 @@ class _Line:
                 nothing = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "down")
             node = self._history.simulated[self._name]
-            node.groups = dict.fromkeys(self._history.claims[self._name], "data")
+            looks = self._name not in self._history.looking
+            groups = self._history.claims[self._name] if looks else ()
+            node.groups = dict.fromkeys(groups, "data")
+            node.whole = {routes.IS_WHOLE: routes.YES if looks else ""}
             return await node._info(b"", None)
 
         return call
@@ -773,6 +915,22 @@ class _Line:
             [("removes", "a"), ("steals", "b"), ("breaks", "a"), ("makes", "a"), ("restart",)],
             id="a group without volumes is claimed by two",
         ),
+        pytest.param(
+            [("node_goes", "a"), ("steals", "b"), ("wait", 700), ("restarts", "b"), ("wait", 700)],
+            id="the Carver restarts that has the disks of a deleted node",
+        ),
+        pytest.param(
+            [("node_goes", "a"), ("steals", "b"), ("restarts", "b"), ("restart",), ("wait", 700)],
+            id="a controller starts while the Carver does that has the disks of a deleted node",
+        ),
+        pytest.param(
+            [("removes", "a"), ("breaks", "a"), ("restart",), ("steals", "b"), ("mends", "a")],
+            id="another claims the group without volumes of a silent node at a new controller",
+        ),
+        pytest.param(
+            [("removes", "a"), ("removes", "c"), ("breaks", "c"), ("restart",), ("makes", "a")],
+            id="a silent node of which nothing is known",
+        ),
     ],
 )
 def test_the_rule_holds_in_histories_that_could_do_harm(actions: list[tuple[Any, ...]]) -> None:
@@ -781,6 +939,196 @@ def test_the_rule_holds_in_histories_that_could_do_harm(actions: list[tuple[Any,
         for action in actions:
             history.act(*action)
             history.judge()
+
+
+def owner(history: History, uuid: str, name: str) -> str:
+    """The node that a call about an id goes to, or what it is refused with."""
+
+    async def asked() -> str:
+        try:
+            return (await history.known.owner(f"data@{uuid}/{name}", "volume_id")).name
+        except Refused as error:
+            return f"{error.code.name}: {error}"
+
+    return str(history._run(asked()))
+
+
+FIRST = uuid_of(0)
+
+
+def test_a_group_that_a_node_gave_up_a_moment_ago_is_not_forgotten() -> None:
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.act("node_goes", "a")
+        history.claims["b"].add(FIRST)
+        for _ in range(2):
+            history.act("wait", 700)
+        assert owner(history, FIRST, f"vol-pvc-{FIRST}") == "b"
+        history.claims["b"].discard(FIRST)
+        history.clock.now += 5
+        history._run(history._ask())
+        said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+        assert said.startswith("UNAVAILABLE: ")
+        assert "was until a moment ago: b" in said
+        history.settle()
+        assert owner(history, FIRST, f"vol-pvc-{FIRST}").startswith("NOT_FOUND: ")
+
+
+@pytest.mark.parametrize("whole", [{}, {routes.IS_WHOLE: ""}, {routes.IS_WHOLE: "no"}])
+def test_nothing_is_forgotten_by_a_node_that_does_not_say_that_it_has_looked(
+    whole: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by one of an older version, which does not say it at all."""
+    true = SimulatedNode._info
+
+    async def info(node: SimulatedNode, data: bytes, context: Any) -> bytes:
+        if node.name == "b":
+            node.whole = whole
+        return await true(node, data, context)
+
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        monkeypatch.setattr(SimulatedNode, "_info", info)
+        history.act("node_goes", "a")
+        for _ in range(2):
+            history.act("wait", 700)
+        said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+        assert said.startswith("UNAVAILABLE: ")
+        assert "nodes that have not looked at all their disks: b" in said
+        monkeypatch.undo()
+        history.act("wait", 700)
+        assert owner(history, FIRST, f"vol-pvc-{FIRST}").startswith("NOT_FOUND: ")
+
+
+def test_no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node() -> None:
+    """So no PersistentVolume outlasts a theft: it would name the thief for good."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.removes("a")
+        history.settle()
+        history.act("breaks", "a")
+        history.act("restart")
+        history.act("steals", "b")
+        thief = history.known.get("b")
+        assert thief is not None
+        assert history.known.places(thief) == {f"data@{uuid_of(1)}"}
+        asked = Answers(history.known).asked(thief, csi.CreateVolumeRequest(name="evil"))
+        made = csi.Volume(
+            volume_id=f"data@{FIRST}/vol-evil",
+            accessible_topology=[csi.Topology(segments=thief.segments)],
+        )
+        answer = csi.CreateVolumeResponse(volume=made).SerializeToString()
+        with pytest.raises(Untrue):
+            Row.of("csi.v1.Controller", "CreateVolume").judge(asked, answer)
+        history.act("mends", "a")
+        history.claims["b"] = {uuid_of(1)}
+        history.settle()
+        first = history.known.get("a")
+        assert first is not None
+        assert not history.known.no_new(first)
+        assert owner(history, FIRST, "vol-1") == "a"
+
+
+def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() -> None:
+    """It was made at another controller after this one read them; the thief enrols here first."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.removes("a")
+        history.settle()
+        history.record = ClusterRecord(
+            *(cast(Any, history._memory), cast(Any, history._memory), DRIVER_NAME),
+            grace_seconds=GRACE,
+            clock=history.clock,
+        )
+        history.known = Nodes(DRIVER_NAME, history._connect, history.record)
+        history.record.look()
+        history.volumes[FIRST] = "a"
+        history._write()
+        history.claims["b"].add(FIRST)
+        history.record.enrol("b", "its address")
+        for _ in range(130):
+            history.clock.now += 1
+            history.record.enrol("b", "its address")
+            if history.record.is_due:
+                history.record.look()
+            history._run(history._ask())
+            assert owner(history, FIRST, f"vol-pvc-{FIRST}") != "b"
+
+
+def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only() -> None:
+    """What it costs that a claim must be settled, and what ends it."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.removes("b")
+        history.removes("c")
+        history.settle()
+        history.act("breaks", "c")
+        a, b = history.known.get("a"), history.known.get("b")
+        assert a is not None
+        assert b is not None
+        # It has told this controller.
+        assert not history.known.no_new(b)
+        history.act("restart")
+        a, b = history.known.get("a"), history.known.get("b")
+        assert a is not None
+        assert b is not None
+        assert not history.known.no_new(a)
+        assert "it may be that of c: no PersistentVolume names such a node" in (
+            history.known.no_new(b)
+        )
+        assert not history.known.conflict(b)
+        said = owner(history, uuid_of(1), "vol-1")
+        assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
+        history.act("node_goes", "c")
+        assert not history.known.no_new(b)
+        assert owner(history, uuid_of(1), "vol-1") == "b"
+
+
+@pytest.mark.parametrize("name", ["pvc-1", "my-database"])
+def test_of_two_named_nodes_each_volume_s_own_is_called_whatever_its_name(name: str) -> None:
+    """A PersistentVolume that a person wrote may have any name."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.volumes.clear()
+        history._memory.volumes = {
+            name: {"spec": spec_of(f"data@{FIRST}/vol-pvc-1", "a")},
+            "pvc-2": {"spec": spec_of(f"data@{FIRST}/vol-pvc-2", "b")},
+        }
+        history.record.doubt()
+        history.settle()
+        assert owner(history, FIRST, "vol-pvc-1") == "a"
+        assert owner(history, FIRST, "vol-pvc-2").startswith("UNAVAILABLE: ")
+        # A PersistentVolume that is new is found, too.
+        history._memory.volumes["other"] = {"spec": spec_of(f"data@{FIRST}/vol-3", "b")}
+        history.clock.now += 31
+        assert owner(history, FIRST, "vol-3").startswith("UNAVAILABLE: ")
+        # What no PersistentVolume names is where the group is, if the other says that it is not.
+        assert owner(history, FIRST, "vol-4") == "a"
+        history.act("breaks", "b")
+        assert owner(history, FIRST, "vol-4").startswith("UNAVAILABLE: ")
+        history.act("mends", "b")
+        history.act("restarts", "b")
+        assert owner(history, FIRST, "vol-4").startswith("UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_of_two_named_nodes_a_snapshot_is_on_its_volume_s(node: str) -> None:
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.volumes.clear()
+        history.claims["b"].add(FIRST)
+        history._memory.volumes = {
+            "pvc-1": {"spec": spec_of(f"data@{FIRST}/vol-pvc-1", "a")},
+            "pvc-2": {"spec": spec_of(f"data@{FIRST}/vol-pvc-2", "b")},
+        }
+        source = {"volumeHandle": f"data@{FIRST}/vol-pvc-{1 if node == 'a' else 2}"}
+        content = {"spec": {"driver": DRIVER_NAME, "source": source}}
+        history._memory.contents = {"snapcontent-uid-1": content}
+        history.record.doubt()
+        history.settle()
+        assert owner(history, FIRST, "snap-snapshot-uid-1") == node
+        # Of another the volume is not known, and both nodes have the group.
+        assert owner(history, FIRST, "snap-snapshot-uid-2").startswith("UNAVAILABLE: ")
 
 
 @pytest.mark.timeout(1800)

@@ -1311,6 +1311,126 @@ def test_the_health_of_another_s_volumes_is_left_out_of_the_list(in_cluster: Run
     in_cluster(test)
 
 
+def test_no_claim_to_another_s_group_makes_the_list_of_health_shorter(in_cluster: Run) -> None:
+    """As for the other lists: without PersistentVolumes nobody knows whose the group is."""
+
+    async def test(cluster: Cluster) -> None:
+        thief, victim = cluster.nodes[:2]
+        sick = f"data@{uuid_of(1)}/vol-1"
+        victim.unhealthy[sick] = [("INACCESSIBLE", "PoolFull", "extend it")]
+        thief.groups |= victim.groups
+        await cluster.ask()
+        request = csi.ControllerListVolumeHealthRequest()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", request)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "nodes node-00000 and node-00001 both claim" in str(raised.value.details())
+        assert [one.refused_answers for one in cluster.controller.nodes] == [0, 0, 0, 0]
+        # Where PersistentVolumes name the victim, it tells.
+        cluster.record.groups[uuid_of(1)] = {victim.name}
+        thief.unhealthy = {sick: [("DATA_LOSS", "DataLoss", "all is lost")]}
+        answer = await call_of(cluster, "Controller", request)
+        [found] = csi.ControllerListVolumeHealthResponse.FromString(answer).entries
+        assert found.health_statuses[0].reason == "PoolFull"
+        # Or has it not: then nobody does.
+        victim.groups = {}
+        await cluster.ask()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", request)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    in_cluster(test)
+
+
+def test_with_nodes_from_files_the_claim_of_one_alone_counts_at_once(in_cluster: Run) -> None:
+    """No PersistentVolume is known there, and one node that is down must not hold up all others."""
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.controller.stop()
+        cluster.nodes[1].answers.clear()
+        cluster.begin()
+        await cluster.controller.start()
+        await cluster.ask()
+        assert await cluster.get(0) == name_of(0)
+        # Also a claim to the group of the one that is down.
+        cluster.nodes[0].groups |= cluster.nodes[1].groups
+        await cluster.ask()
+        assert await cluster.get(1) == name_of(0)
+        cluster.nodes[1].answers.set()
+        await cluster.ask()
+        code, why = await cluster.refused(1)
+        assert (code, "both claim" in why) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    in_cluster(test)
+
+
+def test_a_late_answer_from_an_old_address_counts_for_nothing(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[1]
+        known = cluster.controller.nodes
+        one = known.get(node.name)
+        assert one is not None
+        node.info_answers.clear()
+        node.groups = {"n7777777": "new"}
+        asked = asyncio.ensure_future(known.ask(one))
+        while one.asking is None or not one.is_being_asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        # Nobody is there.
+        cluster.addresses[node.name] = "127.0.0.1:1"
+        known.set(cluster.addresses)
+        node.info_answers.set()
+        await asked
+        assert one.problem
+        assert one.groups == {uuid_of(1): "data"}
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("count", [200, 201, 3000])
+def test_a_node_has_no_more_groups_than_any_has(in_cluster: Run, count: int) -> None:
+    """Each is looked into for a volume that may be anywhere."""
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        odd.groups = {f"z{one:07}": "g" for one in range(count)}
+        await cluster.ask()
+        known = cluster.controller.nodes.get(odd.name)
+        assert known is not None
+        assert bool(known.problem) is (count > 200)
+        assert len(known.groups) <= 200
+
+    in_cluster(test)
+
+
+def test_a_node_that_has_not_looked_at_its_disks_keeps_its_groups(in_cluster: Run) -> None:
+    """Those of earlier answers: its Carver has just started."""
+
+    async def test(cluster: Cluster) -> None:
+        node = cluster.nodes[1]
+        node.groups, node.whole = {}, {routes.IS_WHOLE: ""}
+        await cluster.ask()
+        known = cluster.controller.nodes.get(node.name)
+        assert known is not None
+        assert known.groups == {uuid_of(1): "data"}
+        code, why = await cluster.refused(1)
+        assert (code, why) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"node {node.name}: the group is not here",
+        )
+        assert known.groups == {uuid_of(1): "data"}
+        # What it says without end counts no more than what a node has at most.
+        for one in range(300):
+            node.groups = {f"z{one:07}": "g"}
+            await cluster.controller.nodes.ask(known)
+        assert len(known.groups) <= 200
+        node.groups, node.whole = {}, {routes.IS_WHOLE: routes.YES}
+        await cluster.ask()
+        assert known.groups == {}
+
+    in_cluster(test)
+
+
 def test_a_group_that_a_node_got_a_moment_ago_is_its_own(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         node = cluster.nodes[0]
@@ -1373,10 +1493,15 @@ def test_an_answer_about_a_group_that_two_nodes_claim_accuses_neither(
         if named is not None:
             cluster.record.groups[uuid_of(0)] = {cluster.nodes[named].name}
         await cluster.ask()
-        health = csi.ControllerListVolumeHealthResponse.FromString(
-            await call_of(cluster, "Controller", csi.ControllerListVolumeHealthRequest())
-        )
-        assert len(health.entries) == (named == 0)
+        request = csi.ControllerListVolumeHealthRequest()
+        if named is None:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call_of(cluster, "Controller", request)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            health = await call_of(cluster, "Controller", request)
+            found = csi.ControllerListVolumeHealthResponse.FromString(health).entries
+            assert len(found) == (named == 0)
         if named == 0:
             assert await call_of(cluster, "Controller", csi.ListVolumesRequest()) == listed
         else:

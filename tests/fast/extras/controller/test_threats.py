@@ -14,6 +14,7 @@ FILES = {
     "cluster": "tests/contract/test_cluster.py",
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
+    "health_events": "tests/fast/extras/controller/test_health_events.py",
     "membership": "tests/fast/extras/controller/test_membership.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
@@ -70,8 +71,29 @@ TESTS = {
         "nodes: whatever_one_node_says_costs_its_own_calls_only",
     ),
     "hide, add or replace what others say": (
+        "nodes: no_claim_to_another_s_group_makes_the_list_of_health_shorter",
         "nodes: a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id",
         "nodes: the_health_of_another_s_volumes_is_left_out_of_the_list",
+    ),
+    "hold up another's call, Event or list": (
+        "nodes: an_answer_without_a_message_is_refused_and_costs_its_node_s_calls_only",
+        "nodes: a_volume_that_may_be_anywhere_is_made_though_one_node_answers_nothing",
+        "nodes: whatever_breaks_while_a_node_is_asked_is_that_node_s_problem",
+        "nodes: a_page_is_never_larger_than_a_sidecar_takes",
+        "nodes: a_list_that_goes_on_without_an_end_ends_with_the_node_s_name",
+        "answer_rules: elements_are_counted_before_any_is_looked_at",
+        "answer_rules: an_answer_with_more_bytes_than_an_honest_one_is_not_parsed",
+        "health_events: a_node_that_answers_nothing_costs_no_other_its_events",
+        "health_events: conditions_of_one_node_delay_no_other_s",
+        "health_events: what_one_node_says_takes_no_memory_without_end",
+    ),
+    "put more into a PersistentVolume": (
+        "answer_rules: a_context_has_few_bytes_and_carver_s_keys_only",
+        "answer_rules: a_new_volume_is_no_larger_than_what_was_asked_for_rounded_up",
+    ),
+    "use a token whose pod was deleted": (
+        "enrolment: a_token_counts_no_longer_once_another_came_for_its_node",
+        "enrolment: a_token_counts_no_longer_than_its_node",
     ),
     "have another's volume deleted": (
         "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
@@ -112,6 +134,14 @@ TESTS = {
     "Calls for what a PersistentVolume names never go to another node": (
         "membership: whatever_happens_to_nodes_and_controllers_the_rule_holds",
         "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
+    ),
+    "Such a claim counts only if": (
+        "membership: no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node",
+        "membership: what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading",
+        "membership: a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only",
+    ),
+    "With certificates from files, where no PersistentVolume is known": (
+        "nodes: with_nodes_from_files_the_claim_of_one_alone_counts_at_once",
     ),
     "A stolen node's key, of who knows the UUID": (
         "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
