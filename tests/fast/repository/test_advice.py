@@ -35,6 +35,7 @@ _ALLOWED = {
     ("agent/extras/transfer/claims.py", "kubectl delete pvc"),
     ("agent/extras/kubernetes/rebinding.py", ""),
     ("agent/extras/controller/placement.py", "delete its Node object"),
+    ("agent/extras/controller/nodes.py", "delete its Node if"),
     ("agent/extras/orphans/candidates.py", "delete its Node if"),
     # A key that is made anew.
     ("agent/extras/controller/authority.py", "and another is made"),
