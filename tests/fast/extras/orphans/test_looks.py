@@ -166,9 +166,7 @@ def test_volumes_that_are_referenced_or_not_carver_s_are_no_orphans(node: Node) 
 
 
 def change_state(node: Node, state: str) -> None:
-    # A copy of nothing: without a source it would be one whose tags were lost.
-    new = {"state": state, **({"zero": "fully"} if state == "copying" else {})}
-    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new=new)
+    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new={"state": state})
 
 
 def test_a_deleted_volume_that_is_not_erased_is_reported(node: Node) -> None:
