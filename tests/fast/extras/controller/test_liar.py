@@ -12,7 +12,6 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import expect
 import grpc
 import pytest
 from cluster import controller, liar
@@ -26,6 +25,7 @@ from agent.core import ids
 from agent.core.settings import DRIVER_NAME, Config
 from agent.core.values import Address
 from agent.csi.client import block
+from agent.extras.controller import membership
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.process import ClusterController
@@ -77,19 +77,15 @@ class Lied:
             volume_capabilities=[block()],
         )
         request.accessibility_requirements.preferred.add(segments=ids.topology(node, DRIVER_NAME))
-        found = (grpc.StatusCode.UNAVAILABLE, "")
+        with Client(self.own.endpoint) as client, pytest.raises(grpc.RpcError) as raised:
+            client.controller.CreateVolume(request)
+        error: grpc.Call = raised.value  # type: ignore[assignment]
+        return error.code(), error.details() or ""
 
-        def is_final() -> bool:
-            nonlocal found
-            with Client(self.own.endpoint) as client, pytest.raises(grpc.RpcError) as raised:
-                client.controller.CreateVolume(request)
-            error: grpc.Call = raised.value  # type: ignore[assignment]
-            found = error.code(), error.details() or ""
-            return found[0] is not grpc.StatusCode.UNAVAILABLE
-
-        # A claim to a group counts once PersistentVolumes were read after it; a caller asks again.
-        expect.soon(is_final, lambda: found[1])
-        return found
+    def settle(self) -> None:
+        """Have PersistentVolumes read after the claims to groups, which count only then."""
+        self.create("pvc-0", "here")
+        self.loop.run(self.central.look())
 
 
 @pytest.fixture
@@ -129,12 +125,14 @@ def node(api: Cluster, lied: Lied, config: Config, tmp_path: Path) -> Config:
 
 
 def test_its_answers_are_refused_one_for_its_id_and_one_for_its_topology(
-    lied: Lied, node: Config, tmp_path: Path
+    lied: Lied, node: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(membership, "_CLAIM_SECONDS", 0.0)
     with ExitStack() as ending:
         ending.callback(lied.lie(node, as_other=False).stop)
         found = controller.by_node(lied.shown("status", "--json"))
         assert (found["here"]["problem"], found["here"]["groups"]) == ("", {"abcdefgh": "data"})
+        lied.settle()
         for number, field in enumerate(("volume.volume_id", "volume.accessible_topology"), 1):
             code, why = lied.create("pvc-1", "here")
             assert code is grpc.StatusCode.INTERNAL
