@@ -195,7 +195,7 @@ def _record(lab: cluster.Cluster, found: Sequence[Spec]) -> None:
             mode="controller" if is_central else "sidecars on each node",
             nodes=len(lab.guests),
             storage_class="carver",
-            values=tuple(one for one in lab.values if one not in record.WITHOUT_EFFECT),
+            values=record.with_effect(lab.values),
             gates=tuple(lab.gates),
         ),
         f"{image.rpartition(':')[2]}, image {lab.image}",

@@ -16,7 +16,7 @@ TRIALS = Path(__file__).with_name("trials.json")
 DOCUMENT = ROOT / "docs" / "testing.md"
 _BEGIN, _END = "<!-- trials: begin -->", "<!-- trials: end -->"
 # Values that only change what is logged, or what `mode` and `nodes` say already.
-WITHOUT_EFFECT = frozenset({"recording", "sidecars"})
+_WITHOUT_EFFECT = frozenset({"recording", "sidecars"})
 _NOT_TRIED = "not tried"
 
 
@@ -42,6 +42,11 @@ class Configuration:
             *(f"`{one}`" for one in self.gates),
         ]
         return ", ".join(parts)
+
+
+def with_effect(values: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the files of values that make another configuration."""
+    return tuple(one for one in values if one not in _WITHOUT_EFFECT)
 
 
 def add(configuration: Configuration, carver: str, day: str, outcomes: Mapping[str, str]) -> None:

@@ -232,7 +232,7 @@ def _record(place: installation.Installation, lab: Lab, rows: Sequence[Row]) -> 
         mode="controller" if place.controllers else "sidecars on each node",
         nodes=len(place.nodes),
         storage_class=str(path(place.like, "metadata", "name", default="none")),
-        values=tuple(one for one in lab.values if one not in record.WITHOUT_EFFECT),
+        values=record.with_effect(lab.values),
         gates=tuple(lab.gates),
     )
     outcomes = {one.check: one.outcome for one in rows if one.check != "removed"}

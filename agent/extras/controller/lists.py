@@ -49,12 +49,13 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
         )
         for found in answers:
-            is_full = size_bytes + found.ByteSize() > MOST_PAGE_BYTES and size_bytes
+            more_bytes = found.ByteSize()
+            is_full = size_bytes > 0 and size_bytes + more_bytes > MOST_PAGE_BYTES
             if len(answer.entries) + len(found.entries) > most or is_full:
                 # It is asked again: for fewer, or on the next page.
                 break
             answer.entries.extend(found.entries)
-            size_bytes += found.ByteSize()
+            size_bytes += more_bytes
             token, count = found.next_token, count + len(found.entries)
             if token and count > _MOST_OF_A_NODE:
                 raise unavailable(
