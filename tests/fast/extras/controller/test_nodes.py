@@ -986,6 +986,18 @@ FORGED = [
 ]
 
 
+async def refuses_the_first_node(cluster: Cluster, method: str, why: str) -> None:
+    """The first node's answer is refused by name and counted; the others' calls go on."""
+    name, service = name_of(0), "GroupController" if "Group" in method else "Controller"
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call_of(cluster, service, of_the_first(method))
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    said = str(raised.value.details())
+    assert said.startswith(f"cannot pass on the answer of node {name} to {method}: {why}")
+    assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
+    assert await cluster.get(1) == name_of(1)
+
+
 @pytest.mark.parametrize(
     ("field", "answer"), FORGED, ids=[f"{type(one).__name__} {field}" for field, one in FORGED]
 )
@@ -997,16 +1009,9 @@ def test_an_answer_that_names_what_is_another_s_reaches_no_caller(
     async def test(cluster: Cluster) -> None:
         thief = cluster.nodes[0]
         method = type(answer).__name__.removesuffix("Response")
-        service = "GroupController" if "Group" in method else "Controller"
         thief.forged[method] = answer.SerializeToString()
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call_of(cluster, service, of_the_first(method))
-        assert raised.value.code() is grpc.StatusCode.INTERNAL
-        why = f"cannot pass on the answer of node {thief.name} to {method}: {field} is "
-        assert str(raised.value.details()).startswith(why)
-        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
-        # The others' calls go on, and so does what the node answers in good order.
-        assert await cluster.get(1) == name_of(1)
+        await refuses_the_first_node(cluster, method, f"{field} is ")
+        # So does what the node answers in good order.
         thief.forged.clear()
         assert await cluster.get(0) == thief.name
 
@@ -1025,14 +1030,7 @@ def test_an_answer_without_a_message_is_refused_and_costs_its_node_s_calls_only(
     async def test(cluster: Cluster) -> None:
         odd = cluster.nodes[0]
         odd.empty = {method}
-        service = "GroupController" if "Group" in method else "Controller"
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call_of(cluster, service, of_the_first(method))
-        assert raised.value.code() is grpc.StatusCode.INTERNAL
-        why = f"cannot pass on the answer of node {odd.name} to {method}: the answer is None"
-        assert str(raised.value.details()).startswith(why)
-        assert [one.refused_answers for one in cluster.controller.nodes] == [1, 0, 0, 0]
-        assert await cluster.get(1) == name_of(1)
+        await refuses_the_first_node(cluster, method, "the answer is None")
 
     in_cluster(test)
 
