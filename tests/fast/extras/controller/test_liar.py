@@ -105,18 +105,24 @@ def lied(
 
 
 @pytest.fixture
-def node(api: Cluster, lied: Lied, config: Config, tmp_path: Path) -> Config:
+def node(
+    api: Cluster,
+    lied: Lied,
+    config: Config,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Config:
     """The settings of the node that the liar speaks for, as its pod has them."""
     directory = tmp_path / "enrolment"
     directory.mkdir()
     (directory / "token").write_text("stolen\n")
     (directory / "ca.crt").write_text(api.single[MAP]["data"]["ca.crt"])
-    (tmp_path / "registry").mkdir()
     return replace(
         config,
         node_id="here",
         endpoint=tmp_path / "csi.sock",
-        registration_directory=tmp_path / "registry",
+        # The path of a socket has at most 107 bytes (unix(7)).
+        registration_directory=tmp_path_factory.mktemp("registry"),
         controllers=Address("127.0.0.1", lied.source.port),
         controller_address=Address("127.0.0.1", free_port()),
         advertised_host="127.0.0.1",
@@ -125,7 +131,7 @@ def node(api: Cluster, lied: Lied, config: Config, tmp_path: Path) -> Config:
 
 
 def test_its_answers_are_refused_one_for_its_id_and_one_for_its_topology(
-    lied: Lied, node: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lied: Lied, node: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "_CLAIM_SECONDS", 0.0)
     with ExitStack() as ending:
@@ -140,7 +146,7 @@ def test_its_answers_are_refused_one_for_its_id_and_one_for_its_topology(
             assert lied.metric(controller.REFUSED_ANSWERS, "here") == number
         assert lied.asked == ["pvc-1", "pvc-1"]
         # As kubelet finds it.
-        socket = tmp_path / "registry" / "lvm.csi.carver-reg.sock"
+        socket = node.registration_directory / "lvm.csi.carver-reg.sock"
         deadline = time.monotonic() + 30
         while not socket.exists():
             assert time.monotonic() < deadline
