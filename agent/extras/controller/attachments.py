@@ -46,8 +46,7 @@ async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest)
     try:
         owner = await nodes.owner(volume_id, "volume_id")
     except Refused:
-        has_all_named = not named.problem and named.is_whole is not False
-        if has_all_named and parsed.group_uuid not in named.groups:
+        if not named.may_have_more and parsed.group_uuid not in named.groups:
             return None
         if named.silent_seconds < _PATIENCE_SECONDS:
             raise

@@ -159,9 +159,13 @@ class Node:
     @property
     def is_due(self) -> bool:
         """Whether it is to be asked again."""
-        is_soon = self.problem or self.is_whole is False
-        interval = _SILENT_INTERVAL_SECONDS if is_soon else _INTERVAL_SECONDS
+        interval = _SILENT_INTERVAL_SECONDS if self.may_have_more else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether it does not answer, or may have groups on disks that it has not looked at."""
+        return bool(self.problem) or self.is_whole is False
 
     @property
     def has_all_named(self) -> bool:
@@ -551,7 +555,7 @@ class Nodes:
         if parsed is None:
             return None
         await self.ask(node)
-        if node.problem or node.is_whole is False or parsed.group_uuid in node.groups:
+        if node.may_have_more or parsed.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
         other = await self._owner(parsed, what)
@@ -761,7 +765,7 @@ class Nodes:
         self._later(node.close())
 
     def _unknown(self, parsed: VolumeId, what: str) -> str:
-        unsure = [one.name for one in self if one.problem or one.is_whole is False]
+        unsure = [one.name for one in self if one.may_have_more]
         return (
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
             f"{self._why_unsure(unsure)}. Start Carver on its node, or attach its disks to one"
