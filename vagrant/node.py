@@ -48,6 +48,9 @@ version = 3
 snapshotter = "overlayfs"
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = "{pause}"
+[plugins.'io.containerd.cri.v1.runtime']
+stats_collect_period = "1h"
+stats_retention_period = "2h"
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
@@ -58,7 +61,8 @@ conf_dir = "/etc/cni/net.d"
 """
 
 # An emulated processor is so slow that Go interrupts every function by a signal: a seventh of
-# kubelet's time. Rare garbage collection saves as much again; so does rare reading of cgroups.
+# kubelet's time. Rare garbage collection saves as much again; so does rare reading of cgroups, by
+# kubelet and by containerd, which reads every container's each second for numbers nobody asks for.
 _GO = "GOGC=400 GODEBUG=asyncpreemptoff=1"
 
 _CONTAINERD_UNIT = """\
