@@ -301,11 +301,11 @@ class Cluster:
             self.kubectl("delete", "csidriver", "lvm.csi.carver", "--ignore-not-found")
         installing.run(
             *host.in_network(
+                *("env", f"HOME={_SERVED}"),
                 *(helm, "upgrade", "--install", "carver", chart, *values),
                 *("--namespace", NAMESPACE, "--take-ownership"),
                 f"--kubeconfig={control_plane.kubeconfig()}",
             ),
-            environment={**os.environ, "HOME": str(_SERVED)},
         )
 
     def _is_of_helm(self) -> bool:
@@ -732,7 +732,10 @@ def _check(arguments: argparse.Namespace) -> int:
         "PATH": f"{kubectl}{os.pathsep}{os.environ['PATH']}",
     }
     settings = [f"{name}={value}" for name, value in environment.items()]
-    words = host.in_network("env", *settings, sys.executable, str(program), *arguments.words)
+    # Copies give way to what else is on the node's only disk, so large ones take minutes.
+    words = host.in_network(
+        *("env", *settings, sys.executable, str(program), "--size-mib=128"), *arguments.words
+    )
     # In place of this process: after an interrupt the checks have to remove what they have made.
     os.execvp(words[0], words)  # noqa: S606
 

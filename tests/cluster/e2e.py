@@ -8,7 +8,6 @@ fails must have a reason in docs/testing.md, or this program fails.
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -97,6 +96,8 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
         here = folder / name
         here.mkdir(parents=True)
         words = [
+            # The suite's kubectl wants a place for its cache.
+            *("env", f"HOME={here}"),
             str(lab.programs.path("e2e.test")),
             f"--kubeconfig={control_plane.kubeconfig()}",
             f"--kubectl-path={lab.programs.path('kubectl')}",
@@ -108,8 +109,6 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
             "--dump-logs-on-failure=false",
             *options,
         ]
-        # The suite's kubectl wants a place for its cache.
-        environment = {**os.environ, "HOME": str(here)}
         with (here / "log").open("w") as log:
             processes.append(
                 subprocess.Popen(
@@ -117,7 +116,6 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment,
                     cwd=here,
                 )
             )

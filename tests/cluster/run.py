@@ -118,9 +118,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    # mkfs.xfs makes nothing below 300 MiB.
-    if (size := int(text)) < 300:
-        raise argparse.ArgumentTypeError("at least 300, for xfs")
+    if (size := int(text)) < 64:
+        raise argparse.ArgumentTypeError("at least 64, and with xfs 300 (mkfs.xfs(8))")
     return size
 
 
