@@ -295,10 +295,14 @@ class Activations:
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
         active = [one for one in names if self._inventory.is_active(group, one)]
-        try:
-            if active:
-                all_or_each(active, lambda those: _deactivate(lvm, group, those))
-        finally:
-            done = [(group, one) for one in names if not self._inventory.is_active(group, one)]
-            if done:
-                volumes.mark_all(lvm, done, old=_OWN)
+        # First those that an earlier try deactivated: one that fails again keeps no other's tag.
+        self._forget(group, [one for one in names if one not in active])
+        if active:
+            all_or_each(active, lambda those: _deactivate(lvm, group, those))
+            self._forget(group, active)
+
+    def _forget(self, group: str, names: Sequence[str]) -> None:
+        """Take the tag from those of these snapshots that are not active."""
+        done = [(group, one) for one in names if not self._inventory.is_active(group, one)]
+        if done:
+            volumes.mark_all(self._volume_groups.lvm(group), done, old=_OWN)
