@@ -8,8 +8,9 @@ the pool.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
-from lvm import devicemapper, layout
+from lvm import devicemapper, layout, tags
 from lvm.devicemapper import Status, WriteCache
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
@@ -41,6 +42,17 @@ class Cache:
     def __post_init__(self) -> None:
         if self.kind == WRITECACHE and self.mode != WRITEBACK:
             raise ValueError("a writecache is writeback; there is no other")
+
+    @classmethod
+    def parse(cls, tag_value: str) -> Self | None:
+        """The cache that `tag_value` gave the text of; None for any other text."""
+        kind, mode, size = (tag_value.split(":") + [""] * 3)[:3]
+        size_bytes = tags.number(size)
+        if kind not in KINDS or mode not in MODES or not size_bytes:
+            return None
+        if kind == WRITECACHE and mode != WRITEBACK:
+            return None
+        return cls(kind, mode, Reserve(size_bytes=size_bytes))
 
     def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
         """The cache of a volume, in whole extents."""

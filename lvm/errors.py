@@ -215,7 +215,7 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
         InUse,
     ),
     (re.compile(r"while PVs are missing|of partial LV", re.I), DisksMissing),
-    (re.compile(r"\block(ed)? (LV|logical volume|devices)\b", re.I), BeingMoved),
+    (re.compile(r"\blocked (LV|logical volume|devices)\b", re.I), BeingMoved),
     (
         re.compile(
             r"Volume group \S+ is (read-only|exported)|metadata_read_only|--readonly is set"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from lvm import raid
+from lvm import raid, tags
 from lvm.raid import SegmentType
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
@@ -124,11 +124,12 @@ class Layout:
         what a volume is grown and repaired by is in the first. 0.2.0 took such a one for linear.
         """
         kind, *numbers = text.split(":")
-        own = numbers[: len(cls.__match_args__) - 1]
-        if not all(one.isascii() and one.isdecimal() for one in own):
+        own = [tags.number(one) for one in numbers[: len(cls.__match_args__) - 1]]
+        known = [one for one in own if one is not None]
+        if len(known) < len(own):
             return None
         try:
-            return cls(kind, *map(int, own))
+            return cls(kind, *known)
         except (ValueError, KeyError):
             return None
 

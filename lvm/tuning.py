@@ -196,18 +196,16 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
     """What a row of a report says, and the volume's tags; a tag that is no number is none."""
     found = {one.part: one.read(row[one.column]) for one in SETTINGS if one.column}
     found["bound_recovery_kib"] = 0
-    if (own := own_tags.get(_OWN_MAXIMUM, "")).isascii() and own.isdigit():
+    if (own := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
         found["bound_recovery_kib"] = found["maximum_recovery_kib"]
-        found["maximum_recovery_kib"] = int(own)
+        found["maximum_recovery_kib"] = own
     return replace(limits(own_tags), **found)
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
     """The limits of I/O that a volume's tags say; one that is no number is none."""
     texts = {one.part: own_tags.get(one.tag, "") for one in SETTINGS if one.tag}
-    return Tuning(
-        **{part: int(one) if one.isascii() and one.isdigit() else 0 for part, one in texts.items()}
-    )
+    return Tuning(**{part: tags.number(one) or 0 for part, one in texts.items()})
 
 
 AS_IT_IS = Tuning()

@@ -6,6 +6,7 @@ import re
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mount import errors, table
@@ -74,6 +75,12 @@ class FileSystem:
     block_options: tuple[tuple[str, str], ...] = ()
     least_block_bytes: int = 0
     needs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # What the kernel refuses of a mount: the values that an option may have, as a pattern; options
+    # without another; two together; and those of a file system that is written to.
+    values: Mapping[str, str] = field(default_factory=dict)
+    only_with: tuple[tuple[str, str], ...] = ()
+    never_with: tuple[tuple[str, str], ...] = ()
+    only_read: frozenset[str] = frozenset()
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -139,6 +146,9 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         least_block_bytes=4096,
         # "Project quota feature not enabled" (fs/ext4/super.c).
         needs={"prjquota": ("-O", "project")},
+        # fs/ext4/super.c, "can't mount with both data=journal and delalloc".
+        values={"data": "journal|ordered|writeback"},
+        never_with=(("data=journal", "delalloc"),),
     ),
     "xfs": FileSystem(
         program="mkfs.xfs",
@@ -161,6 +171,10 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         block_options=(("-s", "size"), ("-b", "size")),
+        # xfs_fs_validate_params in fs/xfs/xfs_super.c.
+        values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
+        only_with=(("sunit", "swidth"), ("swidth", "sunit")),
+        only_read=frozenset({"norecovery"}),
         # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
@@ -195,6 +209,10 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),
         least_block_bytes=4096,
+        # fs/btrfs/super.c, btrfs_parse_compress; newer kernels take levels.
+        values=dict.fromkeys(
+            ("compress", "compress-force"), r"(zlib|zstd)(:-?\d{1,2})?|lzo|no|none"
+        ),
     ),
 }
 
@@ -391,10 +409,26 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
 
 
 def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Sequence[str]) -> None:
-    """Raise BadOption for a mount option that needs an mkfs option that is not given."""
-    chosen = check_options(fs_type, options)
+    """Raise BadOption for mount options that the kernel would refuse for a new file system.
+
+    Such as one that needs an mkfs option that is not given.
+    """
+    file_system, chosen = known(fs_type), check_options(fs_type, options)
+    keys = {word.partition("=")[0] for word in mount_options}
+    for one, other in file_system.only_with:
+        if one in keys and other not in keys:
+            raise errors.BadOption(one, f"needs {other} as well")
+    for one, other in file_system.never_with:
+        if {one, other} <= set(mount_options):
+            raise errors.BadOption(one, f"contradicts {other}; give one of them")
     for word in mount_options:
-        option, feature = known(fs_type).needs.get(word, ("", ""))
+        key, _, value = word.partition("=")
+        if value and not re.fullmatch(file_system.values.get(key, ".*"), value):
+            raise errors.BadOption(word, f"has no value that the kernel takes for {fs_type}")
+        if word in file_system.only_read:
+            why = f"mounts {fs_type} for reading only, and a new volume is written to"
+            raise errors.BadOption(word, why)
+        option, feature = file_system.needs.get(word, ("", ""))
         if feature and feature not in chosen.get(option, "").split(","):
             raise errors.BadOption(
                 word, f"needs a file system that is made with mkfs options `{option} {feature}`"
@@ -473,6 +507,16 @@ def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
     option, word = known(fs_type).uuid
     value = check_options(fs_type, options).get(option)
     return value is not None and any(one.startswith(word) for one in value.split(","))
+
+
+def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
+    """The UUID that mkfs options give each file system; empty for none, or one made anew."""
+    option, word = known(fs_type).uuid
+    for one in check_options(fs_type, options).get(option, "").split(","):
+        with suppress(ValueError):
+            if one.startswith(word):
+                return str(uuid.UUID(one.removeprefix(word)))
+    return ""
 
 
 def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:

@@ -231,7 +231,7 @@ def _group(name: str, now: report.Report, known: Inventory) -> Group:
 
 def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
     for group in found:
-        for one in group.volumes.values():
+        for one in records.every(group):
             if {"thin", "pool"} <= one.layout:
                 shares = one.data_percent, one.metadata_percent
                 yield Pool(one.name, group.name, one.size_bytes, *shares)

@@ -13,7 +13,7 @@ from agent.core import errors, ids, records, tag
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
-from lvm import caches, groups, layout, names, report, thin, volumes
+from lvm import caches, groups, layout, names, report, tags, thin, volumes
 from lvm import thin as pools
 from lvm.caches import Cache
 from lvm.layout import Layout
@@ -51,10 +51,25 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether it has the tags of a pool of Carver's, and the name that they imply."""
-    own_tags = pool.own_tags
-    made_for = pool_name(own_tags.get(tag.CLASS, ""))
-    is_tagged = pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
-    return is_tagged and not records.unknown_needs(pool)
+    is_usable = bool(chunk_bytes(pool)) and not records.unknown_needs(pool)
+    return is_usable and pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
+
+
+def is_pool(pool: report.LogicalVolume) -> bool:
+    """Whether Carver made the pool, be it with tags that this version does not understand.
+
+    What its volumes were promised is theirs in any case.
+    """
+    if not {"thin", "pool"} <= pool.layout:
+        return False
+    return pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
+
+
+def chunk_bytes(pool: report.LogicalVolume) -> int:
+    """The bytes of a pool's chunks by its tag; 0 for what lvm2 makes no chunks of (lvmthin(7))."""
+    found = tags.number(pool.own_tags.get(tag.CHUNK, "")) or 0
+    is_one = pools.LEAST_CHUNK_BYTES <= found <= pools.MOST_CHUNK_BYTES
+    return found if is_one and not found % pools.LEAST_CHUNK_BYTES else 0
 
 
 def closed(group: report.Group) -> str:
@@ -184,9 +199,9 @@ class Thin:
         """The class's pool as it is, or as it will be created."""
         name = pool_name(self.device_class)
         made = group.volumes.get(name)
-        if made is None or not is_own_pool(made):
+        if made is None or not is_pool(made):
             return Pool(name, pools.chunk_size_bytes(group, self.policy))
-        chunk = int(made.own_tags[tag.CHUNK])
+        chunk = chunk_bytes(made) or pools.chunk_size_bytes(group, self.policy)
         return pools.find(group, name, chunk, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
@@ -403,13 +418,32 @@ class Allocators:
         gone = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
-    def thin(self, group: str = "") -> list[Thin]:
-        """The allocators of all classes with a pool, in one group or in any."""
-        return [
-            Thin(one.name, one.group, one.pool, partial(self._kept, one), self._inventory)
-            for one in self._classes
-            if one.pool is not None and group in ("", one.group)
-        ]
+    def thin(self, group: report.Group) -> list[Thin]:
+        """The allocators of the pools that are in a group, whatever the classes say by now.
+
+        A class may be gone, or have no pool, or another group: its volumes are used all the same.
+        """
+        made = (one.own_tags[tag.CLASS] for one in records.every(group) if is_pool(one))
+        return [self._of_pool(one, group.name) for one in made]
+
+    def growing(self, group: str, seen: report.Group | None) -> list[Thin]:
+        """The allocators of the pools that may have to grow: those of a state that may be old.
+
+        And those of the group's classes, whose pools may be newer. Without those that only a newer
+        version knows.
+        """
+        own = {one.name for one in self._classes if one.pool is not None and one.group == group}
+        if seen is not None:
+            made = [one for one in records.every(seen) if is_pool(one)]
+            own |= {one.own_tags[tag.CLASS] for one in made}
+            own -= {one.own_tags[tag.CLASS] for one in made if not records.is_usable(seen, one)}
+        return [self._of_pool(one, group) for one in sorted(own)]
+
+    def _of_pool(self, name: str, group: str) -> Thin:
+        """The allocator of a class's pool in a group; with the defaults of a class that is gone."""
+        found = (one for one in self._classes if one.name == name and one.pool is not None)
+        one = next(found, DeviceClass(name, group, pool=Policy()))
+        return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._inventory)
 
     def beside_bytes(self, volume: Volume) -> int:
         """The bytes for snapshots of a volume, beside the reserve and the pools' promises."""
@@ -428,5 +462,5 @@ class Allocators:
 
     def promised_extents(self, group: report.Group, but: str = "") -> int:
         """The extents that the pools of a group have promised and not yet got."""
-        others = (one for one in self.thin(group.name) if one.device_class != but)
+        others = (one for one in self.thin(group) if one.device_class != but)
         return sum(one.outstanding_extents(group) for one in others)

@@ -286,6 +286,22 @@ class GroupTasks:
             one.join(max(0.0, until - time.monotonic()))
 
 
+def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) -> None:
+    """Act on all of these volumes by one command; where lvm2 refuses it, on each by itself.
+
+    So one that it refuses keeps no other. Raises an ExceptionGroup of what failed then.
+    """
+    try:
+        act(names)
+    except mount_errors.CommandFailed:
+        if len(names) == 1:
+            raise
+        with Attempts() as attempts:
+            for one in names:
+                with attempts.one():
+                    act([one])
+
+
 T = TypeVar("T")
 
 # How many last results are kept.

@@ -135,6 +135,9 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
         filesystem.check_options(one.fs_type, one.mkfs_options)
     except mount_errors.BadOption as error:
         raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
+    if uuid := filesystem.fixed_uuid(one.fs_type, one.mkfs_options):
+        why = f"would give each volume of the class the same UUID, {uuid}; leave it out"
+        raise errors.BadConfig(source, f"{where}.mkfs_options", why)
     return one
 
 

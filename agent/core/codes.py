@@ -61,6 +61,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.Overwriting, Code.ABORTED),
     (agent.core.errors.Receiving, Code.FAILED_PRECONDITION),
     (agent.core.errors.NeedsOther, Code.FAILED_PRECONDITION),
+    (agent.core.errors.TagsDamaged, Code.FAILED_PRECONDITION),
     (agent.core.errors.LayoutUnknown, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotReceived, Code.FAILED_PRECONDITION),
     (agent.core.errors.Moved, Code.FAILED_PRECONDITION),

@@ -393,14 +393,18 @@ class ContentsLost(AgentError):
 
 
 class KeyMissing(AgentError):
-    """The call has no key for an encrypted volume; nothing was changed."""
+    """The call has no key for an encrypted volume; nothing was changed.
 
-    def __init__(self, volume_id: str) -> None:
+    `gone` is the volume's class where the configuration lacks it.
+    """
+
+    def __init__(self, volume_id: str, gone: str = "") -> None:
+        lost = f" The configuration has no class {gone!r} any more, which may have had a key_file"
         super().__init__(
             f"cannot open volume {volume_id!r}: it is encrypted, and there is no key for it;"
             " have the StorageClass name a secret with `passphrase`"
             " (csi.storage.k8s.io/node-stage-secret-name and -namespace), or its class a"
-            " key_file; by hand, `carver volume publish --key-file`"
+            f" key_file; by hand, `carver volume publish --key-file`{f'.{lost}' if gone else ''}"
         )
 
 
@@ -514,6 +518,17 @@ class NeedsOther(AgentError):
             f"cannot use {identity!r}: a newer version of Carver made it, with"
             f" {', '.join(sorted(unknown))}, which this version does not know and leaves alone;"
             " use that version or a newer one on this node"
+        )
+
+
+class TagsDamaged(AgentError):
+    """The tags of a volume or snapshot are in a combination that no version of Carver writes."""
+
+    def __init__(self, identity: str, faults: Iterable[str]) -> None:
+        super().__init__(
+            f"cannot use {identity!r}: tags of it were lost, or changed by hand:"
+            f" {', '.join(sorted(faults))}. It is left alone; see `lvs -o +tags`, and put them"
+            " right with `lvchange --addtag` and `--deltag`"
         )
 
 

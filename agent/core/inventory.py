@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from agent.core import errors, group_definitions, ids, locks, records, tag
@@ -20,12 +21,15 @@ from agent.core.volume_groups import VolumeGroups
 from lvm import devicemapper, devices, names, report, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
+from lvm.lvm2 import Lvm
 from mount import command
 from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record", Volume, Snapshot)
+# Why lvm2 could not repair what it left, by the group and the logical volume.
+_Problems = dict[tuple[str, str], Exception]
 
 # How long a call waits for the status of a pool, which takes a moment as a rule.
 _POOL_SECONDS = 5.0
@@ -56,6 +60,8 @@ class Inventory:
         self._pools: Probes[ThinPool | None] = Probes()
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
+        # Why lvm2 could not repair a volume: the same is not logged again.
+        self._logged: dict[tuple[str, str], str] = {}
         # The volumes of each group's last state, by its name: lists are frequent.
         self._seen: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] = {}
         # The groups whose cached state was used since `refresh` had them read.
@@ -66,7 +72,8 @@ class Inventory:
 
         One command for each group that was written to since it was read. `resume`: before a change,
         resume devices that a killed lvm2 left suspended, and remove thin volumes that it recorded
-        and did not make. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        and did not make. Where lvm2 refuses that of one volume, only calls about that volume fail.
+        Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         locks.enter(*groups)
         wanted = groups or self._groups
@@ -75,25 +82,33 @@ class Inventory:
         known = Fresh(_present(states), asked=frozenset(wanted))
         if resume:
             own = list(self.own_groups(known))
-            self._resume(own)
-            if self._remove_unmade(own):
-                return self.state(*groups)
+            problems = self._resume(own)
+            were_some, unmade = self._remove_unmade(own)
+            if were_some:
+                known = self.state(*groups)
+            return replace(known, problems=problems | unmade)
         return known
 
     def everywhere(self, known: Fresh) -> Every:
         """All groups, where any may matter: the fresh ones, and the others as Carver left them.
 
         No command and no wait for a group that Carver did not change since it was read: an idle
-        group that hangs keeps no call of another. A changed one is read, for three seconds at most,
-        and is `silent` where it does not answer. One that this process never read has nothing that
-        this process did.
+        group that hangs keeps no call of another. One that was changed, or never read, is read, for
+        three seconds at most, and is `silent` where it does not answer. So is one that is refused
+        since the start, which is not read here: a call about it, or the next retry, reads it.
         """
         others = [one for one in self._volume_groups if one.name not in known.asked]
-        changed = [one for one in others if not one.has_own_changes]
+        changed = [one for one in others if not one.has_own_changes and one.status != "refused"]
         read = begin_states(changed)()
         left = {one.name: one.cached for one in others}
-        silent = frozenset(one.name for one in changed if not one.has_own_changes)
-        return Every({**_present(left | read), **known.groups}, silent=silent)
+        silent = frozenset(one.name for one in others if not one.has_own_changes)
+        unread = frozenset(one.name for one in others if one.status == "unknown")
+        return Every(
+            {**_present(left | read), **known.groups},
+            silent=silent,
+            unread=unread,
+            problems=known.problems,
+        )
 
     def lists(self) -> Every:
         """All groups for a list: fresh, or as Carver left one that takes longer than three seconds.
@@ -143,23 +158,53 @@ class Inventory:
                 return found
         return next(filter(is_it, self.present(self.state())), None)
 
-    def _resume(self, groups: Collection[report.Group]) -> None:
+    def _resume(self, groups: Collection[report.Group]) -> _Problems:
         """Resume devices that a killed lvm2 left suspended; one command for each.
 
         lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
         so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
-        that a report shows as suspended is left over, not under way.
+        that a report shows as suspended is left over, not under way. Returns why those that are
+        left could not be resumed.
         """
         for group in groups:
             self._deactivate_parts(group)
-        for group in groups:
-            for one in group.volumes.values():
-                is_held = self.is_kept_suspended(group.name, one.name)
-                if one.suspended and not is_held and one.own_tags:
-                    volumes.refresh(self._volume_groups.lvm(group.name), group.name, one.name)
+        left = [
+            (group.name, one.name)
+            for group in groups
+            for one in records.every(group)
+            if one.suspended
+            and not self.is_kept_suspended(group.name, one.name)
+            and records.is_usable(group, one)
+        ]
+        return self._each(left, "resume", volumes.refresh)
 
-    def _remove_unmade(self, groups: Collection[report.Group]) -> bool:
-        """Remove thin volumes that a killed lvm2 recorded and did not make; whether there were any.
+    def _each(
+        self,
+        found: Iterable[tuple[str, str]],
+        what: str,
+        act: Callable[[Lvm, str, str], object],
+    ) -> _Problems:
+        """Repair what lvm2 left of each volume; why it refuses, by group and volume.
+
+        A group that does not answer is raised: then no other volume can be repaired either.
+        """
+        problems: _Problems = {}
+        for key in found:
+            try:
+                act(self._volume_groups.lvm(key[0]), *key)
+            except mount_errors.CommandFailed as error:
+                problems[key] = error
+                if self._logged.get(key) != str(error):
+                    _log.error("cannot %s %s/%s yet: %s", what, *key, error)
+                self._logged[key] = str(error)
+            else:
+                self._logged.pop(key, None)
+        return problems
+
+    def _remove_unmade(self, groups: Collection[report.Group]) -> tuple[bool, _Problems]:
+        """Remove thin volumes that a killed lvm2 recorded and did not make.
+
+        Returns whether there were any, and why those that are left are not removed.
 
         lvm2 commits its metadata, has the kernel make the volume in the pool, and then counts both
         there as one transaction (thin-provisioning.rst). Killed in between (SIGKILL), it leaves a
@@ -167,15 +212,15 @@ class Inventory:
         hold what is written until then. No data were ever in it: the repeated call makes it anew.
         """
         found = [
-            (group.name, one)
+            (group.name, one.name)
             for group in groups
-            for one in group.volumes.values()
+            for one in records.every(group)
             if self._is_unmade(group, one)
         ]
-        for group_name, one in found:
-            _log.warning("removing %s/%s, which lvm2 died while making", group_name, one.name)
-            volumes.remove(self._volume_groups.lvm(group_name), group_name, one.name)
-        return bool(found)
+        for key in found:
+            if key not in self._logged:
+                _log.warning("removing %s/%s, which lvm2 died while making", *key)
+        return bool(found), self._each(found, "remove", volumes.remove)
 
     def _is_unmade(self, group: report.Group, one: report.LogicalVolume) -> bool:
         """Whether the kernel's pool lacks the transaction that makes a thin volume.
@@ -187,8 +232,9 @@ class Inventory:
             return False
         if pool.transaction_id != one.transaction_id + 1:
             return False
-        own_tags = one.own_tags
-        if not own_tags or {tag.FORMATTED, tag.SEALED} & own_tags.keys():
+        if {tag.FORMATTED, tag.SEALED} & one.own_tags.keys():
+            return False
+        if not records.is_usable(group, one):
             return False
         try:
             status = self.pool_status(group.name, pool.name)
@@ -344,8 +390,8 @@ class Inventory:
         """
         own = {
             one.name
-            for one in group.volumes.values()
-            if not one.layout & {"linear", "striped"} and one.own_tags
+            for one in records.every(group)
+            if not one.layout & {"linear", "striped"} and records.is_usable(group, one)
         }
         if not own:
             return False
@@ -498,7 +544,7 @@ class Inventory:
         """The volumes of a group; its state is the same object until something changes."""
         seen, found = self._seen.get(group.name, (None, ()))
         if seen is not group:
-            every = (records.volume(group, one) for one in group.volumes.values())
+            every = (records.volume(group, one) for one in records.every(group))
             found = tuple(one for one in every if one is not None)
             self._seen[group.name] = (group, found)
         return found
@@ -514,10 +560,13 @@ class Inventory:
     def named(self, known: Every, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is.
 
-        Raises NeedsOther.
+        Raises NeedsOther, and why lvm2 could not repair it.
         """
         every = (self.named_in(group, name, prefix) for group in self.own_groups(known))
-        return next(filter(None, every), None)
+        found = next(filter(None, every), None)
+        if found is not None:
+            _require_repaired(known, found.group, found.group.volume(found.name))
+        return found
 
     def named_in(
         self, group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX
@@ -644,8 +693,12 @@ class Inventory:
     def require_not_copied(self, known: Every, source_id: str) -> None:
         """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied.
 
-        The source's group is held, which each new copy takes as well.
+        The source's group is held, which each new copy takes as well. Raises GroupBusy for a
+        snapshot while a group was never read, which may have such a volume. A volume itself is not
+        read: a copy has its bridge, which is not removed while a group is silent.
         """
+        if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
+            known.require_read()
         copying = (one for one in self.shown(known) if one.copying)
         copies = [str(one.id) for one in copying if one.own_tags.get(tag.FROM) == source_id]
         if copies:
@@ -661,6 +714,10 @@ class Inventory:
             if isinstance(volume, Volume) and volume.wiping:
                 yield volume
 
+    def require_repaired(self, known: Known, volume: Volume) -> None:
+        """Raise why lvm2 could not repair a volume that it left suspended; see `state`."""
+        _require_repaired(known, volume.group, volume.group.volume(volume.name))
+
     def doomed_one(self, known: Known, identity: str) -> Volume:
         """The volume recorded as deleted under an id; raises as `get` does."""
         found = self._find(known, identity)
@@ -675,7 +732,8 @@ class Inventory:
     ) -> tuple[report.Group, report.LogicalVolume] | None:
         """The logical volume of an id; None for an impossible id, and where its absence is proved.
 
-        Raises OtherGroup where the group is not here: nothing is proved then.
+        Raises OtherGroup where the group is not here: nothing is proved then; and why lvm2 could
+        not repair the volume, where `state` tried to.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
@@ -688,11 +746,14 @@ class Inventory:
         if not parsed.is_of(group.uuid):
             raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
         logical = group.volumes.get(parsed.name)
-        return None if logical is None else (group, logical)
+        if logical is None:
+            return None
+        _require_repaired(known, group, logical)
+        return group, logical
 
     def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
         for group in self.own_groups(known):
-            yield from ((group, logical) for logical in group.volumes.values())
+            yield from ((group, logical) for logical in records.every(group))
 
     def require(self, volume_id: str) -> Volume:
         """The volume of an id by the fresh state; raises as `usable` does."""
@@ -751,10 +812,17 @@ def require_own(volume: Volume) -> None:
         raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
 
 
+def _require_repaired(known: Known, group: report.Group, logical: report.LogicalVolume) -> None:
+    """Raise why lvm2 could not repair a volume, or what it depends on."""
+    for name in filter(None, (logical.name, logical.origin, logical.pool)):
+        if problem := known.problems.get((group.name, name)):
+            raise problem.with_traceback(None)
+
+
 def _usable(found: _Record | Newer[_Record]) -> _Record:
-    """A volume or snapshot; raises NeedsOther for one that only newer versions know."""
+    """A volume or snapshot; raises NeedsOther or TagsDamaged for one that must not be used."""
     if isinstance(found, Newer):
-        raise errors.NeedsOther(str(found.shown.id), found.needs)
+        raise found.problem
     return found
 
 

@@ -6,13 +6,14 @@ from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from lvm import layout, names, report
+from lvm import layout, names, report, tags
 from lvm.layout import Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
 UNKNOWN = "unknown"
 # States of what is no volume any more, or not yet.
 _UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
+_STATES = (tag.READY, *_UNLISTED)
 
 
 _READ_ONLY, _READ_WRITE = "ro", "rw"
@@ -155,7 +156,7 @@ class Volume:
     @property
     def header_bytes(self) -> int:
         """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
-        return _number(self.own_tags, tag.HEADER)
+        return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
     def capacity_bytes(self) -> int:
@@ -245,7 +246,7 @@ class Snapshot:
     @property
     def header_bytes(self) -> int:
         """The bytes of the volume's LUKS2 header; 0 for none."""
-        return _number(self.own_tags, tag.HEADER)
+        return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
     def is_encrypted(self) -> bool:
@@ -298,8 +299,7 @@ def requested(asked_bytes: int, size_bytes: int, header_bytes: int) -> dict[str,
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
     """The bytes that were rounded up to this size, by the tag; 0 where there is none."""
     asked, _, given = own_tags.get(tag.REQUESTED, "").partition("/")
-    is_known = given == str(size_bytes) and asked.isascii() and asked.isdigit()
-    return int(asked) if is_known else 0
+    return tags.number(asked) or 0 if given == str(size_bytes) else 0
 
 
 _Record = TypeVar("_Record", Volume, Snapshot)
@@ -307,7 +307,7 @@ _Record = TypeVar("_Record", Volume, Snapshot)
 
 @dataclass(frozen=True)
 class Newer(Generic[_Record]):
-    """A volume or snapshot that only a newer version may use, with the properties it `needs`.
+    """A volume or snapshot that this version must not use: what it `needs`, or its tags' `faults`.
 
     No call uses it, no background work continues it. It is listed as `shown`, and what it stands on
     stays. Records are made here alone, so that no reader can forget it.
@@ -315,11 +315,106 @@ class Newer(Generic[_Record]):
 
     shown: _Record
     needs: frozenset[str]
+    faults: frozenset[str] = frozenset()
+
+    @property
+    def problem(self) -> errors.AgentError:
+        """Why it must not be used."""
+        if self.needs:
+            return errors.NeedsOther(str(self.shown.id), self.needs)
+        return errors.TagsDamaged(str(self.shown.id), self.faults)
+
+
+# Keys of which one value must not be chosen among several: what is done to data goes by them.
+_DECIDING = frozenset(
+    {
+        *(tag.NAME, tag.STATE, tag.CLASS, tag.LAYOUT, tag.ACCESS, tag.EPHEMERAL, tag.ADOPTED),
+        *(tag.FROM, tag.BRIDGE, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
+        *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.SHARED_KEY, tag.FORMATTED),
+        *(tag.SOURCE, tag.GROUP_SNAPSHOT, tag.MEMBERS, tag.MEMBER_GROUPS),
+        *(tag.RECEIVED, tag.CHAIN, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING),
+        *(tag.RELEASED, tag.MOVE_TO, tag.MOVE_WORD),
+    }
+)
+# What only a volume that is made of another has, beside FROM.
+_OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
+# What volumes have that are not made, or not gone, in one step.
+_IN_STEPS = frozenset(
+    {
+        tag.FROM,
+        tag.ZERO,
+        tag.INTO,
+        tag.OFFSET,
+        tag.CHAIN,
+        tag.FINISHING,
+        tag.MOVE_TO,
+        tag.MOVE_ENDED,
+    }
+)
+
+
+def faults(logical: report.LogicalVolume) -> frozenset[str]:
+    """What of Carver's tags no version writes so: some were lost, or changed by hand.
+
+    Such a volume is neither completed nor erased: either might be wrong.
+    """
+    own_tags = logical.own_tags
+    found = set()
+    # Others' tags are few, and most volumes have none.
+    if len(logical.tags) > len(own_tags):
+        found = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
+    has_source = tag.FROM in own_tags
+    is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
+    if own_tags.get(tag.STATE) == tag.COPYING and not (has_source or is_zeroed):
+        found.add("`copying` without `from`")
+    state = own_tags.get(tag.STATE)
+    # Without a state a volume that is made in one step is whole, and another perhaps not.
+    is_known = state in _STATES or (state is None and _IN_STEPS.isdisjoint(own_tags))
+    if tag.NAME in own_tags and not is_known:
+        found.add("no `state`")
+    return frozenset(found)
+
+
+def every(group: report.Group) -> Iterator[report.LogicalVolume]:
+    """All logical volumes of a group, to be shown and counted, never to be changed.
+
+    Those of others are among them, and those that only newer versions know.
+    """
+    yield from group.volumes.values()
+
+
+def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
+    """Carver's logical volumes and pools that this version may change."""
+    return (one for one in every(group) if is_usable(group, one))
+
+
+def is_usable(group: report.Group, logical: report.LogicalVolume) -> bool:
+    """Whether it has tags of Carver's, and this version may change it."""
+    return bool(logical.own_tags) and not (_needs(group, logical) or faults(logical))
+
+
+def reservation_name(name: str) -> str:
+    """The logical volume that reserves the extents by which a volume grows."""
+    return names.logical_volume(ids.GROWTH_PREFIX, name)
+
+
+def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
+    """The extents that Carver reserved for the growth of a volume; None where there are none.
+
+    A name alone proves nothing: it has the tags of what is to be erased, as every version made it.
+    """
+    found = group.volumes.get(reservation_name(name))
+    if found is None or not is_usable(group, found):
+        return None
+    is_reserved = tag.NAME in found.own_tags and found.own_tags.get(tag.STATE) == tag.WIPING
+    return found if is_reserved and not (found.origin or found.pool) else None
 
 
 def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
     """What this version would have to know, and does not, to use a logical volume or pool."""
-    needs = logical.own_tags.get(tag.NEEDS, "").split(",")
+    if tag.NEEDS not in logical.own_tags:
+        return frozenset()
+    needs = ",".join(tags.values(logical.tags, tag.NEEDS)).split(",")
     return frozenset(filter(None, needs)) - tag.KNOWN_NEEDS
 
 
@@ -327,10 +422,16 @@ def _guarded(
     group: report.Group, logical: report.LogicalVolume, made: _Record
 ) -> _Record | Newer[_Record]:
     """The record, or the one that says that this version must not use it, or its pool."""
+    needs, wrong = _needs(group, logical), faults(logical)
+    return Newer(made, needs, wrong) if needs or wrong else made
+
+
+def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
+    """What this version lacks for a logical volume, or for the pool that it lies in."""
     needs = unknown_needs(logical)
     if logical.pool in group.volumes:
         needs |= unknown_needs(group.volumes[logical.pool])
-    return Newer(made, needs) if needs else made
+    return needs
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
@@ -411,7 +512,7 @@ def next_sequence(group: report.Group) -> int:
 
     The group's lock is held, and the report was read under it.
     """
-    own_tags = (one.own_tags for one in group.volumes.values())
+    own_tags = (one.own_tags for one in every(group))
     return 1 + max((_number(one, tag.SEQUENCE) for one in own_tags), default=0)
 
 
@@ -491,7 +592,12 @@ def _thin_id(snapshot: Snapshot) -> int | None:
     return None if logical is None else logical.thin_id
 
 
+def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
+    """The bytes of a LUKS2 header; 0 where the tag is lost, or has more than the volume."""
+    found = _number(own_tags, tag.HEADER)
+    return found if found < size_bytes else 0
+
+
 def _number(own_tags: Mapping[str, str], key: str) -> int:
     """The number in a tag; 0 if it is lost or no number."""
-    text = own_tags.get(key, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return tags.number(own_tags.get(key, "")) or 0

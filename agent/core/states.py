@@ -5,9 +5,10 @@ state of each group that the decision is about: by `Fresh` for the groups that i
 where any group may matter. `Seen` is for metrics, health and hints.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+from agent.core import errors
 from lvm import report
 
 
@@ -15,10 +16,12 @@ from lvm import report
 class Fresh(report.Report):
     """Groups that a call named, each read after the call began; `asked` has their names.
 
-    It says nothing of another group, which is not the same as that it is absent.
+    It says nothing of another group, which is not the same as that it is absent. `problems` has why
+    lvm2 could not repair what it left when it was killed, by the group and the logical volume.
     """
 
     asked: frozenset[str] = frozenset()
+    problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,23 @@ class Every(report.Report):
     """Each group that this process ever read, with all that Carver did there until now.
 
     What others did in a group since, such as an operator, may be missing. `silent` has the names of
-    groups that Carver changed and that have not answered since: what it did last may be missing.
+    groups that Carver changed and that have not answered since, where what it did last may be
+    missing, and of those that this process never read, where all of it is. `unread` has those of
+    the second kind that have not answered yet.
     """
 
     silent: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+    problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
+
+    def require_read(self) -> None:
+        """Raise GroupBusy while a group was never read: an earlier process may have begun a copy.
+
+        What this process began, also in a group that hangs, its jobs know.
+        """
+        if self.unread:
+            named = ", ".join(sorted(self.unread))
+            raise errors.GroupBusy(f"volume group {named}", "it has not answered since the start")
 
 
 @dataclass(frozen=True)

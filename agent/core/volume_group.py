@@ -86,8 +86,8 @@ class VolumeGroup:
         self.deferred = DeferredWork(name, self.run_deferred)
         # Whether a command that changes it ended since the last read began.
         self._changed = False
-        # Whether `cached` lacks what such a command did.
-        self._is_stale = False
+        # Whether `cached` lacks what such a command did: before the first read, all of it.
+        self._is_stale = True
         # Until when `begin_states` does not wait for it (monotonic, seconds).
         self._rests_until = 0.0
 
@@ -117,7 +117,10 @@ class VolumeGroup:
 
     @property
     def has_own_changes(self) -> bool:
-        """Whether the cached state has all that Carver's commands did until now."""
+        """Whether the cached state has all that Carver's commands did until now.
+
+        Not before the first read that succeeds: an earlier process may have left anything.
+        """
         return not (self._is_stale or self._stuck)
 
     def state(self) -> report.Group | None:

@@ -136,7 +136,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
         volume = self._context.inventory.require(call.volume_id)
-        if refusal := call.unsupported or validate.refusal(self._config, volume, call):
+        if refusal := call.unsupported or validate.refusal(volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
             volume_context=context_of(volume.own_tags),

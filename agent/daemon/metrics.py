@@ -195,7 +195,7 @@ class Scrape:
         return [
             PoolSeen((one.device_class, group.name), group, pool, self._status(group, pool))
             for group in self._inventory.own_groups(self.known)
-            for one in self.allocators.thin(group.name)
+            for one in self.allocators.thin(group)
             if (pool := one.pool(group)).data_extents
         ]
 

@@ -21,7 +21,6 @@ from agent.core.inventory import require_own
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, MOUNT
 from agent.operations import plan
-from agent.operations.erase import reservation_name
 from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem
@@ -286,7 +285,7 @@ class Adopter:
             why = "it is being deleted"
         elif made := volume.group.made_of(volume.name):
             why = f"it has the snapshots {', '.join(one.name for one in made)}, which Carver took"
-        elif reservation_name(volume.name) in volume.group.volumes:
+        elif records.reservation(volume.group, volume.name) is not None:
             why = "it is growing; call again"
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
@@ -340,6 +339,6 @@ def _as_adopted(
     group: report.Group, found: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
 ) -> Volume:
     """The volume, by the group's state before it was adopted."""
-    kept = {key: one for key, one in group.volumes.items() if key != found.name}
+    kept = {one.name: one for one in records.every(group) if one.name != found.name}
     group = replace(group, volumes={**kept, name: replace(found, name=name)})
     return Volume(VolumeId.of(group, name), group, name, found.size_bytes, own_tags)

@@ -80,7 +80,8 @@ class Attacher:
             self._beginning.add(volume_id)
         try:
             known = self._inventory.state(ids.group_of(volume_id))
-            every = self._inventory.present(self._inventory.everywhere(known))
+            # A group that was never read does not count: its volumes must not keep others waiting.
+            every = self._inventory.shown(self._inventory.everywhere(known))
             attached = {str(one.id) for one in every if one.attachment_to(self._node_id)}
             if len((attached | earlier) - {volume_id}) >= self._limit:
                 raise errors.TooManyAttached(volume_id, self._node_id, self._limit)

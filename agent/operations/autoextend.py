@@ -120,7 +120,8 @@ class Autoextender:
         """The parts of a group that are too full, with percentages."""
         for name, percent in self._full_areas(group, clock()):
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
-        for one in self._allocators.thin(group):
+        known = self._volume_groups.known(group)
+        for one in self._allocators.growing(group, None if known is None else known.cached):
             pool = pool_name(one.device_class)
             status = self._inventory.status(group, pool)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):

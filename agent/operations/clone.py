@@ -437,8 +437,17 @@ class Copier:
 
     def _wanted(self, known: Every) -> set[str]:
         """The ids of the bridges from which volumes are being copied."""
-        left = (one for one in self._inventory.shown(known) if one.copying)
-        return {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
+        left = [one for one in self._inventory.shown(known) if one.copying]
+        found = {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
+        # Of one that lost its tag `from`, which may be put back, only the name tells.
+        lost = {
+            names.logical_volume(ids.BRIDGE_PREFIX, one.own_tags[tag.NAME])
+            for one in left
+            if not {tag.FROM, tag.ZERO} & one.own_tags.keys()
+        }
+        return found | {
+            str(one.id) for one in self._inventory.all_snapshots(known) if one.name in lost
+        }
 
 
 def _bridge_id(volume: Volume) -> str:

@@ -14,6 +14,7 @@ from agent.core.classes import DeviceClass
 from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
+from agent.core.parameters import Parameters
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange
 from agent.core.states import Every, Fresh
@@ -89,7 +90,7 @@ class VolumeCreator:
         """
         if not call.topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
-        one = plan.device_class(self._config, "parameters", call.parameters)
+        one = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
         modify.check(call.tuning, one.layout)
         self._limiter.require(call.tuning)
         groups = {one.group}
@@ -102,6 +103,24 @@ class VolumeCreator:
         while isinstance(found, str):
             found = self._create(call, one, groups | {found} - {""}, admit)
         return found
+
+    def class_for(
+        self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
+    ) -> DeviceClass:
+        """The class by which a volume is made, or was made; raises NotAllowed, BadField.
+
+        No command, unless the configuration lacks the class, or has it such that it refuses the
+        parameters: a volume that was made by it before is found all the same.
+        """
+        try:
+            return plan.device_class(self._config, field, parameters)
+        except errors.BadField:
+            prefix = ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
+            own_name = names.logical_volume(prefix, name)
+            made = self._inventory.search(lambda one: one.name == own_name and not one.wiping)
+            if made is None:
+                raise
+            return plan.class_of(self._config, made)
 
     def _create(
         self, call: CreateVolume, one: DeviceClass, groups: Set[str], admit: Admit | None
@@ -131,7 +150,7 @@ class VolumeCreator:
                     volume, source = self._make(call, one, (known, every), prefix, undo, admit)
                 else:
                     volume = found
-                    self._finish(call, one, volume)
+                    self._finish(call, volume)
                     if volume.copying:
                         with _absence_as_not_here():
                             source = self._copier.source_of(known, volume)
@@ -162,13 +181,15 @@ class VolumeCreator:
                     self._deleter.delete(made.filling.key)
             raise
 
-    def _finish(self, call: CreateVolume, one: DeviceClass, volume: Volume) -> None:
+    def _finish(self, call: CreateVolume, volume: Volume) -> None:
         """Have a volume that an earlier call made as this call asks; raises Incompatible."""
-        plan.check_stripe_size(one, volume.group)
-        plan.require_same(call, one, volume)
+        plan.require_same(call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
-        # Crash points: after lvcreate, before the cache or before the rates of recovery.
-        self._allocators.of(one).finish(lvm, volume)
+        if tag.CACHE in volume.own_tags:
+            # By what it was made with: its class may be another by now.
+            one = plan.class_of(self._config, volume)
+            # Crash points: after lvcreate, before the cache or before the rates of recovery.
+            self._allocators.of(one).finish(lvm, volume)
         # Crash point: on record and not set; the next start, or this call again, sets it.
         bound_kib = self._config.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))

@@ -6,13 +6,13 @@ agent/operations/remove_pool.py for thin volumes.
 
 from contextlib import suppress
 
-from agent.core import errors, ids, users
+from agent.core import errors, ids, records, users
 from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
 from agent.operations.clone import Copier
-from agent.operations.erase import Eraser, reservation_name
+from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import volumes
 
@@ -69,8 +69,8 @@ class VolumeDeleter:
                     volume_id, held, "they are nothing without it, so it is deleted after them"
                 )
             lvm = self._volume_groups.lvm(group)
-            if (growth := reservation_name(volume.name)) in volume.group.volumes:
-                volumes.remove(lvm, group, growth)
+            if (growth := records.reservation(volume.group, volume.name)) is not None:
+                volumes.remove(lvm, group, growth.name)
             # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
             # of the pool is missing lvm2 cannot change it.
             at_once = volume.is_thin and not (

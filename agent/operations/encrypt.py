@@ -70,7 +70,7 @@ class EncryptedDevices:
                 " with carver/encryption, or give no secret",
             )
         if encrypted and not keys.present and self._key_file(device_class) is None:
-            raise errors.KeyMissing(volume_id)
+            raise errors.KeyMissing(volume_id, self._gone(device_class))
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """Raise what `check_keys` raises, for a volume that is there."""
@@ -299,10 +299,14 @@ class EncryptedDevices:
             return
         file = self._key_file(device_class)
         if file is None:
-            raise errors.KeyMissing(volume_id)
+            raise errors.KeyMissing(volume_id, self._gone(device_class))
         key = read_key(file)
         with Keys(key).used():
             yield key
+
+    def _gone(self, device_class: str) -> str:
+        """The class's name where the configuration lacks it; else empty."""
+        return device_class if device_class and self._class(device_class) is None else ""
 
     def _key_file(self, device_class: str) -> str | None:
         one = self._class(device_class)

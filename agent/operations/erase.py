@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import classes, errors, ids, tag, users
+from agent.core import classes, errors, ids, records, tag, users
+from agent.core.background import Attempts
 from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.ids import VolumeId
@@ -23,7 +24,7 @@ from agent.core.records import Volume
 from agent.core.states import Fresh
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from lvm import caches, groups, names, report, tags, volumes
+from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
 from lvm.volumes import NO_TAGS
@@ -255,14 +256,19 @@ class Eraser:
         return _being_erased(job)
 
     def resume(self, *groups: str) -> int:
-        """Start a job for each deleted volume left in these groups, or in all; returns how many."""
+        """Start a job for each deleted volume left in these groups, or in all; returns how many.
+
+        Raises an ExceptionGroup of why lvm2 left some suspended, which no job may write to.
+        """
         own = groups or self._volume_groups.names
         # Locked: a volume found is not removed and created anew before its job exists.
-        with self._volume_groups.hold(*own):
-            every = self._inventory.doomed(self._inventory.state(*own, resume=True))
-            left = [one for one in every if one.group.name in own]
+        with self._volume_groups.hold(*own), Attempts() as attempts:
+            known = self._inventory.state(*own, resume=True)
+            left = [one for one in self._inventory.doomed(known) if one.group.name in own]
             for volume in left:
-                self.jobs.start(self._wipe_of(volume))
+                with attempts.one():
+                    self._inventory.require_repaired(known, volume)
+                    self.jobs.start(self._wipe_of(volume))
         return len(left)
 
     def _start(self, volume: Volume) -> _Wipe:
@@ -512,15 +518,12 @@ class Eraser:
         return are_lost
 
 
-def reservation_name(name: str) -> str:
-    """The logical volume that reserves the extents by which a volume grows."""
-    return names.logical_volume(ids.GROWTH_PREFIX, name)
-
-
 def reservation_id(volume_id: str) -> str:
     """The id of that logical volume; empty for the id of an inline volume."""
     parsed = VolumeId.parse(volume_id)
-    return "" if parsed is None else str(replace(parsed, name=reservation_name(parsed.name)))
+    if parsed is None:
+        return ""
+    return str(replace(parsed, name=records.reservation_name(parsed.name)))
 
 
 def _being_erased(job: Job) -> errors.OperationPending:

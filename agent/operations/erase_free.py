@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, tag
+from agent.core import errors, ids, records, tag
 from agent.core.allocation import Allocator, is_own_pool
 from agent.core.conflicts import Call, Work
 from agent.core.context import Context
@@ -20,7 +20,6 @@ from agent.operations.erase import (
     is_deleted,
     is_given_up,
     is_sweep,
-    reservation_name,
 )
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import layout, report, volumes
@@ -78,9 +77,9 @@ class GrowthZeroer:
         once. The first and the last call run two commands in all. Raises Overwriting until it is
         done, AnotherSize, NoRoom.
         """
-        group, own = volume.group, reservation_name(volume.name)
+        group, own = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
-        reserved = group.volumes.get(own)
+        reserved = records.reservation(group, volume.name)
         if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
             # An earlier call asked for another size.
             self.require_none(volume)
@@ -119,9 +118,9 @@ class GrowthZeroer:
         """
         group = ids.group_of(volume_id)
         with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
-            found = self._inventory.state(group).group(group).volumes
-            if (own := reservation_name(ids.logical_name(volume_id))) in found:
-                volumes.remove(self._lvm(group), group, own)
+            found = self._inventory.state(group).group(group)
+            if (reserved := records.reservation(found, ids.logical_name(volume_id))) is not None:
+                volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
         """Wait a moment for the job that `take` started; returns whether it has ended."""
@@ -145,7 +144,7 @@ class GrowthZeroer:
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
-        new = New(reservation_name(volume.name), taken, own_tags)
+        new = New(records.reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
         return self._inventory.state(group.name).group(group.name).volume(new.name)
 
@@ -342,10 +341,12 @@ def _is_left(group: report.Group) -> bool:
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     """Pools and volumes with snapshots that were given up, lack a disk, and are all deleted."""
-    for one in group.volumes.values():
+    for one in records.usable(group):
         if not is_given_up(one) or one.disks.isdisjoint(group.missing_uuids):
             continue
         held = _dependents(group, one)
+        if not all(records.is_usable(group, each) for each in held):
+            continue
         is_origin = bool(held) and is_deleted(one) and not one.pool
         if (is_own_pool(one) or is_origin) and all(map(is_deleted, held)):
             yield one

@@ -23,7 +23,7 @@ removed when all three have the size, or when less is asked for.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, records, secret, tag, users
@@ -35,7 +35,6 @@ from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
 from agent.core.states import Fresh
 from agent.operations.encrypt import EncryptedDevices
-from agent.operations.erase import reservation_name
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
 from lvm import errors as lvm_errors
@@ -80,7 +79,9 @@ class Expander:
         try:
             seen = self._inventory.cached(volume_id)
             # A claim that is made smaller again withdraws what is on record.
-            is_on_record = seen is not None and (seen.wanted_bytes or seen.refused_bytes)
+            is_on_record = seen is not None and (
+                seen.wanted_bytes or seen.refused_bytes or _lacks_request(seen, call.size)
+            )
             if is_on_record or not call.size.allows(size_bytes):
                 size_bytes = self.expand(call, is_in_use=True).capacity_bytes
             # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
@@ -140,7 +141,6 @@ class Expander:
             if wanted > volume.size_bytes:
                 try:
                     self._extend(known, volume, wanted)
-                    self._record_request(volume, call.size, wanted)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
                     if self._is_only_copied(volume) and not is_in_use:
                         why = "it grows when that is done"
@@ -153,11 +153,12 @@ class Expander:
                     if not isinstance(error, _NO_ROOM):
                         raise
                     raise errors.TooLarge(call.volume_id, str(error)) from None
-            elif reservation_name(volume.name) in volume.group.volumes:
+            elif (reserved := records.reservation(volume.group, volume.name)) is not None:
                 # The growth that it was for is withdrawn.
                 self._growth_zeroer.require_none(volume)
-                lvm = self._volume_groups.lvm(group)
-                volumes.remove(lvm, group, reservation_name(volume.name))
+                volumes.remove(self._volume_groups.lvm(group), group, reserved.name)
+            # Here, as a stage may have extended it: that does not know what was asked for.
+            self._record_request(volume, call.size, max(wanted, volume.size_bytes))
             if call.size.required_bytes:
                 self._withdraw(volume, wanted)
         volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
@@ -326,9 +327,9 @@ class Expander:
                 self._record(volume, 0)
 
     def _record_request(self, volume: Volume, size: SizeRange, size_bytes: int) -> None:
-        """Record what was asked for where it was rounded up; one command then."""
-        new = records.requested(size.required_bytes, size_bytes, volume.header_bytes)
-        if new:
+        """Record what was asked for where that was rounded up to this size; one command then."""
+        new = _request(volume, size, size_bytes)
+        if new.items() - volume.own_tags.items():
             old = {one: volume.own_tags[one] for one in new if one in volume.own_tags}
             group = volume.group.name
             with self._inventory.logging_refusals(str(volume.id), tag.REQUESTED):
@@ -344,6 +345,22 @@ class Expander:
         if new:
             # Refresh the cached state, which is all that staging of a raw block volume reads.
             self._inventory.state(group)
+
+
+def _request(volume: Volume, size: SizeRange, size_bytes: int) -> dict[str, str]:
+    """The tag of what is asked for, where a volume of so many bytes is that, rounded up."""
+    extent, header = volume.group.extent_size_bytes, volume.header_bytes
+    asked = size.required_bytes
+    with suppress(errors.LayoutUnknown):
+        if layout.round_up(asked + header, extent, volume.layout) == size_bytes:
+            return records.requested(asked, size_bytes, header)
+    return {}
+
+
+def _lacks_request(volume: Volume, size: SizeRange) -> bool:
+    """Whether a volume that has the size lacks the record of what is asked for."""
+    new = _request(volume, size, volume.size_bytes)
+    return bool(new.items() - volume.own_tags.items())
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:

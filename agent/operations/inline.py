@@ -126,7 +126,9 @@ class InlineVolumes:
         Five commands at most: a report, lvcreate, and those of staging. None where it is mounted.
         """
         place = target.resolve(self._kernel, call.target_path, self._inside)
-        one = plan.device_class(self._config, "volume_context", call.parameters)
+        one = self._creator.class_for(
+            call.volume_id, call.parameters, "volume_context", is_ephemeral=True
+        )
         parameters = plan.with_defaults(call.parameters, [call.capability], one)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
@@ -231,7 +233,9 @@ class InlineVolumes:
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
-            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in self._all(known)}
+            # Those of a group that was never read do not count: they must keep no pod waiting.
+            every = (one for one in self._inventory.shown(known) if one.is_ephemeral)
+            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in every}
             self._admitted.admit(call.volume_id, allocated_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
@@ -330,4 +334,8 @@ class InlineVolumes:
 
 def _allocated_bytes(one: Volume) -> int:
     """What an inline volume takes of its group: a mirrored one several times its size."""
-    return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+    try:
+        return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+    except errors.LayoutUnknown:
+        # One whose tag is lost keeps no other pod waiting: as if each image had all of it.
+        return one.size_bytes * max(1, len(one.group.volume(one.name).images))

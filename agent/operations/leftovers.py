@@ -12,10 +12,9 @@ whose it is.
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from agent.core import codes, errors, ids, requests, tag
+from agent.core import codes, errors, ids, records, requests, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.records import unknown_needs
 from agent.operations import plan
 from lvm import names, report
 
@@ -77,10 +76,9 @@ class Leftovers:
         groups = [one for one in groups if one]
         known = self._inventory.state(*groups).groups if groups else {}
         for group in groups:
-            for one in known[group].volumes.values() if group in known else ():
+            for one in records.usable(known[group]) if group in known else ():
                 state = one.own_tags.get(tag.STATE)
-                is_theirs = state not in _NOT_THE_CALLERS
-                if is_theirs and tag.NAME in one.own_tags and not unknown_needs(one):
+                if state not in _NOT_THE_CALLERS and tag.NAME in one.own_tags:
                     yield one
 
 

@@ -1,9 +1,11 @@
 """ControllerModifyVolume: a volume's mutable parameters, all of them changed or none."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 
 from agent.core import errors, ids, records, states
-from agent.core.background import Attempts
+from agent.core.background import Attempts, all_or_each
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
@@ -72,7 +74,8 @@ def bound(context: Context, group: Group) -> int:
     """Have RAID recovery in a group keep to its `background_bandwidth`, as that is now.
 
     Returns how many volumes were changed: one command for those that are alike, none where all is
-    so. While a disk is missing lvm2 changes nothing. The group's lock is held.
+    so. While a disk is missing lvm2 changes nothing. The group's lock is held. Raises an
+    ExceptionGroup once each was tried.
     """
     if group.missing_uuids:
         return 0
@@ -85,9 +88,17 @@ def bound(context: Context, group: Group) -> int:
         lacking = tuning.AS_IT_IS.bounded(one.tuning, bound_kib).lacking_in(one.tuning)
         if lacking != tuning.AS_IT_IS:
             alike[lacking, one.tuning].append(volume.name)
-    for (lacking, present), named in alike.items():
-        tuning.change(context.volume_groups.lvm(group.name), group.name, named, lacking, present)
+    lvm = context.volume_groups.lvm(group.name)
+    with Attempts() as attempts:
+        for (lacking, present), named in alike.items():
+            change = partial(_change, lvm, group.name, lacking, present)
+            with attempts.one():
+                all_or_each(named, change)
     return sum(len(named) for named in alike.values())
+
+
+def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Sequence[str]) -> None:
+    tuning.change(lvm, group, names, lacking, present)
 
 
 def resume(context: Context, *groups: str) -> int:

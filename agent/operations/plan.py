@@ -1,18 +1,20 @@
 """Plan a new volume: class, parameters, size, tags; and whether an existing one matches."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from agent.core import errors, records, tag
 from agent.core.allocation import Allocator, Thin
 from agent.core.classes import DeviceClass
 from agent.core.inventory import require_own
-from agent.core.parameters import STORAGE_CLASS, Parameters
+from agent.core.parameters import CACHE_SIZE, STORAGE_CLASS, Parameters
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
 from agent.core.settings import Config
 from lvm import layout, report, tags
+from lvm.caches import Cache
+from lvm.thin import Policy
 from mount import errors as mount_errors
 from mount import filesystem
 
@@ -159,17 +161,13 @@ def _planned(
     parameters = with_defaults(call.parameters, call.capabilities, one, held)
     _check_options(call, parameters)
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
-    capabilities = "|".join(sorted(map(str, call.capabilities)))
-    if not tags.fits(tag.CAPABILITIES, capabilities):
-        # They are only compared, never read back, so a digest is enough.
-        capabilities = f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
     own_tags = {
         tag.NAME: call.name,
         tag.STATE: tag.READY,
         tag.SIZE: str(size),
         tag.LAYOUT: str(one.layout),
         tag.ACCESS: BLOCK if all(one.is_block for one in call.capabilities) else MOUNT,
-        tag.CAPABILITIES: capabilities,
+        tag.CAPABILITIES: _capabilities(call),
         **parameters.own_tags(),
         **parameters.about,
         **records.requested(call.size.required_bytes, size, header_bytes),
@@ -177,6 +175,15 @@ def _planned(
     if header_bytes:
         own_tags[tag.HEADER] = str(header_bytes)
     return size, own_tags | of_class(one, size, group)
+
+
+def _capabilities(call: CreateVolume) -> str:
+    """The tag by which the capabilities of a repeated request are compared."""
+    capabilities = "|".join(sorted(map(str, call.capabilities)))
+    if tags.fits(tag.CAPABILITIES, capabilities):
+        return capabilities
+    # They are only compared, never read back, so a digest is enough.
+    return f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
 
 
 def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
@@ -241,10 +248,12 @@ def size_bytes(
     return planned
 
 
-def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
-    """Raise Incompatible for a volume that is not as the call asks.
+def require_same(call: CreateVolume, found: Volume) -> None:
+    """Raise Incompatible for a volume that is not as the call says.
 
-    Raises OperationPending while it is being erased, Receiving and Moved as `require_own`.
+    What the call does not say is not compared: a class may have changed since the volume was made,
+    and its caller, which has no id of it yet, would leave it for ever. Raises OperationPending
+    while it is being erased, Receiving and Moved as `require_own`.
     """
     if found.wiping:
         raise errors.OperationPending(f"{found.id} (being erased)")
@@ -264,14 +273,59 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
             f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; use"
             " another name"
         )
-    # The rest is compared with a call for the size that the volume was made with.
-    call = replace(call, size=SizeRange(made_bytes - header))
-    # The file system was the source's, which may be deleted by now.
-    held = found.own_tags.get(tag.FS_TYPE, "") if source else ""
-    _, own_tags = _planned(call, one, found.group, header, held)
-    for key in (tag.CAPABILITIES, *(row.tag for row in STORAGE_CLASS)):
-        if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
+    fs_types = [one.fs_type for one in call.capabilities if one.fs_type]
+    is_mounted = any(not one.is_block for one in call.capabilities)
+    given = call.parameters
+    if fs_types or not is_mounted:
+        given = given.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
+    capabilities = found.own_tags.get(tag.CAPABILITIES, "")
+    every = [
+        (tag.CAPABILITIES, _capabilities(call), capabilities),
+        *differing(found, given),
+    ]
+    for key, wanted, was in every:
+        if was != wanted:
             raise errors.Incompatible(
                 f"cannot make volume {call.name!r}: it exists with {key} {was or 'none'!r},"
                 f" not {wanted or 'none'!r}; use another name"
             )
+
+
+def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str]]:
+    """What parameters say that a volume has not: each key, what they say, and what it has.
+
+    Parameters that are not given are not compared: a class may have changed since.
+    """
+    own_tags = volume.own_tags
+    wanted = given.own_tags()
+    made = {key: own_tags.get(key, "") for key in wanted}
+    for row in STORAGE_CLASS:
+        if row.part and row.tag == tag.LAYOUT and row.key in given.given:
+            wanted[row.key] = str(given.given[row.key])
+            made[row.key] = str(getattr(volume.layout, row.part))
+    if (size := given.given.get(CACHE_SIZE)) is not None:
+        made[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
+        cache, extent = Cache.parse(made[CACHE_SIZE]), volume.group.extent_size_bytes
+        asked = None if cache is None else replace(cache, size=size)
+        wanted[CACHE_SIZE] = asked.tag_value(volume.made_bytes, extent) if asked else "a cache"
+    return ((key, text, made[key]) for key, text in wanted.items() if text != made[key])
+
+
+def class_of(config: Config, volume: Volume) -> DeviceClass:
+    """The class that a volume was made by; as far as the volume tells where that is gone."""
+    named, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
+    cache = Cache.parse(volume.own_tags.get(tag.CACHE, ""))
+    for one in config.classes:
+        if one.name == named and (one.pool is not None) == volume.is_thin:
+            own = one.cache if volume.is_thin else cache
+            return replace(one, group=volume.group.name, layout=shape, cache=own)
+    return DeviceClass(
+        named,
+        volume.group.name,
+        layout=shape,
+        pool=Policy() if volume.is_thin else None,
+        cache=cache,
+        zero=volume.own_tags.get(tag.ZERO, DeviceClass.zero),
+        encryption=volume.own_tags.get(tag.ENCRYPTION, ""),
+        fs_type=volume.own_tags.get(tag.FS_TYPE) or DeviceClass.fs_type,
+    )

@@ -8,17 +8,19 @@ check cannot read is a warning, not an error.
 import errno
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core import errors, sockets
+from agent.core import errors, records, sockets, tag
+from agent.core.allocation import is_pool
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
 from agent.operations.erase_policy import ErasePolicy
-from lvm import blockdevices, groups, lvm2, report
+from lvm import blockdevices, groups, lvm2, names, report
 from lvm.report import Group, Report
 from mount import cgroups, filesystem, table
 from mount import errors as mount_errors
@@ -41,6 +43,8 @@ _CAP_SYS_ADMIN = 21  # linux/capability.h
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 # From here on the check of a group's metadata area warns; from 94 % on nothing new is made.
 _NEARLY_FULL_PERCENT = 80
+# How many volumes of a class that is gone are named.
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -338,6 +342,8 @@ def _of_group(
             f" {fill:.0f} % full"
         )
     yield from _erasing(node, group)
+    yield from _damaged(group)
+    yield from _of_no_class(node, group)
     if fill >= _NEARLY_FULL_PERCENT:
         yield (
             WARN,
@@ -349,6 +355,40 @@ def _of_group(
             WARN,
             f"{groups.about_area(group)} has less room than it could have",
             "see `A group's metadata area is full` in docs/operations.md",
+        )
+
+
+def _damaged(group: Group) -> Iterator[Seen]:
+    """Volumes and snapshots whose tags no version writes so."""
+    for one in records.every(group):
+        if faults := records.faults(one):
+            wrong = ", ".join(sorted(faults))
+            yield (
+                WARN,
+                f"{group.name}/{one.name} is left alone, as tags of it were lost or changed by"
+                f" hand: {wrong}",
+                "see `lvs -o +tags`, and put them right (`lvchange --addtag`, `--deltag`)",
+            )
+
+
+def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
+    """Classes that volumes and pools of a group were made by, and that are not its own any more."""
+    classes = [one for one in node.settings.classes if one.group == group.name]
+    own, with_pool = {one.name for one in classes}, {one.name for one in classes if one.pool}
+    found = defaultdict[str, list[str]](list)
+    for one in records.every(group):
+        name = one.own_tags.get(tag.CLASS, "")
+        is_gone = name not in (with_pool if is_pool(one) else own)
+        if name and is_gone and not names.is_part(one.name):
+            found[name].append(one.name)
+    for name, made in sorted(found.items()):
+        shown = ", ".join(sorted(made)[:_MOST_NAMED]) + ", ..." * (len(made) > _MOST_NAMED)
+        yield (
+            WARN,
+            f"volume group {group.name} has no class {name} any more, by which {shown} were made:"
+            " they are used and extended, but with the defaults of a class, so without its reserve,"
+            " automatic repair, key file, discards and `bypass_workqueue`",
+            "put the class back as it was, or move what is left of it",
         )
 
 
@@ -556,7 +596,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
         why = str(error)
     limited = []
     with suppress(mount_errors.CommandError, errors.NotReady):
-        every = (one for group in node.report().groups.values() for one in group.volumes.values())
+        every = (one for group in node.report().groups.values() for one in records.every(group))
         limited = [one.name for one in every if one.tuning.is_limited]
     if limited:
         yield (

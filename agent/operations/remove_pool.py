@@ -21,8 +21,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.core import ids, tag
-from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
+from agent.core import ids, records, tag
+from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
 from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
@@ -184,7 +184,7 @@ class PoolRemover:
     def _zero_pool(self, job: _Removal, pool: report.LogicalVolume, wiping: str) -> None:
         """Zero all that a pool ever allocated, by a volume in it; raises Stopping."""
         group_name, pool_name = job.key.split("/")
-        chunk = int(pool.own_tags[tag.CHUNK])
+        chunk = chunk_bytes(pool)
         try:
             # A partial chunk at the end is never allocated.
             self._zero(job, wiping, pool.size_bytes // chunk * chunk)
@@ -232,12 +232,13 @@ def _is_wiping(logical: report.LogicalVolume) -> bool:
     """Whether it is the volume that zeroes a pool, and no user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
-    return is_named_so and tag.NAME not in own_tags and own_tags.get(tag.STATE) == tag.WIPING
+    is_wiping = tag.NAME not in own_tags and own_tags.get(tag.STATE) == tag.WIPING
+    return is_named_so and is_wiping and not records.unknown_needs(logical)
 
 
 def _abandoned(group: report.Group) -> list[str]:
     """Carver's pools of a group that are empty, half made, or were being zeroed."""
-    every = group.volumes.values()
+    every = list(records.usable(group))
     half_made = [one.name for one in every if is_half_made_pool(one)]
     own = ((one.name, group.in_pool(one.name)) for one in every if is_own_pool(one))
     return half_made + [name for name, held in own if not held or any(map(_is_wiping, held))]

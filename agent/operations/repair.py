@@ -8,8 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from agent.core import errors, ids, tag, users
+from agent.core import errors, ids, records, tag, users
 from agent.core.background import GroupTasks
 from agent.core.classes import AUTO
 from agent.core.context import Context
@@ -36,10 +37,11 @@ class Progress:
 def rebuilding(known: Inventory, group: report.Group) -> str:
     """The RAID volumes of a group that are not in sync, with percentages; empty if all are."""
     found = []
-    for name, logical in sorted(group.volumes.items()):
-        status = _raid(known, group.name, name) if "raid" in logical.layout else None
+    for logical in sorted(records.every(group), key=attrgetter("name")):
+        is_raid = "raid" in logical.layout
+        status = _raid(known, group.name, logical.name) if is_raid else None
         if status is not None and status.is_syncing:
-            found.append(f"{name} {status.synced_percent:.0f} %")
+            found.append(f"{logical.name} {status.synced_percent:.0f} %")
     return ", ".join(found)
 
 
@@ -254,7 +256,9 @@ class AutoRepair:
             return
         for one in self._inventory.seen_volumes(seen):
             is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
-            if is_own and one.is_listed and one.layout.is_raid and one.missing_disks:
+            # By lvm2's report: the tag of one may be lost, which keeps no other.
+            is_raid = "raid" in one.group.volume(one.name).layout
+            if is_own and one.is_listed and is_raid and one.missing_disks:
                 yield one
 
     def _repair(self, volume_id: str, seen: _Seen) -> None:

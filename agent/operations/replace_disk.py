@@ -8,11 +8,13 @@ one closed, moved or rebuilt, old one removed, in sync. So repeating the call co
 interrupted, and one call more finds it done. The kernel does the long work in the background.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
-from agent.core import errors, tag
+from agent.core import errors, records, tag
 from agent.core.allocation import is_own_pool
 from agent.core.background import Attempts
 from agent.core.context import Context
@@ -27,6 +29,8 @@ from lvm.report import Group, PhysicalVolume
 from mount import errors as mount_errors
 from mount import mounts
 from mount.table import DeviceNumber
+
+_log = logging.getLogger(__name__)
 
 # How often lvm2's process that watches a move is started again: it may have been killed.
 _WATCH_SECONDS = 60.0
@@ -175,7 +179,7 @@ class Replacement:
         if leaving.allocatable:
             groups.allow_allocation(lvm, leaving.name, allowed=False)
         if leaving.allocated_extents or not coming.allocatable:
-            erases = self._policy.erases_any(group.volumes.values())
+            erases = self._policy.erases_any(records.every(group))
             also = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
             if erases and erase.mark_for_erase(lvm, group, set(pair), also=also):
                 self._freed(group.name)
@@ -207,9 +211,9 @@ class Replacement:
         """Rebuild the RAID images of a lost disk, and remove it from the group."""
         lvm, steps = self._lvm(group.name), []
         erase.remove_partial_sweep(lvm, group)
-        for name, one in sorted(group.volumes.items()):
+        for one in sorted(records.every(group), key=attrgetter("name")):
             if "raid" in one.layout and leaving.uuid in one.disks:
-                steps.append(self._repair(group, name, coming))
+                steps.append(self._repair(group, one.name, coming))
         if leaving.uuid in group.spare_disks:
             groups.remove_spare(lvm, group.name)
         group = self._look(group.name)
@@ -248,7 +252,12 @@ class Replacement:
         if not erase.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # A volume may be from before the setting, and lvm2 could not change it till now.
-        modify.bound(self._context, group)
+        try:
+            modify.bound(self._context, group)
+        except ExceptionGroup as error:
+            # The disk is out all the same, and the next start bounds them.
+            why = "; ".join(map(str, error.exceptions))
+            _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, why)
         if unsynced := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")
@@ -267,7 +276,8 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
     """Raise WouldBeLost for volumes of which data lies on a missing disk and nowhere else."""
     lost: list[str] = []
     waiting: list[str] = []
-    for name, one in sorted(group.volumes.items()):
+    for one in sorted(records.every(group), key=attrgetter("name")):
+        name = one.name
         holder, is_pool = group.volumes.get(one.pool, one), is_own_pool(one)
         if leaving.uuid not in holder.disks or group.survives(holder):
             continue

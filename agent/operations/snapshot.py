@@ -215,6 +215,7 @@ class Snapshotter:
         """Erase in the background what is left of a snapshot that was split from its origin."""
         for remains in self._inventory.doomed(known):
             if str(remains.id) == snapshot_id:
+                self._inventory.require_repaired(known, remains)
                 self._eraser.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from agent.core import errors
+from agent.core import errors, records
 from agent.core.context import Context
 from agent.core.disks import REMEDY
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
@@ -113,7 +113,7 @@ class StorageHealth:
         return (self.node.lvm_root / "etc/lvm/backup" / name).exists()
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
-        for one in group.volumes.values():
+        for one in records.every(group):
             if {"thin", "pool"} <= one.layout:
                 yield from self._diagnosis.of_pool(group, one.name, until_seconds)
         for disk in group.disks:

@@ -1,19 +1,17 @@
 """ValidateVolumeCapabilities: whether a volume can be used as described, and why not."""
 
 from agent.core import errors, parameters, tag
-from agent.core.parameters import CACHE_SIZE
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, Capability, ValidateVolume
-from agent.core.settings import Config
 from agent.operations import modify, plan
 from mount import filesystem
 
 
-def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
+def refusal(volume: Volume, call: ValidateVolume) -> str:
     """Why the volume cannot be used as wanted; empty where it can."""
     try:
         modify.check(call.tuning, volume.layout, volume.group.volume(volume.name).tuning)
-        _require_same(config, volume, call)
+        _require_same(volume, call)
     except errors.BadField as error:
         return str(error)
     formatted = volume.own_tags.get(tag.FORMATTED)
@@ -41,31 +39,13 @@ def unfit(volume: Volume, capability: Capability) -> str:
     return ""
 
 
-def _require_same(config: Config, volume: Volume, call: ValidateVolume) -> None:
-    """Raise BadField where the call's context or parameters are not the volume's.
-
-    Parameters that are not given are not compared: a class may have changed since.
-    """
+def _require_same(volume: Volume, call: ValidateVolume) -> None:
+    """Raise BadField where the call's context or parameters are not the volume's."""
     own_tags, given = volume.own_tags, call.parameters
     if call.context and call.context != (own := parameters.context_of(own_tags)):
         raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
     if own_tags[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
         # A raw block volume has no file system, and a capability's goes before the parameter's.
         given = given.with_value(tag.FS_TYPE, "")
-    wanted = given.own_tags()
-    made = {key: own_tags.get(key, "") for key in wanted}
-    for row in parameters.STORAGE_CLASS:
-        if row.part and row.key in given.given:
-            wanted[row.key] = str(given.given[row.key])
-            made[row.key] = str(getattr(volume.layout, row.part))
-    if CACHE_SIZE in given.given:
-        named = given.with_value(tag.CLASS, given.device_class or own_tags.get(tag.CLASS, ""))
-        # The class has a cache, or else the parameter is refused.
-        cache = plan.device_class(config, "parameters", named).cache
-        extent = volume.group.extent_size_bytes
-        wanted[CACHE_SIZE] = cache.tag_value(volume.made_bytes, extent) if cache else ""
-        made[CACHE_SIZE] = own_tags.get(tag.CACHE, "")
-    for key, value in wanted.items():
-        if value != made[key]:
-            was = made[key] or "none"
-            raise errors.BadField(f"parameters[{key}]", f"{value!r}, the volume has {was!r}")
+    for key, wanted, was in plan.differing(volume, given):
+        raise errors.BadField(f"parameters[{key}]", f"{wanted!r}, the volume has {was or 'none'!r}")

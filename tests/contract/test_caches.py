@@ -169,7 +169,8 @@ def test_a_storage_class_overrides_the_size_of_the_cache(
     volume = client.create("pvc-1", 40 * MIB, block(), parameters=larger)
     assert free(host, group)[1] == sum(FAST) - 11
     with expect.code("ALREADY_EXISTS", "cache"):
-        client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+        smaller = {"class": "cache", "carver/cacheSize": "40MiB"}
+        client.create("pvc-1", 40 * MIB, block(), parameters=smaller)
     for parameters, is_so in ((larger, True), ({"cacheSize": "8MiB"}, False)):
         request = csi.ValidateVolumeCapabilitiesRequest(
             volume_id=volume.volume_id, volume_capabilities=[block()], parameters=parameters

@@ -241,10 +241,19 @@ WITH_OPTIONS: dict[str, Any] = {"uses": EXT4, "parameters": {"mkfsOptions": "-i 
         (TWO, {"size": 0, "limit_bytes": EXTENT}, ["size", str(2 * EXTENT)]),
         (TWO, {"size": 1, "limit_bytes": 2 * EXTENT - 1}, ["size", str(2 * EXTENT)]),
         (TWO, {**TWO, "uses": EXT4}, ["capabilities"]),
-        (WITH_OPTIONS, {"uses": EXT4}, ["mkfsOptions"]),
+        (WITH_OPTIONS, {**WITH_OPTIONS, "parameters": {"mkfsOptions": "-i 4096"}}, ["mkfsOptions"]),
+        ({"uses": EXT4}, WITH_OPTIONS, ["mkfsOptions"]),
         ({"uses": LONG}, {"uses": LONG[1:]}, ["capabilities"]),
     ],
-    ids=["larger", "below, no size", "below", "capability", "parameters", "long capabilities"],
+    ids=[
+        "larger",
+        "below, no size",
+        "below",
+        "capability",
+        "parameters",
+        "more parameters",
+        "long capabilities",
+    ],
 )
 @pytest.mark.variation
 def test_a_repeated_create_that_differs_is_refused(

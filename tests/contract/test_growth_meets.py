@@ -98,7 +98,7 @@ def test_a_stage_after_a_restart_takes_over_what_was_reserved(
     service.stop()
     waits.set()
     with ExitStack() as ending:
-        again = serving.start(config, host)  # type: ignore[arg-type]
+        again = serving.start(config, host)
         ending.callback(again.stop)
         caller = ending.enter_context(Client(config.endpoint))
         caller.stage(recorded, staging, mounted("ext4"))

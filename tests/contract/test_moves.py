@@ -791,3 +791,12 @@ def test_a_file_system_moves(here: Node, there: Node) -> None:
     with pytest.raises(errors.NotMoved, match="--as"):
         move(there, Stand(here), moved).run()
     move(here, Stand(there), volume).finish()
+
+
+def test_what_was_asked_for_moves_with_a_volume(here: Node, there: Node) -> None:
+    """A claim's snapshot can be restored at the claim's size, on the other node as well."""
+    asked = 10_000_000
+    volume = here.client.create("db", asked, block(), parameters={"class": "linear"})
+    Move(here.at, Stand(there), volume.volume_id, Options("db"), lambda _text: None).run()
+    [moved] = there.client.volumes()
+    assert there.client.snapshot("after", moved.volume_id).size_bytes == asked

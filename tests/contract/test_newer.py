@@ -220,3 +220,48 @@ def test_a_pool_of_a_newer_version_gets_no_volume_and_loses_none(
     assert service.eraser.resume(group) == 0
     assert service.pool_remover.resume(group) == 0
     assert {"vol-one", "pool-thin"} <= names(host, group)
+
+
+def test_the_promise_of_a_pool_of_a_newer_version_is_kept(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    client.create("one", 400 * MIB, block(), parameters={"class": "thin"})
+    room = client.capacity().available_capacity
+    tag(host, group, "pool-thin", "--addtag", NEEDED)
+    assert client.capacity().available_capacity == room
+
+
+def test_what_lvm2_left_of_a_newer_version_s_is_not_repaired(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    thin = {"class": "thin"}
+    for name, parameters in (("plain", {}), ("whole", thin), ("unmade", thin)):
+        client.create(name, 8 * MIB, block(), parameters=parameters)
+    host.unmake_thin(group, "pool-thin", "vol-unmade")
+    for name in ("vol-plain", "vol-unmade"):
+        tag(host, group, name, "--addtag", NEEDED)
+    host.suspend(group, "vol-plain")
+    client.create("other", 8 * MIB, block())
+    assert host.is_suspended(group, "vol-plain")
+    assert "vol-unmade" in names(host, group)
+
+
+def test_a_start_leaves_what_a_newer_version_reserved(
+    client: Client, host: AnyHost, group: str, restart: Callable[[], Service]
+) -> None:
+    client.create("one", 8 * MIB, block(), parameters={"class": "thin"})
+    client.create("two", 8 * MIB, block())
+    tag(host, group, "pool-thin", "--addtag", "carver.metadataSnapshot=reserved")
+    tag(host, group, "pool-thin", "--addtag", NEEDED)
+    words = ("--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y", "--type", "linear")
+    tags = [
+        word
+        for one in ("carver.name=two", "carver.state=wiping", NEEDED)
+        for word in ("--addtag", one)
+    ]
+    size = ("--size", f"{8 * MIB}b", "--name", "grow-vol-two")
+    host.lvm("lvcreate", *words, *tags, *size, "--", group)
+    before = own_tags(host, group, "pool-thin")
+    restart().eraser.jobs.stop()
+    assert own_tags(host, group, "pool-thin") == before
+    assert "grow-vol-two" in names(host, group)

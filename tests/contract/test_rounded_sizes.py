@@ -98,3 +98,23 @@ def test_a_limit_below_the_source_is_still_refused(client: Client) -> None:
             "pvc-2", 100_000_000, block(), limit_bytes=most, source=of_volume(source.volume_id)
         )
     assert len(client.volumes()) == 1
+
+
+def test_a_copy_of_a_volume_that_grew_at_a_stage_may_ask_for_what_was_asked_last(
+    client: Client, host: AnyHost
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    source = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    client.stage(source, staging)
+    client.publish(source, staging, target)
+    client.snapshot("before", source.volume_id)
+    with expect.code("FAILED_PRECONDITION"):
+        client.expand(source.volume_id, 100_000_000)
+    client.unpublish(source.volume_id, target)
+    client.unstage(source.volume_id, staging)
+    client.stage(source, staging)
+    client.publish(source, staging, target)
+    # As kubelet does, and the resizer.
+    client.node_expand(source.volume_id, target, 100_000_000)
+    client.expand(source.volume_id, 100_000_000)
+    assert client.snapshot("after", source.volume_id).size_bytes == 100_000_000

@@ -182,7 +182,9 @@ def test_a_name_that_another_group_got_a_moment_ago_is_taken(
     match what:
         case "volume":
             client.create("x", SIZE, block(), parameters={"class": "b"})
-            again: Callable[[], object] = partial(client.create, "x", SIZE, block())
+            again: Callable[[], object] = partial(
+                client.create, "x", SIZE, block(), parameters={"class": "a"}
+            )
         case "snapshot":
             client.snapshot("x", there.volume_id)
             again = partial(client.snapshot, "x", here.volume_id)

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import configured
 import grpc
 import histories
+import serving
 from csi_client import Client
 from model.machine import bury, die
 from model.stopping import Switch
@@ -25,7 +26,6 @@ from agent.cli.volumes import VolumeVerbs
 from agent.core import errors
 from agent.core.settings import Config
 from agent.csi.client import block
-from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.transfer import streams_command
 from agent.extras.transfer.remote import Remote, Write
@@ -119,7 +119,7 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
     # but where a kill ended one its turn never comes.
     running.context.locks.grace_seconds = 5.0 if switch.stop_at < 0 else 0.0
     switch.on_death = lambda: die(running)
-    server.resume(running)
+    serving.recover(running)
     running.start(config.endpoint)
     switch.counting = True
     return running

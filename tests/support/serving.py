@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from csi_client import Client
-from fakes.host import FakeHost
 from real.any import AnyHost
 
 from agent.core.host import Host
@@ -14,6 +14,7 @@ from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.daemon.startup import Recovery
 from lvm.lvm2 import Lvm
 
 
@@ -24,17 +25,24 @@ def machine(host: AnyHost) -> Host:
     )
 
 
-def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
+def start(config: Config, host: AnyHost, **grace_seconds: float) -> Service:
     """Go on with what an earlier process left, and serve.
 
     `eraser` and `copier` are how long a call waits for them, where that is not as usual.
     """
-    running = Service(config, machine(fake), fake.lvm)
+    running = Service(config, machine(host), host.lvm)
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
-    server.resume(running)
+    recover(running)
     running.start(config.endpoint)
     return running
+
+
+def recover(running: Service) -> None:
+    """Recover each group by itself, as a process does at its start; wait until each was tried."""
+    recovery = Recovery(running.volume_groups, partial(server.resume, running))
+    recovery.begin()
+    wait(list(recovery._tries.values()), 60)
 
 
 @contextmanager

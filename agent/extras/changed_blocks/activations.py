@@ -7,18 +7,19 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from agent.core import errors, tag
-from agent.core.background import Attempts
+from agent.core import errors, records, tag
+from agent.core.background import Attempts, all_or_each
 from agent.core.context import Context
 from agent.core.records import Snapshot
 from agent.core.states import Fresh
 from lvm import devices, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
+from lvm.lvm2 import Lvm
 from mount import command
 from mount import errors as mount_errors
 
@@ -163,9 +164,15 @@ class Reservations:
         return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in status)
 
 
+def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
+    # One that another program just opened keeps its tag.
+    with suppress(lvm_errors.InUse):
+        volumes.deactivate(lvm, group, *names)
+
+
 def _marked(group: report.Group) -> list[str]:
     """The pools of a group whose metadata snapshot, if any, is Carver's."""
-    return [one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in one.own_tags]
+    return [one.name for one in records.usable(group) if tag.METADATA_SNAPSHOT in one.own_tags]
 
 
 _OWN = {tag.ACTIVATED: "reading"}
@@ -275,7 +282,9 @@ class Activations:
         if not unread:
             return []
         # A copy, which may be in another group, opens it only for moments.
-        every = self._inventory.present(self._inventory.everywhere(known))
+        everywhere = self._inventory.everywhere(known)
+        everywhere.require_read()
+        every = self._inventory.shown(everywhere)
         copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
             one.name
@@ -285,10 +294,15 @@ class Activations:
 
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
-        if active := [one for one in names if self._inventory.is_active(group, one)]:
-            # Just opened by another program: it keeps its tag.
-            with suppress(lvm_errors.InUse):
-                volumes.deactivate(lvm, group, *active)
+        active = [one for one in names if self._inventory.is_active(group, one)]
+        # First those that an earlier try deactivated: one that fails again keeps no other's tag.
+        self._forget(group, [one for one in names if one not in active])
+        if active:
+            all_or_each(active, lambda those: _deactivate(lvm, group, those))
+            self._forget(group, active)
+
+    def _forget(self, group: str, names: Sequence[str]) -> None:
+        """Take the tag from those of these snapshots that are not active."""
         done = [(group, one) for one in names if not self._inventory.is_active(group, one)]
         if done:
-            volumes.mark_all(lvm, done, old=_OWN)
+            volumes.mark_all(self._volume_groups.lvm(group), done, old=_OWN)

@@ -14,7 +14,7 @@ import hashlib
 import secrets
 from contextlib import suppress
 
-from agent.core import errors, ids, tag, users
+from agent.core import errors, ids, records, tag, users
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
@@ -81,7 +81,7 @@ class Mover:
                 group = volume.group.name
                 with self._volume_groups.hold(group):
                     known = self._inventory.state(group, resume=True).group(group)
-                    there = frozenset(one.uuid for one in known.volumes.values())
+                    there = frozenset(one.uuid for one in records.every(known))
                     self._holds.note(volume_id, held, there)
         except BaseException:
             self._holds.release(volume_id, held)

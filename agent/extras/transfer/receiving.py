@@ -230,7 +230,10 @@ class Receiver:
             volume = replace(volume, size_bytes=size_bytes)
         self._inventory.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
-            volume = self._mark(volume, {tag.INTO: header.chain, tag.OFFSET: "0"})
+            asked = sending.requested(header, size_bytes)
+            without = () if asked else (tag.REQUESTED,)
+            new = {tag.INTO: header.chain, tag.OFFSET: "0", **asked}
+            volume = self._mark(volume, new, without=without)
         return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:

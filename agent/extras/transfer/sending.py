@@ -17,7 +17,7 @@ from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
 from agent.operations import block_sizes, plan
-from lvm import report
+from lvm import report, tags
 from mount import errors as mount_errors
 from mount import filesystem, luks
 
@@ -26,7 +26,7 @@ PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
 # The tags of a volume that a stream carries: the rest is its node's, or is made anew.
 SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
-    *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
+    *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
 )
 
 # The largest logical block that the contents can lie on, 0 for any; no tag.
@@ -35,8 +35,7 @@ BLOCKS = "blocks"
 
 def blocks_of(header: Header) -> int:
     """The largest logical block that a stream's contents can lie on; 0 for any, or if unknown."""
-    blocks = header.facts.get(BLOCKS, "")
-    return int(blocks) if blocks.isascii() and blocks.isdigit() else 0
+    return tags.number(header.facts.get(BLOCKS, "")) or 0
 
 
 def tags_of(
@@ -69,10 +68,18 @@ def tags_of(
         **({tag.RELEASE: header.release} if header.release else {}),
         **plan.of_class(one, size_bytes, group),
     }
+    own_tags.pop(tag.REQUESTED, None)
+    own_tags |= requested(header, size_bytes)
     require_object_names("stream.facts", sent)
     for key, value in own_tags.items():
         tag.require_fits(f"stream.facts[{key}]", key, value)
     return own_tags
+
+
+def requested(header: Header, size_bytes: int) -> dict[str, str]:
+    """The tag of what the sent volume's caller asked for, in a volume of so many bytes."""
+    asked = records.requested_bytes(header.facts, header.size_bytes)
+    return records.requested(asked, size_bytes, tags.number(header.facts.get(tag.HEADER, "")) or 0)
 
 
 def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
@@ -85,7 +92,7 @@ def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int
         if sealed or length:
             raise errors.BadField("stream.facts[header]", "is set, and the stream is not encrypted")
         return
-    if not (length.isdecimal() and luks.METADATA_BYTES < int(length) < size_bytes):
+    if not luks.METADATA_BYTES < (tags.number(length) or 0) < size_bytes:
         raise errors.BadField(
             "stream.facts[header]",
             f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",

@@ -276,6 +276,9 @@ def test_a_bandwidth_that_would_never_end_is_refused(tmp_path: Path, text: str) 
         load(tmp_path, f'background_bandwidth = "{text}"')
 
 
+UUID = "11111111-2222-3333-4444-555555555555"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "word"),
     [
@@ -296,6 +299,7 @@ def test_a_bandwidth_that_would_never_end_is_refused(tmp_path: Path, text: str) 
         ("raid", "1", "not a key"),
         ("fs_type", "'ntfs'", "ext4"),
         ("mkfs_options", "['-F']", "-F"),
+        ("mkfs_options", f"['-U', '{UUID}']", "same UUID"),
     ],
 )
 def test_an_invalid_value_in_a_class_is_refused_with_what_is_allowed(

@@ -149,6 +149,8 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         ("  Can't remove locked logical volume d/v.", errors.BeingMoved),
         ("  Cannot rename locked LV v", errors.BeingMoved),
         ("  Snapshots of locked devices are not supported.", errors.BeingMoved),
+        # lib/metadata/lv_manip.c, where the kernel refuses to suspend: no move is under way.
+        ("  Failed to lock logical volume d/v.", mount_errors.CommandFailed),
         ("  Check of pool d/p failed (status:1). Manual repair required!", errors.PoolDamaged),
         ("  Thin pool d/p transaction_id is 3, while expected 4.", errors.PoolDamaged),
         ("  Can't get lock for d.", errors.LockTaken),

@@ -28,7 +28,7 @@ def test_an_active_device_without_a_usable_volume_is_not_published(
     volume = client.create("db", EXTENT, block())
     logical = fake.lvm2.groups["data"].volumes["vol-db"]
     client.stage(volume, tmp_path / "staging", block())
-    logical.tags = {one.replace(tag.READY, state) for one in logical.tags}
+    logical.tags = {one.replace(tag.READY, state) for one in logical.tags} | {"carver.zero=fully"}
     fake.lvm2.groups["data"].seqno += 1
     client.volumes()
 

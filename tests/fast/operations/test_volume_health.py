@@ -224,6 +224,7 @@ def test_a_deleted_or_incomplete_volume_has_no_health(
     logical = node.volume()
     complete = logical.tags
     logical.tags = {one.replace("state=ready", f"state={state}") for one in complete}
+    logical.tags |= {"carver.zero=fully"}
     node.report()
     require_refused(client, volume.volume_id, code)
     assert client.unhealthy() == []

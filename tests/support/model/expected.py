@@ -302,9 +302,12 @@ class Model:
             made.read_ahead, made.write_iops = read_ahead or "auto", write_iops or 0
             if was is not None:
                 self.volumes[self._volume_of(call.source)].active = True
-        _refuse_if((there.use, there.fs_type) != (made.use, made.fs_type), "ALREADY_EXISTS")
-        if (encrypted, made.reencrypts) != (bool(there.header_bytes), there.reencrypts):
-            _refuse("ALREADY_EXISTS")
+        _refuse_if(there.use != made.use, "ALREADY_EXISTS")
+        # What a repeated call does not say is not compared: its class may have changed since.
+        is_said = bool(call.use.fs_type or parameters.get("carver/fsType"))
+        _refuse_if(is_said and there.fs_type != made.fs_type, "ALREADY_EXISTS")
+        _refuse_if(encrypted and not there.header_bytes, "ALREADY_EXISTS")
+        _refuse_if(made.reencrypts and not there.reencrypts, "ALREADY_EXISTS")
         self._tune(call.volume, read_ahead, write_iops)
         context = {"carver/class": CLASS}
         if there.fs_type:

@@ -166,7 +166,9 @@ def test_volumes_that_are_referenced_or_not_carver_s_are_no_orphans(node: Node) 
 
 
 def change_state(node: Node, state: str) -> None:
-    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new={"state": state})
+    # A copy of nothing: without a source it would be one whose tags were lost.
+    new = {"state": state, **({"zero": "fully"} if state == "copying" else {})}
+    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new=new)
 
 
 def test_a_deleted_volume_that_is_not_erased_is_reported(node: Node) -> None:

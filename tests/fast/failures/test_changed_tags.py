@@ -1,0 +1,325 @@
+"""Tags that were lost, doubled or made odd by hand: nothing is completed or erased by that."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import configured
+import expect
+import grpc
+import pytest
+import serving
+from csi_client import Client
+from fakes.host import FakeHost
+from real.any import device
+
+from agent.core import allocation, records, tag
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
+from agent.csi.client import block, of_snapshot, of_volume
+from agent.daemon.server import Service
+from agent.operations import preflight
+from lvm import report, tags
+from lvm.layout import Layout
+from lvm.thin import Policy
+from mount.command import Result
+
+MIB = 1 << 20
+SIZE = 32 * MIB
+TENANT = b"an earlier tenant"
+DATA = b"the data".ljust(4096, b".")
+STATES = (tag.READY, tag.COPYING, tag.WIPING, tag.RECEIVING, tag.MOVED)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("zeroed", "data", zero=tag.FULLY),
+        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes, wipe="none")
+
+
+def own_tags(fake: FakeHost, name: str) -> set[str]:
+    found: set[str] = fake.lvm2.groups["data"].volumes[name].tags
+    return found
+
+
+def restarted(config: Config, fake: FakeHost) -> Service:
+    return serving.start(config, fake)
+
+
+def half_copied(client: Client, service: Service, fake: FakeHost, of: str) -> None:
+    """A volume `copy` that an ended process was filling."""
+    service.copier.grace_seconds = 0.01
+    fake.mark_free("data", TENANT)
+    source = client.create("source", SIZE, block())
+    fake.write_bytes(device(fake, "data", "vol-source"), 0, DATA)
+    if of == "nothing":
+        content, device_class = None, "zeroed"
+    else:
+        content, device_class = of_volume(source.volume_id), "plain"
+    if of == "snapshot":
+        content = of_snapshot(client.snapshot("s", source.volume_id).snapshot_id)
+    with expect.code("ABORTED"):
+        client.create("copy", SIZE, block(), parameters={"class": device_class}, source=content)
+
+
+@pytest.mark.parametrize(
+    ("of", "lost"), [("volume", "from"), ("snapshot", "from"), ("nothing", "zero")]
+)
+def test_a_copy_that_lost_what_it_is_made_of_is_not_completed(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    of: str,
+    lost: str,
+) -> None:
+    def fails(*_words: object, **_more: object) -> None:
+        raise OSError(5, "killed")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(fake.kernel, "copy", fails)
+        failing.setattr(fake.kernel, "zero_out", fails)
+        half_copied(client, service, fake, of)
+        service.stop()
+    own = own_tags(fake, "vol-copy")
+    [gone] = [one for one in own if one.startswith(f"carver.{lost}=")]
+    own.remove(gone)
+    before = set(fake.lvm2.groups["data"].volumes)
+    again = restarted(config, fake)
+    with Client(config.endpoint) as caller:
+        assert "carver.state=copying" in own
+        assert [one.volume_id for one in caller.volumes()][1:] == []
+        with expect.code("FAILED_PRECONDITION", "`copying` without `from`", "lvs -o +tags"):
+            caller.delete(f"{group_id(fake)}/vol-copy")
+    again.stop()
+    assert set(fake.lvm2.groups["data"].volumes) == before
+    # Put right, it is completed.
+    own.add(gone)
+    again = restarted(config, fake)
+    expect.soon(lambda: "carver.state=ready" in own_tags(fake, "vol-copy"))
+    contents = fake.read_bytes(device(fake, "data", "vol-copy"), 0, SIZE)
+    assert contents.startswith(bytes(4096) if of == "nothing" else DATA)
+    assert of != "nothing" or TENANT not in contents
+    again.stop()
+
+
+def group_id(fake: FakeHost) -> str:
+    [one] = report.read(fake.lvm).groups.values()
+    return f"data@{one.uuid.replace('-', '')[:8]}"
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(STATES, 2)), ids="+".join)
+def test_a_volume_with_two_states_is_neither_used_nor_erased(
+    client: Client, service: Service, fake: FakeHost, config: Config, pair: tuple[str, str]
+) -> None:
+    made = client.create("1", SIZE, block())
+    own = own_tags(fake, "vol-1")
+    own -= {"carver.state=ready"}
+    own |= {f"carver.state={one}" for one in pair}
+    service.stop()
+    again = restarted(config, fake)
+    calls: list[Callable[[Client], object]] = [
+        lambda caller: caller.delete(made.volume_id),
+        lambda caller: caller.create("1", SIZE, block()),
+        lambda caller: caller.expand(made.volume_id, 2 * SIZE),
+        lambda caller: caller.snapshot("s", made.volume_id),
+    ]
+    with Client(config.endpoint) as caller:
+        for call in calls:
+            with expect.code("FAILED_PRECONDITION", "`state` twice"):
+                call(caller)
+        caller.create("2", SIZE, block())
+    again.stop()
+    assert "vol-1" in fake.lvm2.groups["data"].volumes
+    found = preflight._damaged(report.read(fake.lvm).group("data"))
+    assert [verdict for verdict, *_ in found] == [preflight.WARN]
+
+
+def test_which_of_two_values_counts_is_the_same_in_each_process() -> None:
+    values = [f"carver.class={one}" for one in ("b", "a", "c")]
+    found = {tags.decode(order)["class"] for order in itertools.permutations(values)}
+    assert found == {"a"}
+    assert tags.doubled(values) == {"class"}
+    assert tags.doubled(values[:1]) == frozenset()
+
+
+def test_all_needs_count_where_there_are_several_tags(fake: FakeHost, client: Client) -> None:
+    client.create("1", SIZE, block())
+    own_tags(fake, "vol-1").update({"carver.needs=moonlight", "carver.needs=starlight"})
+    logical = report.read(fake.lvm).group("data").volume("vol-1")
+    assert records.unknown_needs(logical) == {"moonlight", "starlight"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *((str(one), one) for one in (0, 1, 7, (1 << 63) - 1)),
+        *((one, None) for one in ("", "-1", "+1", " 1", "1 ", "1_0", "\u00b2", "\u0663", "0x1")),
+        *((one, None) for one in (str(1 << 63), "9" * 25, "9" * 900, "1\n")),
+    ],
+)
+def test_a_number_in_a_tag_is_one_of_63_bits(text: str, number: int | None) -> None:
+    assert tags.number(text) == number
+
+
+NUMBERS = (
+    *(tag.SIZE, tag.REQUESTED, tag.HEADER, tag.WANTED, tag.REFUSED, tag.TIME, tag.SEQUENCE),
+    *(tag.MEMBERS, tag.CONTENT, tag.OFFSET, tag.CHUNK, tag.LAYOUT, "readIOPS", "ownRecoveryRate"),
+)
+ODD = ("9" * 25, "9" * 400, str((1 << 63) - 1), "\u00b2", "0", "-1", "7", "", "raid1:1:99")
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_an_odd_number_in_a_tag_breaks_no_call_about_others(
+    client: Client, fake: FakeHost, key: str
+) -> None:
+    one = client.create("1", SIZE, block())
+    client.create("t", SIZE, block(), parameters={"class": "thin"})
+    client.snapshot("1", one.volume_id)
+    for name, value in itertools.product(("vol-1", "snap-1", "pool-thin", "vol-t"), ODD):
+        own = own_tags(fake, name)
+        before = set(own)
+        own -= {each for each in before if each.startswith(f"carver.{key}=")}
+        own.add(tags.format_one(key, value))
+        try:
+            client.volumes()
+            client.snapshots()
+            client.capacity()
+            client.storage_health()
+            client.unhealthy()
+            made = client.create("other", SIZE, block())
+            client.snapshot("other", made.volume_id)
+            client.delete_snapshot(f"{group_id(fake)}/snap-other")
+            client.delete(made.volume_id)
+        except grpc.RpcError as error:
+            raise AssertionError(f"{name} {key}={value[:20]}: {error}") from error
+        own.clear()
+        own |= before
+
+
+@pytest.mark.parametrize("chunk", ["0", "7", "\u00b2", "9" * 900, str(100 << 10), str(2 << 30)])
+def test_the_promise_of_a_pool_with_an_odd_chunk_is_kept(
+    client: Client, fake: FakeHost, chunk: str
+) -> None:
+    client.create("t", 400 * MIB, block(), parameters={"class": "thin"})
+    room = client.capacity().available_capacity
+    own = own_tags(fake, "pool-thin")
+    own -= {one for one in set(own) if one.startswith("carver.chunk=")}
+    own.add(tags.format_one(tag.CHUNK, chunk))
+    assert client.capacity().available_capacity == room
+    with expect.code("RESOURCE_EXHAUSTED", "lost a tag"):
+        client.create("u", SIZE, block(), parameters={"class": "thin"})
+    assert not allocation.is_own_pool(report.read(fake.lvm).group("data").volume("pool-thin"))
+
+
+@pytest.mark.parametrize("own", [(), ("--addtag", "carver.name=1"), ("--addtag", "other=1")])
+@pytest.mark.parametrize("call", ["expand to the same", "expand", "delete"])
+def test_a_volume_with_the_name_of_a_reservation_is_not_removed(
+    client: Client, fake: FakeHost, own: tuple[str, ...], call: str
+) -> None:
+    made = client.create("1", SIZE, block(), parameters={"class": "zeroed"})
+    words = ("--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y", "--type", "linear")
+    fake.lvm("lvcreate", *words, *own, "--size", f"{SIZE}b", "--name", "grow-vol-1", "--", "data")
+    if call == "delete":
+        client.delete(made.volume_id)
+    elif call == "expand":
+        with expect.code("ABORTED", "already exists"):
+            client.expand(made.volume_id, 2 * SIZE)
+    else:
+        client.expand(made.volume_id, SIZE)
+    assert "grow-vol-1" in fake.lvm2.groups["data"].volumes
+
+
+REFUSED = Result(5, "", "  device-mapper: reload ioctl on failed: Input/output error\n")
+
+
+@pytest.mark.parametrize("left", ["suspended", "unmade"])
+def test_a_volume_that_lvm2_does_not_repair_keeps_no_other(
+    client: Client, service: Service, fake: FakeHost, config: Config, left: str
+) -> None:
+    thin = {"class": "thin"}
+    client.create("t", SIZE, block(), parameters=thin)
+    sick = client.create("sick", SIZE, block(), parameters=thin if left == "unmade" else {})
+    other = client.create("other", SIZE, block())
+    snapshot = client.snapshot("s", other.volume_id)
+    client.create("deleted", SIZE, block())
+    service.stop()
+    if left == "unmade":
+        fake.unmake_thin("data", "pool-thin", "vol-sick")
+    else:
+        fake.suspend("data", "vol-sick")
+    deleted = own_tags(fake, "vol-deleted")
+    deleted.remove("carver.state=ready")
+    deleted.add("carver.state=wiping")
+
+    def refuse(words: Sequence[str]) -> Result | None:
+        repairs = words[0] == "lvm" and ("--refresh" in words or words[1] == "lvremove")
+        return REFUSED if repairs and words[-1] == "data/vol-sick" else None
+
+    fake.intercept = refuse
+    again = serving.start(config, fake)
+    assert not again.unrecovered
+    expect.soon(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
+    with Client(config.endpoint) as caller:
+        caller.create("new", SIZE, block())
+        caller.expand(caller.create("new", SIZE, block()).volume_id, 2 * SIZE)
+        caller.delete_snapshot(snapshot.snapshot_id)
+        caller.delete(other.volume_id)
+        for call in (
+            lambda: caller.expand(sick.volume_id, 2 * SIZE),
+            lambda: caller.snapshot("of-sick", sick.volume_id),
+            lambda: caller.delete(sick.volume_id),
+        ):
+            with expect.code("INTERNAL", "Input/output error"):
+                call()
+        fake.intercept = lambda _words: None
+        caller.delete(sick.volume_id)
+    again.stop()
+
+
+def test_a_deleted_volume_that_stays_suspended_is_not_written_to(
+    client: Client, service: Service, fake: FakeHost, config: Config
+) -> None:
+    for name in ("sick", "well"):
+        client.create(name, SIZE, block())
+        own = own_tags(fake, f"vol-{name}")
+        own.remove("carver.state=ready")
+        own.add("carver.state=wiping")
+    service.stop()
+    fake.suspend("data", "vol-sick")
+
+    def refuse(words: Sequence[str]) -> Result | None:
+        return REFUSED if "--refresh" in words else None
+
+    fake.intercept = refuse
+    again = serving.start(config, fake)
+    expect.soon(lambda: "vol-well" not in fake.lvm2.groups["data"].volumes)
+    [problem] = again.unrecovered.values()
+    assert "Input/output error" in problem
+    assert "vol-sick" in fake.lvm2.groups["data"].volumes
+    fake.intercept = lambda _words: None
+    serving.recover(again)
+    expect.soon(lambda: "vol-sick" not in fake.lvm2.groups["data"].volumes)
+    again.stop()
+
+
+def test_what_was_given_up_and_only_a_newer_version_knows_is_not_removed(
+    client: Client, service: Service, fake: FakeHost, config: Config
+) -> None:
+    large = client.create("large", SIZE, block())
+    client.snapshot("s", large.volume_id)
+    service.stop()
+    for name in ("vol-large", "snap-s"):
+        own = own_tags(fake, name)
+        own.remove("carver.state=ready")
+        own |= {"carver.state=wiping", "carver.givenUp=yes", "carver.needs=moonlight"}
+    fake.lose_disk("data", 0)
+    again = serving.start(config, fake)
+    again.freed_eraser.jobs.stop()
+    again.stop()
+    assert {"vol-large", "snap-s"} <= set(fake.lvm2.groups["data"].volumes)
