@@ -62,7 +62,7 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 IN_GUEST := cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900
 REPLAY := tests/callers/test_replay.py tests/callers/test_life_cycles.py
 # lvm2 is spoken to as the service does it by default; `contract` has a process for each command.
-CONTRACT := $(IN_GUEST) -n 3 --dist worksteal --basetemp=/tmp/t tests/contract $(REPLAY)
+CONTRACT := $(IN_GUEST) -n 3 --dist worksteal --durations=20 --basetemp=/tmp/t tests/contract $(REPLAY)
 .PHONY: in-vm
 in-vm:
 	vagrant/lab.py run '$(CONTRACT) --sessions'
