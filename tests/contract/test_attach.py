@@ -114,6 +114,7 @@ SINGLE, SHARED = (
 )
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("capability", "read_only"),
     [(SHARED, False), (block(Mode.SINGLE_NODE_SINGLE_WRITER), False), (SINGLE, True)],
@@ -130,6 +131,7 @@ def test_a_volume_of_one_writer_is_attached_in_one_way(
     client.attach(volume.volume_id, capability=capability, read_only=read_only)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
@@ -198,6 +200,7 @@ def test_a_formatted_volume_is_not_attached_as_another_file_system(
     client.attach(staged.volume_id, capability=mounted("ext4"))
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("identity", ["made up", "other@00000000/vol-x", "gone", "moved"])
 def test_what_is_not_here_is_not_attached_here(
     client: Client, volume: csi.Volume, host: AnyHost, group: str, identity: str
@@ -275,6 +278,7 @@ def test_a_volume_that_is_attached_for_reading_is_not_written_to(
     client.detach(volume.volume_id)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("method", ["NodeStageVolume", "NodePublishVolume"])
 def test_a_publish_context_that_says_neither_is_refused(
     client: Client, volume: csi.Volume, staging: Path, target: Path, method: str

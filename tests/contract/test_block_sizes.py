@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import chosen
 import configured
 import expect
 import pytest
@@ -63,7 +64,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("fs_type", "options", "fits"), KINDS)
-@pytest.mark.parametrize("by", ["volume", "snapshot"])
+@pytest.mark.parametrize("by", chosen.kinds(["volume", "snapshot"], usual=["snapshot"]))
 def test_a_copy_that_is_made_can_be_mounted(
     client: Client,
     host: AnyHost,
@@ -139,6 +140,7 @@ def test_an_encrypted_copy_that_is_made_can_be_mounted(
     client.unstage(copy.volume_id, staging)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("fs_type", "options"),
     [

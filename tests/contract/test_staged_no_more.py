@@ -114,6 +114,7 @@ def test_a_publish_opens_an_encrypted_volume_by_the_key_that_it_has(
     assert Box(client, host, group).mapping() is None
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(("kind", "lose"), [("block", close), ("ext4", unmount), ("ext4", close)])
 def test_without_a_key_the_error_says_how_it_gets_one(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str, lose: Lost
@@ -172,6 +173,7 @@ def test_a_publish_of_no_volume_makes_nothing(
     assert not staging.exists()
 
 
+@pytest.mark.variation
 @LOST
 @pytest.mark.parametrize("kind", ["block", "ext4"])
 def test_growth_waits_for_the_next_stage(
