@@ -472,6 +472,7 @@ HAPPENED: dict[str, tuple[Callable[..., AbstractContextManager[None]], int, str]
 
 @pytest.mark.parametrize("half", ["adopted", "undone", "not begun"])
 @pytest.mark.parametrize("kind", chosen.kinds(HAPPENED, usual=["formatted anew"]))
+@pytest.mark.variation
 def test_what_has_not_its_new_name_is_looked_at_anew_by_each_call(
     client: Client, host: AnyHost, group: str, kind: str, half: str
 ) -> None:
@@ -535,6 +536,7 @@ OTHERWISE: dict[str, tuple[dict[str, object], str, str]] = {
 
 @pytest.mark.parametrize("kind", chosen.kinds(OTHERWISE, usual=["another tenant"]))
 @pytest.mark.parametrize("by_new_name", [False, True])
+@pytest.mark.variation
 def test_an_adopted_volume_is_the_answer_to_who_asks_for_it_and_to_no_other(
     client: Client, host: AnyHost, group: str, kind: str, by_new_name: bool
 ) -> None:
@@ -560,6 +562,7 @@ def test_an_adopted_volume_is_the_answer_to_who_asks_for_it_and_to_no_other(
     assert state(host, group) == before
 
 
+@pytest.mark.variation
 def test_an_adopted_volume_grows_by_zeroes_where_its_class_promises_them(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:

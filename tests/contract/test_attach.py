@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import chosen
 import expect
 import grpc
 import pytest
@@ -23,6 +22,9 @@ from mount import table
 from mount.command import Result
 from mount.errors import CommandTimedOut
 from proto import csi_pb2 as csi
+
+# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 RPC = csi.ControllerServiceCapability.RPC
@@ -319,9 +321,7 @@ def test_a_node_has_no_more_volumes_attached_than_it_may(host: AnyHost, config: 
         assert [attach(one) for one in rest] == ["OK", "RESOURCE_EXHAUSTED"]
 
 
-@pytest.mark.parametrize(
-    "wrong", chosen.kinds(["half", "a:b:c:here", "mount:X:rw:"], usual=["half"])
-)
+@pytest.mark.parametrize("wrong", ["half", "a:b:c:here", "mount:X:rw:"])
 def test_a_record_that_is_none_counts_for_nothing_and_is_replaced(
     client: Client, volume: csi.Volume, host: AnyHost, group: str, wrong: str
 ) -> None:

@@ -55,11 +55,11 @@ def config(group: str, four: str, tmp_path: Path) -> Config:
 # What mkfs is given, and whether the file system can lie on blocks of 4 KiB.
 KINDS = [
     ("ext4", "", True),
-    ("ext4", "-b 1024", False),
+    pytest.param("ext4", "-b 1024", False, marks=pytest.mark.variation),
     ("ext4", "-b 2048", False),
     ("xfs", "-s size=512", False),
-    ("xfs", "-s size=4096", True),
-    ("btrfs", "", True),
+    pytest.param("xfs", "-s size=4096", True, marks=pytest.mark.variation),
+    pytest.param("btrfs", "", True, marks=pytest.mark.variation),
 ]
 
 
@@ -106,6 +106,7 @@ def test_a_raw_volume_keeps_to_the_blocks_that_its_user_counts_in(
     assert names(host, four) == set()
 
 
+@pytest.mark.variation
 def test_a_copy_to_smaller_blocks_is_made(client: Client, staging: Path) -> None:
     how = {"class": "four"}
     for kind, size in ((mounted("xfs"), SIZE), (block(), 32 * MIB)):
@@ -119,6 +120,7 @@ def test_a_copy_to_smaller_blocks_is_made(client: Client, staging: Path) -> None
         client.delete(origin.volume_id)
 
 
+@pytest.mark.variation
 def test_a_volume_that_was_never_formatted_may_go_anywhere(client: Client, staging: Path) -> None:
     origin = client.create("pvc-1", SIZE, mounted("xfs"))
     source = of_volume(origin.volume_id)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chosen
 import expect
 import grpc
 import pytest
@@ -30,6 +29,9 @@ from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 from proto import csi_pb2 as csi
+
+# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -77,6 +79,7 @@ class Node:
         self.source: csi.VolumeContentSource | None = None
         self.service = self._serve()
         self.client = ending.enter_context(Client(config.endpoint))
+        # For calls that wait until their deadline, for work that waits here.
         self.hasty = ending.enter_context(Client(config.endpoint, timeout_seconds=5))
         self.client.create("full", 20 * EXTENT, block(), parameters={"class": "thin"})
         for at in range(0, 15 * MIB, MIB):
@@ -133,6 +136,23 @@ def node(
         yield made
 
 
+def code_of(call: Callable[[], object]) -> str:
+    """How the call ends, repeated as callers do while it is cut off.
+
+    Where what comes before a wait takes the whole of a short deadline, no answer is ever sent.
+    """
+    while True:
+        try:
+            answer = call()
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                return str(code.name)
+        else:
+            assert answer is not False, "the pool did not grow"
+            return "OK"
+
+
 def erase(node: Node, _call: Call) -> None:
     node.create()
     node.block("vol-v", node.service.eraser.jobs)
@@ -143,23 +163,21 @@ def copy(node: Node, _call: Call) -> None:
     origin = node.client.create("origin", SIZE, block())
     node.source = of_snapshot(node.client.snapshot("s", origin.volume_id).snapshot_id)
     node.block("vol-v", node.service.copier.jobs)
-    with expect.code("ABORTED"):
-        node.create(node.hasty)
+    assert code_of(partial(node.create, node.hasty)) == "ABORTED"
 
 
 def copied(node: Node, _call: Call) -> None:
     node.create()
     node.block("vol-clone", node.service.copier.jobs)
-    with expect.code("ABORTED"):
-        node.hasty.create("clone", SIZE, block(), source=of_volume(node.volume_id))
+    clone = partial(node.hasty.create, "clone", SIZE, block(), source=of_volume(node.volume_id))
+    assert code_of(clone) == "ABORTED"
 
 
 def growth(node: Node, _call: Call) -> None:
     node.parameters = {"class": "full"}
     node.create()
     node.block("grow-vol-v", node.service.growth_zeroer.jobs)
-    with expect.code("ABORTED"):
-        node.client.expand(node.volume_id, WANTED)
+    assert code_of(partial(node.client.expand, node.volume_id, WANTED)) == "ABORTED"
 
 
 def left_growth(node: Node, call: Call) -> None:
@@ -232,7 +250,7 @@ def test_all_work_is_tried() -> None:
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
-@pytest.mark.parametrize("work", chosen.kinds([*SETUPS], usual=[Work.GROWTH]), ids=lambda w: w.name)
+@pytest.mark.parametrize("work", SETUPS, ids=lambda work: work.name)
 def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, call: Call) -> None:
     SETUPS[work](node, call)
     assert node.began.wait(20)
@@ -247,13 +265,7 @@ def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, ca
         or (outcome is Outcome.BESIDE and call is Call.COPY_FROM)
     )
     client = node.hasty if waits else node.client
-    code = "OK"
-    try:
-        answer = call_of(node, call, client, staging)()
-    except grpc.RpcError as error:
-        code = str(error.code().name)
-    else:
-        assert answer is not False, "the pool did not grow"
+    code = code_of(call_of(node, call, client, staging))
     if outcome in (Outcome.HALTS, Outcome.FIRST):
         assert job.cancelled.is_set()
         # What the call itself then begins waits as well.

@@ -191,6 +191,7 @@ def test_limits_for_each_gib_grow_with_the_volume(
     pod.end()
 
 
+@pytest.mark.variation
 def test_a_volume_has_its_storage_classs_limits_but_for_what_another_class_says(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_volume_has_its_storage_classs_limits_but_for_what_another_class_says(
     assert (found.read_iops, found.write_iops) == (50, 100)
 
 
+@pytest.mark.variation
 def test_a_repeated_creation_with_other_limits_changes_them_in_use(
     client: Client, host: AnyHost, service: Service
 ) -> None:
@@ -323,6 +325,7 @@ def test_where_io_cannot_be_limited_no_volume_is_made_so_and_one_that_is_there_i
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
+@pytest.mark.variation
 def test_a_limit_that_none_can_have_is_refused_and_nothing_is_made(
     mutable: Mapping[str, str], words: str, client: Client, host: AnyHost, group: str
 ) -> None:
