@@ -30,7 +30,7 @@ _COMMAND_LINE = (
 # boots it also kept a breakpoint with which the kernel patches hrtimer_start_range_ns for a moment
 # (timers_migration_enabled), and looped there; without nohz that is not patched. `rep movsb` it
 # takes a byte at a time: without ERMS the kernel copies by words, four times as fast.
-_EMULATED = " norandmaps nohz=off clearcpuid=erms"
+_EMULATED = " norandmaps nohz=off clearcpuid=erms init_on_alloc=0"
 
 
 class Machines:

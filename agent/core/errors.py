@@ -740,9 +740,13 @@ class NotPublished(AgentError):
 
 
 class ClusterSilent(AgentError):
-    """The API server did not list all objects, so absence is not proved."""
+    """The API server did not list all objects, so absence is not proved.
 
-    def __init__(self, what: str, problem: str) -> None:
+    `is_refusal` tells whether it answered, and would answer so again.
+    """
+
+    def __init__(self, what: str, problem: str, *, is_refusal: bool = False) -> None:
+        self.is_refusal = is_refusal
         self.problem = f"{what}: {problem}"
         super().__init__(
             f"cannot list what the cluster needs: {self.problem}; nothing counts as an orphan,"
@@ -754,10 +758,13 @@ class ClusterRefused(AgentError):
     """The API server did not answer, or refused a request about one object.
 
     `reason` is the API's word for a refusal, such as AlreadyExists; empty where it gave none.
+    `is_refusal` tells whether it answered, and would answer so again.
     """
 
-    def __init__(self, method: str, path: str, problem: str, reason: str = "") -> None:
-        self.reason = reason
+    def __init__(
+        self, method: str, path: str, problem: str, reason: str = "", *, is_refusal: bool = False
+    ) -> None:
+        self.reason, self.is_refusal = reason, is_refusal
         super().__init__(f"the API server: {method} {path}: {problem}")
 
 

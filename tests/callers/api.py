@@ -22,8 +22,8 @@ class Api:
     def __init__(self, cluster: "Cluster") -> None:
         self._cluster = cluster
         self.asked: list[str] = []
-        # Whether it answers.
-        self.is_up = True
+        # Whether it answers, and whether it refuses all, as without a right.
+        self.is_up, self.refuses = True, False
 
     @property
     def objects(self) -> Objects:
@@ -53,6 +53,8 @@ class Api:
         self.asked.append(path)
         if not self.is_up:
             raise errors.ClusterSilent(path, "it is down")
+        if self.refuses:
+            raise errors.ClusterSilent(path, "it answers 403", is_refusal=True)
 
     def _named(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """All objects of a kind, by name."""

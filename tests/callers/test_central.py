@@ -269,11 +269,27 @@ def test_a_claim_that_another_pod_uses_alone_is_made_where_both_can_run(cluster:
     assert (alone.node, both.node) == ("b", "b")
 
 
-def test_while_the_api_server_is_silent_volumes_are_made_where_the_scheduler_chose(
+@pytest.mark.parametrize("copy_first", [True, False], ids=["copy_first", "copy_last"])
+def test_while_the_api_server_is_silent_no_volume_of_a_pod_is_made_apart(
+    copy_first: bool, three: Central, cluster: Cluster
+) -> None:
+    copy, fresh = cluster.claim(source=source_on(cluster, "b", "snapshot")), cluster.claim()
+    copy.selected_node = fresh.selected_node = "c"
+    three.api.is_up = False
+    pod = cluster.pod([copy, fresh] if copy_first else [fresh, copy])
+    cluster.run_until(lambda: False, 60)
+    assert {one.code for one in creations(cluster, fresh)} == {"UNAVAILABLE"}
+    assert fresh.volume is None
+    three.api.is_up = True
+    assert cluster.run_until(lambda: pod.is_running), cluster.report()
+    assert pod.node == "b"
+
+
+def test_where_the_api_server_refuses_volumes_are_made_where_the_scheduler_chose(
     three: Central, cluster: Cluster
 ) -> None:
     source = source_on(cluster, "b", "snapshot")
-    three.api.is_up = False
+    three.api.refuses = True
     copy, fresh = cluster.claim(source=source), cluster.claim()
     copy.selected_node = fresh.selected_node = "c"
     pod = cluster.pod([copy, fresh])
@@ -281,7 +297,7 @@ def test_while_the_api_server_is_silent_volumes_are_made_where_the_scheduler_cho
     # So the pod is stuck; what helps is in docs/volumes.md: the new claim was never written.
     assert [one.volume.node for one in (copy, fresh) if one.volume] == ["b", "c"]
     assert (pod.node, pod.assumed_node) == ("", "")
-    three.api.is_up = True
+    three.api.refuses = False
     pod.is_deleted = fresh.is_deleted = True
     successor = cluster.start([copy, cluster.claim()])
     assert successor.node == "b"
@@ -291,11 +307,11 @@ def test_a_volume_that_is_apart_already_is_found_and_not_made_again(
     three: Central, cluster: Cluster
 ) -> None:
     source = source_on(cluster, "b", "snapshot")
-    three.api.is_up = False
+    three.api.refuses = True
     claims = [cluster.claim(source=source, selected_node="c"), cluster.claim(selected_node="c")]
     cluster.pod(claims)
     assert cluster.run_until(lambda: all(one.volume for one in claims), 60), cluster.report()
-    three.api.is_up = True
+    three.api.refuses = False
     # As after an answer that was lost: the volumes may be in use.
     for claim in claims:
         made = creations(cluster, claim)[-1]

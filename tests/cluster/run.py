@@ -167,6 +167,8 @@ def try_all(
             site = Site(kubectl, place, run, name, parsed.size_mib, parsed.limit, clock, lab)
             rows.append(_try(site, every[name], parsed.keep))
             print(_line(rows[-1]), flush=True)
+            if parsed.record and lab is not None:
+                _record(place, lab, rows[-1])
     except (Failed, Refused) as error:
         rows.append(Row("prepare", FAILED, 0, str(error)))
     except KeyboardInterrupt:
@@ -179,8 +181,6 @@ def try_all(
         row, interrupted = _removed(whole, interrupted)
         rows.append(row)
     print("\n" + "\n".join(map(_line, rows)))
-    if parsed.record and lab is not None:
-        _record(place, lab, rows)
     return INTERRUPTED if interrupted else _code(rows)
 
 
@@ -224,8 +224,11 @@ def _outcome(site: Site, check: checks.Check) -> tuple[str, str]:
         return FAILED, f"{type(error).__name__}: {error}"
 
 
-def _record(place: installation.Installation, lab: Lab, rows: Sequence[Row]) -> None:
-    """Record how each check came out, in which cluster, with which Carver."""
+def _record(place: installation.Installation, lab: Lab, row: Row) -> None:
+    """Record how a check came out, in which cluster, with which Carver.
+
+    Each is recorded when it has ended: what the rest takes may be hours, and be cut off.
+    """
     configuration = record.Configuration(
         kubernetes=place.version,
         mode="controller" if place.controllers else "sidecars on each node",
@@ -234,9 +237,8 @@ def _record(place: installation.Installation, lab: Lab, rows: Sequence[Row]) -> 
         values=record.with_effect(lab.values),
         gates=tuple(lab.gates),
     )
-    outcomes = {one.check: one.outcome for one in rows if one.check != "removed"}
     carver = f"{place.image.rpartition(':')[2]}, image {lab.image}"
-    record.add(configuration, carver, time.strftime("%Y-%m-%d"), outcomes)
+    record.add(configuration, carver, time.strftime("%Y-%m-%d"), {row.check: row.outcome})
 
 
 def _removed(site: Site, interrupted: bool) -> tuple[Row, bool]:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from agent.core import errors
 from agent.core.ids import VolumeId
+from agent.extras.controller.nodes import unavailable
 from agent.extras.kubernetes.objects import (
     CONTENTS,
     NODES,
@@ -34,8 +35,9 @@ _SNAPSHOTS = "snapshot.storage.k8s.io"
 _CONTENT = "VolumeSnapshotContent"
 # Where a VolumeSnapshotContent has the id of a snapshot that was there before, or of the volume.
 _HANDLES = ("snapshotHandle", "volumeHandle")
-# How long a call waits for the API server, and how many ask it at once.
-_PATIENCE_SECONDS = 5.0
+# How long a call waits for the API server, and how many ask it at once. It is a third of what the
+# provisioner waits for the call in all: what is not looked up in this time is asked for anew.
+_PATIENCE_SECONDS = 20.0
 _AT_ONCE = 8
 # How many other claims are looked up for one: a pod may name thousands.
 _MOST_CLAIMS = 64
@@ -201,25 +203,39 @@ class Claims:
 
 
 class Questions:
-    """Asks `Claims` from the event loop. An API server that is slow or silent stops no volume."""
+    """Asks `Claims` from the event loop.
+
+    What the API server does not say in time is asked again, by the provisioner: a volume that was
+    made on a wrong node stays there, and its pod never starts. The provisioner could not go on
+    without the API server either.
+    """
 
     def __init__(self, claims: Claims) -> None:
         self.claims = claims
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="claims")
 
     async def ask(self, question: Callable[..., _T], *about: object) -> _T | None:
-        """The answer to a method of `claims`; None, and a warning, where there is none in time."""
+        """The answer to a method of `claims`.
+
+        None, and a warning, where the API server refuses it for good, as without the right to read
+        pods, or an object cannot be parsed. Raises Refused (UNAVAILABLE) where it does not answer.
+        """
         loop = asyncio.get_running_loop()
+        named = ", ".join(map(str, about))
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 return await loop.run_in_executor(self._threads, question, *about)
         except TimeoutError:
-            problem = "the API server does not answer in time"
+            problem, is_refusal = "the API server does not answer in time", False
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
-            problem = str(error)
+            problem, is_refusal = str(error), error.is_refusal
         except (AttributeError, KeyError, TypeError) as error:
             problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
-        named = ", ".join(map(str, about))
+            is_refusal = True
+        if not is_refusal:
+            raise unavailable(
+                f"cannot look up {named}, for which a volume is to be made: {problem}; ask again"
+            )
         _log.warning("cannot look up %s, for which a volume is to be made: %s", named, problem)
         return None
 

@@ -109,7 +109,8 @@ class Placement:
     """Chooses nodes for CreateVolume, and answers GetCapacity.
 
     Without `questions` the API server is not asked: preferred nodes are the scheduler's choice, and
-    a pod's other volumes are not known.
+    a pod's other volumes are not known. So it is where the API server refuses a question for good;
+    where it does not answer one Refused is raised.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Placement:
     ) -> bool:
         """Whether the first preferred node is the scheduler's choice, not one of several by a hash.
 
-        Where the API server does not say, it is taken for the scheduler's.
+        Where the API server refuses to say, it is taken for the scheduler's.
         """
         several = len(request.accessibility_requirements.preferred) > 1
         if self._questions is None or claim is None or not several:

@@ -142,15 +142,20 @@ class Lists:
         """Raise the error for a status that is not OK."""
         if status == http.client.GONE:
             raise Unproved("its pages expired while they were read (410)")
-        if status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
+        if _is_passing(status):
             raise Unproved(f"it answers {status}")
         problem = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             problem += "; allow this account to list them (docs/operations.md)"
-        raise errors.ClusterSilent(self._where(path), problem)
+        raise errors.ClusterSilent(self._where(path), problem, is_refusal=True)
 
     def _where(self, path: str) -> str:
         return f"{self._server.host}:{self._server.port}{self._server.path}{path}"
+
+
+def _is_passing(status: int) -> bool:
+    """Whether the API server may answer otherwise when it is asked again."""
+    return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class Objects:
 
     def find(self, path: str, kind: str) -> Object | None:
         """Return the object at a path; None if the server says that there is none."""
-        problem = ""
+        problem, is_refusal = "", False
         for attempt in range(_ATTEMPTS):
             if attempt:
                 sleep(_OBJECT_PAUSE_SECONDS)
@@ -222,9 +227,9 @@ class Objects:
             if status == http.client.OK and answer.get("kind") == kind:
                 return answer
             problem = _refusal(status, answer)
-            if status < http.client.INTERNAL_SERVER_ERROR:
+            if is_refusal := not _is_passing(status):
                 break
-        raise errors.ClusterRefused("GET", path, problem)
+        raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
     def create(self, path: str, made: Object) -> None:
         """Create an object in a collection; refused if its name exists."""
@@ -256,7 +261,8 @@ class Objects:
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
             reason = str(answer.get("reason") or "")
-            raise errors.ClusterRefused(method, path, _refusal(status, answer), reason)
+            problem, is_refusal = _refusal(status, answer), not _is_passing(status)
+            raise errors.ClusterRefused(method, path, problem, reason, is_refusal=is_refusal)
         return answer
 
     def _ask(

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 import pytest
 
 from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.extras.controller import claims
 from agent.extras.controller.claims import ClaimName, Claims, OtherVolume, Questions
+from agent.extras.controller.nodes import Refused
 from agent.extras.kubernetes.objects import Listing, Lists, Object, Objects
 from proto import csi_pb2 as csi
 
@@ -312,12 +314,12 @@ class Refusing(Server):
 @pytest.mark.parametrize(
     "error",
     [
-        errors.ClusterSilent("pods", "it answers 403"),
-        errors.ClusterRefused("GET", "/api", "it is off"),
+        errors.ClusterSilent("pods", "it answers 403", is_refusal=True),
+        errors.ClusterRefused("GET", "/api", "forbidden", "Forbidden", is_refusal=True),
         TypeError("a list in place of a table"),
     ],
 )
-def test_what_the_api_server_does_not_answer_is_not_known_and_logged(
+def test_what_the_api_server_refuses_is_not_known_and_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusing = Refusing(error)
@@ -328,12 +330,30 @@ def test_what_the_api_server_does_not_answer_is_not_known_and_logged(
     questions.stop()
 
 
-def test_a_slow_api_server_is_not_waited_for(
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ClusterSilent("pods", "its answer was cut off"),
+        errors.ClusterRefused("GET", "/api", "it is off"),
+    ],
+)
+def test_what_the_api_server_does_not_answer_is_asked_again(error: Exception) -> None:
+    refusing = Refusing(error)
+    questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
+    with pytest.raises(Refused, match="cannot look up shop/wal") as raised:
+        asyncio.run(questions.ask(questions.claims.others, FRESH))
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+    questions.stop()
+
+
+def test_a_slow_api_server_is_asked_again(
     server: Server, known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 0.0)
     server.waits.clear()
     questions = Questions(known)
-    assert asyncio.run(questions.ask(known.is_scheduled, FRESH)) is None
+    with pytest.raises(Refused, match="does not answer in time") as raised:
+        asyncio.run(questions.ask(known.is_scheduled, FRESH))
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
     server.waits.set()
     questions.stop()
