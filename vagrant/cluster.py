@@ -62,8 +62,8 @@ _SNAPSHOT_CLIENT = "github.com/kubernetes-csi/external-snapshotter/client/v8"
 # What is in the names of images that pods of Kubernetes' storage tests use, among all that
 # `e2e.test --list-images` prints.
 _WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
-# An emulated guest's clock ran four times as fast once. It is reset where its clock runs slower or
-# faster than this; less is only the time that a busy host takes to ask it.
+# An emulated guest's clock ran four times as fast once. A guest is reset where its clock is sure to
+# run slower or faster than this.
 _CLOCK_RATES = (0.5, 2.0)
 
 # Marks the lab's routes in the host's table (ip-route(8), proto).
@@ -86,6 +86,16 @@ def _alone(
             return change(self, *args, **named)
 
     return locked
+
+
+def clock_may_be_right(passed: float, least: float, most: float) -> bool:
+    """Tell whether a guest's clock may keep pace with the host's.
+
+    By the guest's `passed` seconds went by, by the host's at least `least` and at most `most`: how
+    long each question to a busy guest was on its way is not known.
+    """
+    slowest, fastest = _CLOCK_RATES
+    return passed > slowest * least and passed < fastest * most
 
 
 class Cluster:
@@ -496,10 +506,12 @@ class Cluster:
             for _ in range(3):
                 began = time.monotonic()
                 before = float(one.run(["cat /proc/uptime"]).stdout.split()[0])
+                pause_began = time.monotonic()
                 time.sleep(5)
+                pause_ended = time.monotonic()
                 after = float(one.run(["cat /proc/uptime"]).stdout.split()[0])
-                rate = (after - before) / (time.monotonic() - began)
-                if _CLOCK_RATES[0] < rate < _CLOCK_RATES[1]:
+                most = time.monotonic() - began
+                if clock_may_be_right(after - before, pause_ended - pause_began, most):
                     return
                 one.reset()
 

@@ -742,6 +742,24 @@ def test_the_values_of_the_lab_are_values_of_the_chart(values: Path) -> None:
 # Records
 
 
+@pytest.mark.parametrize(
+    ("passed", "least", "most", "may_be_right"),
+    [
+        (5.1, 5.0, 6.0, True),
+        (20.0, 5.0, 6.0, False),
+        (1.0, 5.0, 6.0, False),
+        # A busy guest: both questions took long, and it is not known when it looked at its clock.
+        (5.1, 5.0, 30.0, True),
+        (29.0, 5.0, 30.0, True),
+        (100.0, 5.0, 30.0, False),
+    ],
+)
+def test_a_guest_that_is_slow_to_answer_is_not_taken_for_one_with_a_wrong_clock(
+    passed: float, least: float, most: float, may_be_right: bool
+) -> None:
+    assert cluster.clock_may_be_right(passed, least, most) is may_be_right
+
+
 def test_a_record_is_a_row_for_each_check_and_a_column_for_each_cluster() -> None:
     trials = [
         {
