@@ -9,12 +9,13 @@ docs/decisions/34-failed-calls.md has the table: each call, its final codes, wha
 whose it is.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from agent.core import codes, errors, ids, records, requests, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
+from agent.core.states import Fresh
 from agent.operations import plan
 from lvm import names, report
 
@@ -36,7 +37,8 @@ class Leftovers:
 
         def left() -> bool:
             one = plan.device_class(self._config, "parameters", call.parameters)
-            return any(logical.name == name for logical in self._logical({one.group}))
+            # Wherever it is: the class may have had another group when the volume was made.
+            return any(logical.name == name for logical in _callers(self._every(one.group)))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield
@@ -75,11 +77,25 @@ class Leftovers:
         # An id that can be none has no group.
         groups = [one for one in groups if one]
         known = self._inventory.state(*groups).groups if groups else {}
-        for group in groups:
-            for one in records.usable(known[group]) if group in known else ():
-                state = one.own_tags.get(tag.STATE)
-                if state not in _NOT_THE_CALLERS and tag.NAME in one.own_tags:
-                    yield one
+        return _callers(known[one] for one in groups if one in known)
+
+    def _every(self, group: str) -> Iterator[report.Group]:
+        """All groups, as the call itself looks for its volume: this one by its fresh state."""
+        try:
+            known = self._inventory.state(group)
+        except errors.GroupRefused:
+            # What is in it is another node's, or no one's: no call here comes by it.
+            known = Fresh({}, asked=frozenset({group}))
+        return self._inventory.own_groups(self._inventory.everywhere(known))
+
+
+def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
+    """What may be a caller's in these groups."""
+    for group in groups:
+        for one in records.usable(group):
+            state = one.own_tags.get(tag.STATE)
+            if state not in _NOT_THE_CALLERS and tag.NAME in one.own_tags:
+                yield one
 
 
 def _group_of(identity: str) -> str:

@@ -1,5 +1,7 @@
 """A class leaves the configuration, or is another by now: what it made is served all the same."""
 
+import errno
+import os
 from dataclasses import replace
 
 import expect
@@ -8,13 +10,15 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, device, logical
 
+from agent.core import errors
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import block, mounted
+from agent.csi.client import block, mounted, of_volume
 from agent.operations import preflight
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
+from proto import csi_pb2 as csi
 
 # Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
 pytestmark = pytest.mark.variation
@@ -83,4 +87,59 @@ def test_a_volume_that_lost_its_key_file_with_its_class_says_so(
         expect.code("INVALID_ARGUMENT", "no class 'sealed' any more"),
     ):
         client.stage(volume, staging)
+    service.stop()
+
+
+def test_a_copy_that_an_earlier_group_of_its_class_has_is_not_given_up(
+    host: AnyHost, group: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = host.new_group(30)
+    plain, spare = DeviceClass("plain", group, default=True), DeviceClass("spare", other)
+    now = (replace(plain, group=other), replace(spare, group=group))
+
+    def fails(*_words: object, **_more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def copy(client: Client) -> csi.Volume:
+        source = client.create("pvc-1", 16 * MIB, block())
+        return client.create("copy", 16 * MIB, block(), source=of_volume(source.volume_id))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(host.kernel, "copy", fails)
+        for classes_then in ((plain, spare), now):
+            service = serving.start(replace(config, classes=classes_then), host)
+            aborted = expect.code("ABORTED", "Input/output error")
+            with Client(config.endpoint) as client, aborted:
+                copy(client)
+            service.stop()
+    service = serving.start(replace(config, classes=now), host)
+    with Client(config.endpoint) as client:
+        assert copy(client).volume_id.partition("@")[0] == group
+    service.stop()
+
+
+def test_an_earlier_group_of_a_class_is_looked_in_where_its_present_one_is_refused(
+    host: AnyHost, group: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = host.new_group(30)
+    plain, spare = DeviceClass("plain", group, default=True), DeviceClass("spare", other)
+    service = serving.start(replace(config, classes=(plain, spare)), host)
+    with Client(config.endpoint) as client:
+        client.create("pvc-1", 16 * MIB, block())
+    service.stop()
+    now = (replace(plain, group=other), replace(spare, group=group))
+    service = serving.start(replace(config, classes=now), host)
+    refused = service.volume_groups.of(other)
+    assert refused is not None
+
+    def refuse() -> None:
+        raise errors.GroupRefused(other, "another node's")
+
+    with Client(config.endpoint) as client, monkeypatch.context() as refusing:
+        refusing.setattr(refused, "_report", refuse)
+        with expect.code("ABORTED", "another node's"):
+            client.create("pvc-1", 16 * MIB, block())
+        # Of this one nothing is there: another node may make it.
+        with expect.code("RESOURCE_EXHAUSTED", "another node's"):
+            client.create("pvc-2", 16 * MIB, block())
     service.stop()
