@@ -532,6 +532,10 @@ class TagsDamaged(AgentError):
         )
 
 
+# What says that Carver leaves something alone until a person, or another version, sees to it.
+LEFT_ALONE = (NeedsOther, TagsDamaged)
+
+
 class LayoutUnknown(AgentError):
     """How a volume lies on its disks is known neither by its tag nor by lvm2's report."""
 

@@ -51,14 +51,15 @@ class Attacher:
     def detach(self, call: DetachVolume) -> None:
         """Remove the record: two commands at most, later one or none.
 
-        What is not there, or not of this node, is not attached to it.
+        What is not there, or not of this node, is not attached to it. What Carver leaves alone
+        keeps its record: no call could remove that, and an attachment must not stay for ever.
         """
         if call.node_id not in ("", self._node_id):
             return
         try:
             group = ids.group_of(call.volume_id)
             volume = self._inventory.get(self._inventory.state(group), call.volume_id)
-        except (errors.NoSuchVolume, errors.OtherGroup, errors.NeedsOther):
+        except (errors.NoSuchVolume, errors.OtherGroup, *errors.LEFT_ALONE):
             return
         if tag.ATTACHED in volume.own_tags:
             self._record(volume, {})

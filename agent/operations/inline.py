@@ -31,7 +31,7 @@ from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import Stager
 from lvm import layout, names, tags
 from lvm.devices import Device
-from mount import command, table, target
+from mount import command, filesystem, table, target
 from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
@@ -242,17 +242,28 @@ class InlineVolumes:
         """Delete the volume of a call that failed for good, if it holds no data.
 
         It holds none if the call began to make it, or if it never had a file system. If the
-        deletion fails too, the volume is swept when the pod was removed.
+        deletion fails too, or it may hold some, the volume is swept when the pod was removed.
         """
         try:
             volume = self._find(volume_id)
             if volume is None or volume.wiping:
                 return
-            if attempt.began or tag.FORMATTED not in volume.own_tags:
+            if attempt.began or self._is_blank(volume):
                 self._deleter.delete(str(volume.id))
         except Exception as error:
             # The call answers with its first error.
             _log.warning("cannot delete inline volume %s yet: %s", volume_id, error)
+
+    def _is_blank(self, volume: Volume) -> bool:
+        """Whether a volume never had a file system, by its tags and by its device.
+
+        The tag is written after the answer, so a process that was killed may have left none. An
+        encrypted volume shows its header, whatever that holds.
+        """
+        if tag.FORMATTED in volume.own_tags:
+            return False
+        with self._inventory.activated(volume.group.name, volume.name) as device:
+            return filesystem.probe(self._kernel, device.path) is None
 
     def _remove(self, volume_id: str, group: str) -> None:
         """Delete a volume whose pod was removed, unless a call for it is under way."""
@@ -270,7 +281,7 @@ class InlineVolumes:
                 try:
                     self._deleter.delete(str(volume.id))
                     self._admitted.forget(volume_id)
-                except (errors.VolumeInUse, errors.NeedsOther) as error:
+                except (errors.VolumeInUse, *errors.LEFT_ALONE) as error:
                     _log.warning("%s", error)
 
     def _all(self, known: Known, group: str = "") -> list[Volume]:

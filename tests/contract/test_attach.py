@@ -386,3 +386,11 @@ def test_without_the_setting_nothing_is_offered(
                 call(volume.volume_id)
         for entry in client.controller.ListVolumes(csi.ListVolumesRequest()).entries:
             assert not entry.HasField("status")
+
+
+def test_a_volume_whose_tags_were_damaged_is_detached_from_what_it_is_recorded_at(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    client.attach(volume.volume_id)
+    host.lvm("lvchange", "--addtag", "carver.state=wiping", "--", f"{group}/vol-pvc-1")
+    client.detach(volume.volume_id)

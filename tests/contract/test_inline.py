@@ -13,6 +13,7 @@ import configured
 import expect
 import grpc
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost
 
@@ -606,3 +607,36 @@ def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
     assert used <= known.extents // 2 < used + used // count
     for number in range(count):
         host.kernel.unmount(str(target.with_name(f"mount-{number}")))
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("fails", ["fsck.ext4", "mount"])
+def test_volume_with_data_is_kept_where_a_killed_process_did_not_record_its_file_system(
+    config: Config,
+    host: AnyHost,
+    group: str,
+    target: Path,
+    fails: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(words: Sequence[str]) -> Result | None:
+        is_refused = "carver.formatted=ext4" in words and "--addtag" in words
+        return Result(5, "", "no free space in the metadata") if is_refused else None
+
+    host.intercept = full
+    with serving.served(host, config) as (_, client):
+        client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    damaged = Result(4, "", "damage is left")
+    host.intercept = lambda words: damaged if words[0] == fails else full(words)
+    with serving.served(host, config) as (_, client), monkeypatch.context() as patch:
+        if fails == "mount":
+            patch.setattr(host.kernel, "mount", refuse)
+        with pytest.raises(grpc.RpcError):
+            client.publish_inline(VOLUME, target, SMALL)
+        assert [one.name[:4] for one in volumes(host, group)] == ["eph."]
+    host.intercept = lambda _words: None
+    with serving.served(host, config) as (_, client):
+        client.publish_inline(VOLUME, target, SMALL)
+        client.unpublish(VOLUME, target)
+        assert volumes(host, group) == []
