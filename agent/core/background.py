@@ -62,6 +62,13 @@ class Attempts:
             self._failed.append(error)
 
 
+def reasons(error: BaseException) -> str:
+    """What an error says; of an ExceptionGroup, which says none of it, what each in it says."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(map(reasons, error.exceptions)))
+    return str(error) or repr(error)
+
+
 def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     try:
         return command.begin(f"end {name}", work)
@@ -143,7 +150,7 @@ class DeferredWork:
             with command.stall_limit(_STALL_SECONDS):
                 self._work(is_ending)
         except BaseException as error:
-            self._log(str(error))
+            self._log(reasons(error))
             return False
         self._problem = ""
         return True
@@ -219,7 +226,7 @@ class PeriodicTask:
         except Exception as error:
             self.failures += 1
             self._in_a_row += 1
-            if self._problem != (problem := str(error) or type(error).__name__):
+            if self._problem != (problem := reasons(error)):
                 trace = None if isinstance(error, _EXPECTED) else error
                 _log.error(self._failure, problem, exc_info=trace)
             self._problem = problem

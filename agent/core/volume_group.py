@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.core import errors, trace
-from agent.core.background import DeferredWork
+from agent.core.background import Attempts, DeferredWork
 from agent.core.locks import MOST_READING, GroupLock
 from agent.core.metadata_cache import MetadataCache
 from lvm import errors as lvm_errors
@@ -228,7 +228,7 @@ class VolumeGroup:
     def run_deferred(self, is_ending: bool = False) -> None:
         """Write the tags that are to be written, and refresh a changed group.
 
-        Raises as `state` does, and CommandError.
+        Raises as `state` does, and an ExceptionGroup of the tags that were not written.
         """
         if self._unwritten_tags:
             with self.lock.hold():
@@ -239,7 +239,10 @@ class VolumeGroup:
             self.state()
 
     def _write_tags(self) -> None:
-        """Write tags, equal ones by one command; by UUIDs, as a name may be another's by now."""
+        """Write tags, equal ones by one command; by UUIDs, as a name may be another's by now.
+
+        Where lvm2 refuses some, the others are written. Raises an ExceptionGroup of why, then.
+        """
         unwritten = dict(self._unwritten_tags)
         if (group := self.state()) is None:
             raise lvm_errors.GroupMissing(self.name)
@@ -248,12 +251,17 @@ class VolumeGroup:
         for uuid, new in unwritten.items():
             if uuid in there:
                 names[new].append(there[uuid].name)
-        for new, those in names.items():
-            volumes.add_tags(self.lvm, self.name, those, new)
-        with self._guard:
-            for uuid, new in unwritten.items():
-                if self._unwritten_tags.get(uuid) == new:
-                    del self._unwritten_tags[uuid]
+        refused: set[frozenset[str]] = set()
+        with Attempts() as attempts:
+            for new, those in names.items():
+                refused.add(new)
+                with attempts.one():
+                    volumes.add_tags(self.lvm, self.name, those, new)
+                    refused.remove(new)
+            with self._guard:
+                for uuid, new in unwritten.items():
+                    if self._unwritten_tags.get(uuid) == new and new not in refused:
+                        del self._unwritten_tags[uuid]
 
     def _report(self) -> report.Group | None:
         found = self.metadata.state(is_refused=isinstance(self.problem, errors.GroupRefused))

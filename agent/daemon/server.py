@@ -12,7 +12,7 @@ import grpc
 
 from agent.core import errors, extras, group_definitions, locks, trace
 from agent.core.allocation import Allocators
-from agent.core.background import run_all
+from agent.core.background import reasons, run_all
 from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
@@ -267,10 +267,8 @@ def resume(service: Service, *groups: str) -> bool:
         key, problem = (what, *groups), ""
         try:
             count = step(*groups)
-        except ExceptionGroup as several:
-            problem = "; ".join(str(one) or repr(one) for one in several.exceptions)
         except Exception as error:
-            problem = str(error) or repr(error)
+            problem = reasons(error)
         else:
             if count:
                 _log.info("going on with %d %s that were left", count, what)

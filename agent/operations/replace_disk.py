@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from agent.core import errors, records, tag
 from agent.core.allocation import is_own_pool
-from agent.core.background import Attempts
+from agent.core.background import Attempts, reasons
 from agent.core.context import Context
 from agent.operations import erase, modify
 from agent.operations.erase_policy import ErasePolicy
@@ -256,8 +256,7 @@ class Replacement:
             modify.bound(self._context, group)
         except ExceptionGroup as error:
             # The disk is out all the same, and the next start bounds them.
-            why = "; ".join(map(str, error.exceptions))
-            _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, why)
+            _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, reasons(error))
         if unsynced := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")

@@ -216,3 +216,26 @@ def test_a_service_that_ends_writes_what_there_was_no_thread_for_if_it_can(
         assert written(fake, "a") == {}
     volume_groups.stop()
     assert written(fake, "a") == EXT4
+
+
+def test_a_tag_that_lvm2_refuses_keeps_no_other_from_being_written(
+    volume_groups: VolumeGroups, fake: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = ("ext4", "xfs", "btrfs")
+    for one in kinds:
+        create(fake, one)
+    is_refused = "--addtag carver.formatted=xfs"
+    fake.intercept = lambda words: (
+        Result(5, "", "what lvm2 says of it") if is_refused in " ".join(words) else None
+    )
+    with volume_groups.hold("data"):
+        for one in kinds:
+            volume_groups.add_tags_later("data", one, {tag.FORMATTED: one})
+    expect.soon(lambda: "what lvm2 says of it" in caplog.text)
+    assert [bool(written(fake, one)) for one in kinds] == [True, False, True]
+    assert [known(volume_groups, one)[tag.FORMATTED] for one in kinds] == list(kinds)
+    before = len(commands(fake, "lvchange"))
+    fake.intercept = lambda _words: None
+    volume_groups.run_deferred()
+    assert written(fake, "xfs") == {tag.FORMATTED: "xfs"}
+    assert len(commands(fake, "lvchange")) == before + 1
