@@ -48,7 +48,7 @@ class VolumeHealth:
 class VolumesHealth:
     """ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
-    `check` raises for a volume that is being deleted, or is incomplete.
+    `check` raises for a volume that is being deleted, is incomplete, or is another node's.
     """
 
     def __init__(
@@ -118,11 +118,12 @@ class VolumesHealth:
                 yield volume_id, VolumeHealth(volume_id, health.distinct(found))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
-        """The volumes of the last report that were not deleted since."""
+        """The volumes of the last report that may be used: not deleted, held or moved since."""
         group = volume_group.cached or volume_group.last_seen
         for one in self._inventory.seen_volumes(Seen({} if group is None else {group.name: group})):
             if one.is_listed:
-                with suppress(errors.NoSuchVolume, errors.Copying):
+                # Whatever it is that one may not be used for, the others are listed.
+                with suppress(errors.AgentError):
                     self._check(str(one.id))
                     yield one
 

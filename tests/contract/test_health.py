@@ -100,3 +100,27 @@ def test_an_open_encrypted_volume_without_a_mount_is_reported_until_it_is_closed
     client.unstage(volume.volume_id, staging)
     assert reported(client, volume) == []
     client.delete(volume.volume_id)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("how", ["sent for the last time", "moved", "received"])
+def test_a_volume_that_may_not_be_used_keeps_no_other_from_the_list(
+    client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str, how: str
+) -> None:
+    service.diagnosis.settling_seconds = 0.1
+    other = client.create("pvc-2", 16 * MIB, block())
+    service.inventory.state()
+    holds, held = service.context.holds, other.volume_id
+    # Each is so before a report has its tag.
+    if how == "moved":
+        holds.moved(held, "there")
+    elif how == "received":
+        holds.receiving(held)
+    else:
+        holds.hold(held, "there", 60)
+    host.suspend(group, "vol-pvc-1")
+    try:
+        assert [one.volume_id for one in client.unhealthy()] == [volume.volume_id]
+    finally:
+        host.devices.resume(group, "vol-pvc-1")
+        holds.allow(held)
