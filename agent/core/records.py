@@ -6,6 +6,7 @@ from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
+from agent.core.requests import BLOCK, MOUNT
 from lvm import layout, names, report, tags
 from lvm.layout import Layout
 
@@ -132,6 +133,11 @@ class Volume:
         """How it is attached to a node; None where it is not, as after its disks moved on."""
         found = Attachment.parse(self.own_tags.get(tag.ATTACHED, ""))
         return found if found is not None and found.node_id == node_id else None
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it was made for raw block access; raises TagsDamaged where no tag says so."""
+        return is_block(str(self.id), self.own_tags)
 
     @property
     def is_encrypted(self) -> bool:
@@ -439,6 +445,18 @@ def key_generation(own_tags: Mapping[str, str]) -> str:
     if tag.ROTATING in own_tags:
         return "(rotating)"
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
+
+
+def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
+    """Whether a volume, or a snapshot's volume, with these tags was made for raw block access.
+
+    Never a guess: a raw block volume may hold what no probe knows, and would be formatted. One that
+    was formatted is none. Raises TagsDamaged where the tag is lost, or has another value.
+    """
+    access = own_tags.get(tag.ACCESS)
+    if access not in (BLOCK, MOUNT) and tag.FORMATTED not in own_tags:
+        raise errors.TagsDamaged(identity, {"no `access`"})
+    return access == BLOCK
 
 
 def is_encrypted(own_tags: Mapping[str, str]) -> bool:

@@ -122,7 +122,7 @@ def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
     """Tags that a new volume with these tags gets from its source; it is not ready yet.
 
-    Raises BadField where the contents cannot be used as requested.
+    Raises BadField where the contents cannot be used as requested, TagsDamaged.
     """
     source_id, source = str(origin.id), origin.own_tags
     copied = {tag.STATE: tag.COPYING, tag.FROM: source_id}
@@ -138,7 +138,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         return copied  # a raw block device may hold anything
-    if source.get(tag.ACCESS) == BLOCK:
+    if records.is_block(source_id, source):
         raise errors.BadField(
             "volume_capabilities",
             f"mount: {source_id!r} is of a raw block volume; what it holds is not Carver's",

@@ -17,7 +17,7 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.parameters import Parameters
 from agent.core.records import Volume
-from agent.core.requests import BLOCK, StageVolume, VolumeAt
+from agent.core.requests import StageVolume, VolumeAt
 from agent.core.secret import Keys
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander
@@ -144,7 +144,7 @@ class Stager:
     def _mounted(self, call: StageVolume, volume: Volume) -> Volume:
         """Activate, open, format and mount a volume; the volume as it was activated."""
         volume, device = self._activated(call, volume)
-        if volume.own_tags[tag.ACCESS] == BLOCK:
+        if volume.is_block:
             raise errors.BadField(
                 "volume_capability.mount",
                 "the volume was made for raw block access; what it holds is not Carver's",

@@ -2,7 +2,7 @@
 
 from agent.core import errors, parameters, tag
 from agent.core.records import Volume
-from agent.core.requests import BLOCK, Capability, ValidateVolume
+from agent.core.requests import Capability, ValidateVolume
 from agent.operations import modify, plan
 from mount import filesystem
 
@@ -31,7 +31,7 @@ def unfit(volume: Volume, capability: Capability) -> str:
     """Why a volume can never be used as a capability says, by what it holds; empty if it can."""
     if capability.is_block:
         return ""
-    if volume.own_tags[tag.ACCESS] == BLOCK:
+    if volume.is_block:
         return "the volume was made for raw block access"
     formatted = volume.own_tags.get(tag.FORMATTED)
     if formatted and capability.fs_type not in {"", formatted}:
@@ -44,7 +44,7 @@ def _require_same(volume: Volume, call: ValidateVolume) -> None:
     own_tags, given = volume.own_tags, call.parameters
     if call.context and call.context != (own := parameters.context_of(own_tags)):
         raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
-    if own_tags[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
+    if volume.is_block or any(one.fs_type for one in call.capabilities):
         # A raw block volume has no file system, and a capability's goes before the parameter's.
         given = given.with_value(tag.FS_TYPE, "")
     for key, wanted, was in plan.differing(volume, given):

@@ -24,7 +24,6 @@ from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
-from agent.core.requests import BLOCK
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
 from agent.operations import block_sizes, clone, modify
@@ -280,7 +279,7 @@ class Receiver:
             if (sealed := own_tags.get(tag.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
             return
-        if own_tags[tag.ACCESS] == BLOCK:
+        if volume.is_block:
             return
         self._detached.finish(identity)
         formatted = own_tags.get(tag.FORMATTED, "")

@@ -323,3 +323,27 @@ def test_what_was_given_up_and_only_a_newer_version_knows_is_not_removed(
     again.freed_eraser.jobs.stop()
     again.stop()
     assert {"vol-large", "snap-s"} <= set(fake.lvm2.groups["data"].volumes)
+
+
+@pytest.mark.parametrize("access", ["", "carver.access=odd"], ids=["lost", "odd"])
+def test_a_volume_of_which_no_tag_says_how_it_is_accessed_is_not_formatted(
+    client: Client, fake: FakeHost, tmp_path: Path, access: str
+) -> None:
+    raw, used = client.create("raw", SIZE, block()), client.create("used", SIZE)
+    # No signature that a probe knows.
+    fake.write_bytes(device(fake, "data", "vol-raw"), 0, DATA)
+    client.stage(used, tmp_path / "used")
+    client.unstage(used.volume_id, tmp_path / "used")
+    expect.soon(lambda: "carver.formatted=ext4" in own_tags(fake, "vol-used"))
+    for name in ("vol-raw", "vol-used"):
+        own = own_tags(fake, name)
+        own -= {"carver.access=block", "carver.access=mount"}
+        own |= {access} - {""}
+    with expect.code("FAILED_PRECONDITION", "no `access`", "lvs -o +tags"):
+        client.stage(raw, tmp_path / "raw")
+    assert fake.read_bytes(device(fake, "data", "vol-raw"), 0, len(DATA)) == DATA
+    with expect.code("FAILED_PRECONDITION", "no `access`"):
+        client.create("copy", SIZE, source=of_volume(raw.volume_id))
+    client.stage(raw, tmp_path / "raw", block())
+    # One that was formatted is for mounts.
+    client.stage(used, tmp_path / "used")
