@@ -1,11 +1,12 @@
 """One list of all nodes' lists, page by page.
 
 The nodes come in the order of their names. A token is `NODE:COUNT:TOKEN`: the node to go on with,
-how many entries of its own the pages before had, and its own token. A list is whole or refused: if
+for how many entries it was asked before, and its own token. A list is whole or refused: if
 a node does not answer, or with what cannot be true, its name is the error. So no node can hide or
 replace what others say; what they have is still found by its id. Each list ends: a page has as many
-entries as asked for at most, its token is beyond the one before (answer_rules.py), and a list has
-so many entries of one node at most.
+entries as asked for at most, its token is beyond the one before (answer_rules.py), and one node is
+asked for so many entries of a list at most, whatever it answers. A node that has more to say is
+asked alone, so that the number of its pages has no other node list anything again.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 # (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.
 _OF_A_NODE = 500
 _AT_ONCE = 16
-# The most entries of a node in one list: ten times what a volume group's metadata have room for.
+# The most entries that a node is asked for in one list: ten times what a volume group's metadata have room for.
 _MOST_OF_A_NODE = 100_000
 
 # Calls a node: its answer.
@@ -41,7 +42,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     left, count, token = _from(nodes, request.starting_token)
     size_bytes = 0
     while left:
-        now = left[:_AT_ONCE]
+        now = left[: 1 if token else _AT_ONCE]
         room = most - len(answer.entries)
         first = _request(request, token, room)
         others = [_request(request, "", room)] * (len(now) - 1)
@@ -56,7 +57,8 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
                 break
             answer.entries.extend(found.entries)
             size_bytes += more_bytes
-            token, count = found.next_token, count + len(found.entries)
+            # Not what it answered: a page may be short, or have what another node is to tell.
+            token, count = found.next_token, count + first.max_entries
             if token and count > _MOST_OF_A_NODE:
                 raise unavailable(
                     f"node {left[0].name} lists more than {_MOST_OF_A_NODE} entries, and no end"
@@ -71,7 +73,7 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
 
 
 def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
-    """The nodes that a page is of; how many entries the first had, and the token for it."""
+    """The nodes that a page is of; for how many entries the first was asked, and its token."""
     every = nodes.require_all()
     if not token:
         return every, 0, ""

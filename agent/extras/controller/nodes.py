@@ -46,6 +46,8 @@ _MOST_NAMED = 5
 # Characters that are shown of what a node says and cannot be so, of its version and its errors, and
 # the most that its topology and its groups may take.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
+# The most bytes of all that a node says of itself: with more it is not even parsed.
+_MOST_BYTES = 4 * _MOST_MANIFEST
 # The most groups of a node.
 _MOST_GROUPS = 200
 _NOT_ASKED = "it has not been asked yet"
@@ -663,6 +665,8 @@ class Nodes:
                 node.asked_seconds = time.monotonic()
                 address = node.address
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
+                if len(answer) > _MOST_BYTES:
+                    raise unavailable(f"it says more of itself than {_MOST_BYTES} bytes")
                 said = csi.GetPluginInfoResponse.FromString(answer)
             if self._nodes.get(node.name) is not node:
                 raise unavailable(f"node {node.name} left the cluster")

@@ -1218,6 +1218,57 @@ def test_a_list_that_goes_on_without_an_end_ends_with_the_node_s_name(
     in_cluster(test)
 
 
+def test_what_is_left_out_of_a_list_counts_as_an_entry_of_its_node(
+    in_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The health of another's volumes, page after page: none of it reaches the caller."""
+    monkeypatch.setattr(lists, "_MOST_OF_A_NODE", 50)
+
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[1]
+        wrong = [("DATA_LOSS", "DataLoss", "all is lost")]
+        odd.unhealthy = {f"data@{uuid_of(0)}/vol-{at:03}": wrong for at in range(200)}
+        request = csi.ControllerListVolumeHealthRequest(max_entries=3)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call_of(cluster, "Controller", request)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        why = f"node {odd.name} lists more than 50 entries"
+        assert str(raised.value.details()).startswith(why)
+        assert odd.calls.count("ControllerListVolumeHealth") == 17
+
+    in_cluster(test)
+
+
+def test_a_node_of_many_pages_has_no_other_asked_again_for_each(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd, *others = cluster.nodes
+        wrong = [("DEGRADED", "RaidDegraded", "a disk is missing")]
+        odd.unhealthy = {f"data@{uuid_of(0)}/vol-{at:03}": wrong for at in range(30)}
+        answer = await call_of(cluster, "Controller", csi.ControllerListVolumeHealthRequest())
+        found = csi.ControllerListVolumeHealthResponse.FromString(answer).entries
+        assert (len(found), odd.calls.count("ControllerListVolumeHealth")) == (30, 30)
+        assert [one.calls.count("ControllerListVolumeHealth") for one in others] == [2, 2, 2]
+
+    in_cluster(test)
+
+
+def test_what_a_node_says_of_itself_is_not_parsed_where_it_is_too_long(in_cluster: Run) -> None:
+    async def test(cluster: Cluster) -> None:
+        odd = cluster.nodes[0]
+        honest = said(odd.here, odd.groups)
+        odd.says = honest
+        await cluster.ask()
+        assert [one.problem for one in cluster.controller.nodes] == [""] * 4
+        more = csi.GetPluginInfoResponse(manifest={f"k{at}": "" for at in range(100_000)})
+        odd.says = honest + more.SerializeToString()
+        await cluster.ask()
+        first, *others = cluster.controller.nodes
+        assert "it says more of itself than" in first.problem
+        assert [one.problem for one in others] == [""] * 3
+
+    in_cluster(test)
+
+
 @pytest.mark.parametrize("token", ["node-00001", "node-00001:", "node-00001:x:", "none:0:", ":0:"])
 def test_a_token_of_no_list_of_the_controller_s_begins_the_list_anew(
     in_cluster: Run, token: str
