@@ -29,7 +29,8 @@ _UUID_CHARACTERS = 8
 # CSI spec, Topology; Kubernetes keeps the values as labels of nodes.
 _MOST_SEGMENT_CHARACTERS = 63
 _DIGEST_CHARACTERS = 16
-_NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*"
+# At most 127 characters, as lvm2 takes: what is longer can be the name of nothing.
+_NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]{0,126}"
 _FORM = re.compile(
     rf"(?P<group>{_NAME})@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})/(?P<name>{_NAME})"
 )

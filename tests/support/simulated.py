@@ -91,8 +91,9 @@ class SimulatedNode:
         # The codes that it fails with, by the RPC, and the text.
         self.fails: dict[str, grpc.StatusCode] = {}
         self.why = "it fails"
-        # The RPCs that it ends well without an answer.
+        # The RPCs that it ends well without an answer, and those that it never ends.
         self.empty: set[str] = set()
+        self.hangs: set[str] = set()
         # The bytes of all requests, and what is added to their answers.
         self.requests: list[bytes] = []
         self.adds = b""
@@ -221,6 +222,8 @@ class SimulatedNode:
         async def handle(data: bytes, context: Any) -> bytes:
             if method != "GetPluginInfo":
                 self.requests.append(data)
+            if method in self.hangs:
+                await asyncio.Event().wait()
             if method in self.forged:
                 return self.forged[method]
             if method in self.fails or answer is None:

@@ -29,8 +29,8 @@ MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
 # The most ranges of a message about blocks, where the request names no number: 8 times what Carver
 # sends.
 _MOST_RANGES = 8192
-# The most keys and bytes of a volume_context (CSI spec, "Size Limits"), which becomes a part of the
-# PersistentVolume.
+# The most keys and bytes of a volume_context and a publish_context (CSI spec, "Size Limits"), which
+# become a part of the PersistentVolume and of the VolumeAttachment.
 _MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
 # By how much a size is rounded up at most: to an extent on each stripe, beside a header, and to the
 # least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
@@ -220,6 +220,15 @@ def of_itself(_value: Any, asked: Asked) -> str:
     return "" if wanted == asked.node else f"it was to be attached to node {wanted!r}"
 
 
+def each_of(*rules: Rule) -> Rule:
+    """What all of the rules accept."""
+
+    def judge(value: Any, asked: Asked) -> str:
+        return next(filter(None, (one(value, asked) for one in rules)), "")
+
+    return judge
+
+
 def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _asked: Asked) -> str:
     """What is wrong with one volume: not more, nor in longer texts, than Carver says of one."""
     if len(value) > _MOST_CONDITIONS:
@@ -363,7 +372,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
             },
         ),
         "DeleteVolume": {},
-        "ControllerPublishVolume": {"publish_context": of_itself},
+        "ControllerPublishVolume": {"publish_context": each_of(of_itself, a_context)},
         "ControllerUnpublishVolume": {},
         "ValidateVolumeCapabilities": {"confirmed": its_word, "message": its_word},
         "ListVolumes": {

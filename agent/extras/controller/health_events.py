@@ -10,6 +10,7 @@ import asyncio
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class _Fate(enum.Enum):
 
 @dataclass
 class _Condition:
-    """A condition that was found, and is not known to be over. Seconds are of the epoch."""
+    """A condition that was found, and is not known to be over. Seconds are monotonic."""
 
     key: _Key
     node: str
@@ -105,8 +106,10 @@ class HealthEvents(Extra):
         objects: Objects,
         lists: Lists,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._nodes, self._clock = config, nodes, clock
+        """`clock` returns the seconds of the epoch, which Events show, and which may be set."""
+        self._config, self._nodes, self._clock = config, nodes, monotonic
         self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
@@ -298,13 +301,20 @@ class HealthEvents(Extra):
     async def _ended(self, ending: Sequence[_Condition]) -> list[tuple[_Condition, Event]]:
         """The Events of conditions that are over by the word of the volumes' nodes.
 
-        Those that nothing is to be said of are forgotten.
+        Those that nothing is to be said of are forgotten. A node that takes its time for each has
+        no more of it than one answer may take: the Events of all others wait for this.
         """
         turn, over = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
+        loop, spent = asyncio.get_running_loop(), Counter[str]()
 
         async def judge(one: _Condition) -> None:
             async with turn:
+                if spent[one.node] >= _PATIENCE_SECONDS:
+                    # Its turn is over; what is left has one at the next look.
+                    return
+                begun = loop.time()
                 fate, others = await self._fate(one)
+                spent[one.node] += loop.time() - begun
             if fate is _Fate.LASTS:
                 one.due_seconds = self._clock() + _AGAIN_SECONDS
             elif fate is _Fate.OVER and one.subjects:

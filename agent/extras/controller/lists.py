@@ -23,7 +23,8 @@ from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 # (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.
 _OF_A_NODE = 500
 _AT_ONCE = 16
-# The most entries that a node is asked for in one list: ten times what a volume group's metadata have room for.
+# The most entries that a node is asked for in one list: ten times what a volume group's metadata
+# have room for.
 _MOST_OF_A_NODE = 100_000
 
 # Calls a node: its answer.

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.extras.kubernetes.objects import CONTENTS, NODES, VOLUMES, Lists, Object, Objects
+from agent.extras.kubernetes.objects import (
+    CONTENTS,
+    NODES,
+    VOLUMES,
+    Lists,
+    Object,
+    Objects,
+    find_named,
+)
 from agent.extras.orphans import references
 from lvm import names
 
@@ -316,7 +324,7 @@ class ClusterRecord(Record):
             source = self._source_of(identity)
             return self._segment_of(source) if source is not None else ""
         name = ids.readable_name(str(identity))
-        found = self._objects.find(f"{VOLUMES}/{name}", "PersistentVolume")
+        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         handle, segment = (None, "") if found is None else self._parsed(found)
         if handle == identity:
             return segment
@@ -335,11 +343,12 @@ class ClusterRecord(Record):
             return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         try:
-            found = self._objects.find(f"{CONTENTS}/{_CONTENT}{uid}", "VolumeSnapshotContent") or {}
+            name, kind = f"{_CONTENT}{uid}", "VolumeSnapshotContent"
+            found = find_named(self._objects, CONTENTS, name, kind)
         except errors.ClusterRefused:
             # Perhaps a cluster without snapshots.
             return None
-        spec = found.get("spec") or {}
+        spec = (found or {}).get("spec") or {}
         source = VolumeId.parse(str((spec.get("source") or {}).get("volumeHandle")))
         if spec.get("driver") != self._driver_name or source is None:
             return None

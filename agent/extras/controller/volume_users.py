@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from agent.core import ids
 from agent.extras.kubernetes.events import Subject
-from agent.extras.kubernetes.objects import VOLUMES, Lists, Object, Objects, claims_of
+from agent.extras.kubernetes.objects import (
+    VOLUMES,
+    Lists,
+    Object,
+    Objects,
+    claims_of,
+    find_named,
+)
 from agent.extras.orphans import references
 
 _PODS = "/api/v1/pods"
@@ -44,7 +51,7 @@ class VolumeUsers:
     def _volume(self, volume_id: str) -> Object | None:
         # The provisioner names a PersistentVolume as its volume; a person may name it otherwise.
         name = ids.readable_name(volume_id)
-        found = self._objects.find(f"{VOLUMES}/{name}", "PersistentVolume")
+        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         if found is not None and self._handle(found) == volume_id:
             return found
         if self._listed is None:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,6 +204,9 @@ _JSON = {"Content-Type": "application/json"}
 # RFC 7386: null removes a field.
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 _MOST_CHARACTERS = 1000
+# Names of objects of the whole cluster (apimachinery, IsDNS1123Subdomain).
+_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_SUBDOMAIN, _MOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*"), 253
 
 
 class Objects:
@@ -282,6 +286,17 @@ class Objects:
         if not isinstance(answer, dict):
             raise Unproved(f"it answers {status}, without an object")
         return status, answer
+
+
+def find_named(objects: Objects, collection: str, name: str, kind: str) -> Object | None:
+    """Return the object of a name; None also for a text that can be the name of none.
+
+    A node may have said it, so it is no part of a path unless it can be a name: an API server
+    refuses others, and is left alone after a few refusals. Raises ClusterRefused.
+    """
+    if len(name) > _MOST_NAME or not _SUBDOMAIN.fullmatch(name):
+        return None
+    return objects.find(f"{collection}/{name}", kind)
 
 
 def claims_of(pod: Object) -> Iterator[str]:

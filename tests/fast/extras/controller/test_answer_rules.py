@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agent.core import ids
 from agent.core.ids import VolumeId
+from agent.core.requests import publish_context
 from agent.core.settings import DRIVER_NAME
 from agent.csi.client import of_snapshot
 from agent.extras.controller import routes
@@ -132,7 +133,7 @@ HONEST: dict[str, list[tuple[Any, Any]]] = {
     "ControllerPublishVolume": [
         (
             csi.ControllerPublishVolumeRequest(volume_id=f"{OWN}/vol-1", node_id=NODE),
-            csi.ControllerPublishVolumeResponse(publish_context={"readOnly": "true"}),
+            csi.ControllerPublishVolumeResponse(publish_context=publish_context(read_only=True)),
         )
     ],
     "ControllerUnpublishVolume": [
@@ -833,23 +834,79 @@ def a_context_of_another_program(answer: Any) -> None:
     answer.entries[1].volume.volume_context["csi.storage.k8s.io/ephemeral"] = "true"
 
 
-@given(st.dictionaries(st.text(max_size=8), st.text(max_size=3000), max_size=4), st.booleans())
+def maps_of(message: Any, *steps: str) -> Iterator[tuple[str, ...]]:
+    """The fields of a message, and of those in it, that are maps of texts, but in lists."""
+    for one in message.fields:
+        if one.message_type is not None and one.message_type.GetOptions().map_entry:
+            yield (*steps, one.name)
+        elif one.message_type is not None and not one.is_repeated:
+            yield from maps_of(one.message_type, *steps, one.name)
+
+
+# The maps that the sidecars keep in the cluster's objects. What a node says of capabilities that it
+# confirms goes to the caller and nowhere else, and what it may be published with is of the request.
+CONTEXTS = [
+    (method, steps)
+    for method in sorted(HONEST)
+    for steps in maps_of(routes.response_class(SERVICE[method], method).DESCRIPTOR)
+    if steps[0] != "confirmed"
+]
+
+
+def test_each_map_of_an_answer_is_one_of_those_that_are_bounded() -> None:
+    assert {(method, steps[-1]) for method, steps in CONTEXTS} == {
+        ("CreateVolume", "volume_context"),
+        ("ControllerGetVolume", "volume_context"),
+        ("ControllerPublishVolume", "publish_context"),
+    }
+
+
+@given(
+    st.sampled_from(CONTEXTS),
+    st.dictionaries(st.text(max_size=8), st.text(max_size=3000), max_size=4),
+    st.booleans(),
+)
 def test_a_context_has_few_bytes_and_carver_s_keys_only(
-    context: dict[str, str], prefixed: bool
+    where: tuple[str, tuple[str, ...]], context: dict[str, str], prefixed: bool
 ) -> None:
-    request, honest = HONEST["CreateVolume"][0]
+    method, (*steps, key) = where
+    request, honest = HONEST[method][0]
     answer = type(honest).FromString(honest.SerializeToString())
     made = {f"carver/{key}" if prefixed else key: value for key, value in context.items()}
-    answer.volume.ClearField("volume_context")
-    answer.volume.volume_context.update(made)
+    part = answer
+    for step in steps:
+        part = getattr(part, step)
+    part.ClearField(key)
+    getattr(part, key).update(made)
     size = sum(len(f"{key}{value}".encode()) for key, value in made.items())
     fits = size <= 4096 and all(one.startswith("carver/") for one in made)
     try:
-        judged("CreateVolume", request, answer.SerializeToString())
+        judged(method, request, answer.SerializeToString())
     except Untrue:
         assert not fits
     else:
         assert fits
+
+
+@given(st.sampled_from(["vol-", "vol."]), st.integers(1, 300), st.integers(1, 300))
+def test_an_id_is_no_longer_than_names_of_lvm(prefix: str, more: int, of_group: int) -> None:
+    """A node could list ids of megabytes, which whoever collects all volumes would keep."""
+    place, name = f"{'g' * of_group}@dddddddd", prefix + "x" * more
+    fits = len(name) <= 127 and of_group <= 127
+    assert (VolumeId.parse(f"{place}/{name}") is not None) is fits
+    for method, entry in (
+        ("ListVolumes", csi.ListVolumesResponse.Entry(volume=volume(name, place))),
+        ("ControllerListVolumeHealth", csi.VolumeHealth(volume_id=f"{place}/{name}")),
+    ):
+        one = asked(routes.request_class(SERVICE[method], method)())
+        one.places = frozenset((place,))
+        data = routes.response_class(SERVICE[method], method)(entries=[entry]).SerializeToString()
+        if fits or (method == "ListVolumes" and len(name) <= 127):
+            # Of which groups a node is believed nodes.py judges.
+            Row.of(SERVICE[method], method).judge(one, data)
+        else:
+            with pytest.raises(Untrue):
+                Row.of(SERVICE[method], method).judge(one, data)
 
 
 @pytest.mark.parametrize("required", [0, 1, 1 << 30, 1 << 50])

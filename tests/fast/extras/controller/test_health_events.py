@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,8 +85,11 @@ class Cluster(ApiServer):
         if refusal := self._refusal("GET", path):
             return refusal
         if path.startswith(f"{VOLUMES}/"):
+            # IsValidPathSegmentName of apimachinery.
+            if (name := path.removeprefix(f"{VOLUMES}/")) in (".", ".."):
+                return 400, {"kind": "Status", "message": f"invalid name {name}"}
             for volume in self.objects[VOLUMES]:
-                if volume["metadata"]["name"] == path.rpartition("/")[2]:
+                if volume["metadata"]["name"] == name:
                     return 200, {"kind": "PersistentVolume", **volume}
             return 404, {"kind": "Status", "reason": "NotFound"}
         return super().answer(path, query)
@@ -125,7 +129,8 @@ class Site:
     def __init__(self, config: Config, api: Cluster, loop: Loop, authority: Authority) -> None:
         self.config, self.api, self.loop, self.authority = config, api, loop, authority
         self.nodes = [SimulatedNode(number) for number in range(3)]
-        self.seconds = 1_800_000_000.0
+        # By the clock of the epoch, which may be set, and by the one that only goes on.
+        self.wall_seconds, self.seconds = 1_800_000_000.0, 500.0
 
     def start(self) -> None:
         self.controller, self.events = self._begun()
@@ -142,6 +147,7 @@ class Site:
                 controller.nodes,
                 Objects(server),
                 Lists(server),
+                lambda: self.wall_seconds,
                 lambda: self.seconds,
             )
             # The test says when it looks.
@@ -176,6 +182,7 @@ class Site:
 
     def look(self, after: float = 60.0) -> list[str]:
         """Look once, later; all Events there are."""
+        self.wall_seconds += after
         self.seconds += after
         assert self.events.task.run_once() == self.config.health_interval_seconds
         assert self.events.task.failures == 0
@@ -532,6 +539,27 @@ def test_conditions_of_one_node_delay_no_other_s(
     assert "Normal ConditionEnded other x1" in site.look(CALM)
 
 
+def test_names_that_no_object_can_have_cost_no_other_its_events(site: Site) -> None:
+    """The API server refuses to look some up, and after a few refusals it is left alone."""
+    entries = [
+        csi.VolumeHealth(
+            volume_id=f"data@{uuid_of(0)}/vol-{name}",
+            health_statuses=[
+                csi.VolumeHealth.VolumeHealthEntry(reason=f"R{at}") for at in range(6)
+            ],
+        )
+        for name in (".", "..")
+    ]
+    answer = csi.ControllerListVolumeHealthResponse(entries=entries)
+    site.nodes[0].forged["ControllerListVolumeHealth"] = answer.SerializeToString()
+    wanted = []
+    for number in range(8):
+        volume = f"pvc-{number}"
+        site.api.claimed(site.sick(1, DEGRADED, volume=volume), f"data-{number}")
+        wanted.append(f"Warning RaidDegraded data-{number} x1")
+    assert site.look() == wanted
+
+
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(1, 40))
 def test_each_node_s_conditions_have_their_turn(nodes_of: list[int], most: int) -> None:
     every = [
@@ -550,6 +578,34 @@ def test_each_node_s_conditions_have_their_turn(nodes_of: list[int], most: int) 
         for other, total in whole.items():
             # None has two more than another that has more to say.
             assert counts[other] == total or counts[other] >= count - 1, (name, other)
+
+
+def test_a_node_that_does_not_say_what_is_over_delays_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question ends in time; a look would have to wait for all that it has not answered."""
+    monkeypatch.setattr(health_events, "_AT_ONCE", 2)
+    for at in range(12):
+        site.api.claimed(site.sick(0, FULL, volume=f"pvc-{at}"), claim=f"its-{at}")
+    site.api.claimed(site.sick(1, DEGRADED), claim="other", name="other")
+    site.look()
+    site.nodes[0].unhealthy.clear()
+    site.nodes[0].hangs = {"ControllerGetVolumeHealth"}
+    site.sick(1)
+    begun = time.monotonic()
+    assert "Normal ConditionEnded other x1" in site.look(CALM)
+    assert time.monotonic() - begun < 4
+    # What it did not say is asked again.
+    site.nodes[0].hangs = set()
+    assert sum(one.startswith("Normal") for one in site.look(AGAIN)) == 13
+
+
+def test_a_clock_that_is_set_delays_no_event(site: Site) -> None:
+    site.api.claimed(site.sick(1, DEGRADED))
+    assert site.look() == ["Warning RaidDegraded data x1"]
+    site.sick(1)
+    site.wall_seconds -= 24 * 3600
+    assert site.look(CALM) == ["Normal ConditionEnded data x1", "Warning RaidDegraded data x1"]
 
 
 def test_a_node_that_is_asked_for_a_page_says_no_more(

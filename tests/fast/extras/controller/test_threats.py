@@ -89,8 +89,12 @@ TESTS = {
         "health_events: a_node_that_answers_nothing_costs_no_other_its_events",
         "health_events: conditions_of_one_node_delay_no_other_s",
         "health_events: what_one_node_says_takes_no_memory_without_end",
+        "health_events: names_that_no_object_can_have_cost_no_other_its_events",
+        "health_events: a_node_that_does_not_say_what_is_over_delays_no_other",
+        "answer_rules: an_id_is_no_longer_than_names_of_lvm",
     ),
-    "put more into a PersistentVolume": (
+    "put more into a PersistentVolume or a VolumeAttachment": (
+        "answer_rules: each_map_of_an_answer_is_one_of_those_that_are_bounded",
         "answer_rules: a_context_has_few_bytes_and_carver_s_keys_only",
         "answer_rules: a_new_volume_is_no_larger_than_what_was_asked_for_rounded_up",
     ),
