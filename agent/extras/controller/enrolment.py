@@ -6,6 +6,7 @@ and no other. Nothing is kept but in memory: a new controller knows each node wi
 """
 
 import asyncio
+import datetime
 import hashlib
 import logging
 import time
@@ -52,8 +53,10 @@ _OPTIONS = (
 _AUTHORITY_SECONDS = 60.0
 # A node is deleted for so long before its volumes are forgotten.
 _DELETED_SECONDS = 600.0
-# The controller's own certificate lasts a day.
+# The controller's own certificate lasts a day. It is renewed after so long, and where less than so
+# much is left of it or it has not begun: this clock was set, and nodes with a right one refuse it.
 _OWN_SECONDS = 6 * 3600.0
+_OWN_LEFT = datetime.timedelta(hours=12)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Enrolment:
 
     async def _look_at_authority(self) -> None:
         now = time.monotonic()
-        if self._refreshed and now - self._own_made >= _OWN_SECONDS:
+        if self._refreshed and (now - self._own_made >= _OWN_SECONDS or not self._own_lasts()):
             # Also while the API server does not answer.
             self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
@@ -138,6 +141,12 @@ class Enrolment:
             self._refreshed = now
             if before != self._authority.bundle:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
+
+    def _own_lasts(self) -> bool:
+        """Whether the controller's own certificate has begun, and lasts for a while."""
+        made = x509.load_pem_x509_certificate(self.certificates.certificate)
+        now = datetime.datetime.now(datetime.UTC)
+        return made.not_valid_before_utc <= now <= made.not_valid_after_utc - _OWN_LEFT
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
         """Answer a node. Its token is neither kept nor logged."""

@@ -239,10 +239,10 @@ class ClusterRecord(Record):
             for one in found
             if self._topology_key in (one["metadata"].get("labels") or {})
         )
+        self._nodes_read = begun
         self._take(
             replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
         )
-        self._nodes_read = begun
         for name, (_, seen) in list(self._enrolled.items()):
             # One that was deleted and made again is another machine, which enrols itself.
             is_same = name in uids and before.get(name, uids[name]) == uids[name]
@@ -281,11 +281,13 @@ class ClusterRecord(Record):
 
         A segment that has a Node again begins anew when that is deleted, too.
         """
-        wanted = frozenset(self._seen.missing).union(*seen.named.values())
-        now = self._clock()
-        missing = {
-            one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
-        }
+        missing: Mapping[str, float] = {}
+        if self._nodes_read > float("-inf"):
+            # Before that no Node is known to be there.
+            wanted, now = frozenset(self._seen.missing).union(*seen.named.values()), self._clock()
+            missing = {
+                one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
+            }
         self._seen = replace(seen, missing=missing)
         self._every_named = self._seen.every_named
 

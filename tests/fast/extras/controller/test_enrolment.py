@@ -671,6 +671,22 @@ def test_the_controller_s_own_certificate_is_renewed_while_the_api_server_refuse
     assert seen == ssl.PEM_cert_to_DER_cert(made.certificates.certificate.decode())
 
 
+@pytest.mark.parametrize("days", [-400, -2, -0.8, 2, 400])
+def test_a_controller_whose_clock_is_set_right_gets_another_certificate_at_once(
+    api: Cluster, enrolment: tuple[Enrolment, int], loop: Loop, days: float
+) -> None:
+    """As one that starts before NTP has answered."""
+    made, _ = enrolment
+    at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    made.certificates = wrong = made._authority.own(made.audience, at)
+    loop.run(made.look())
+    assert made.certificates != wrong
+    # One that is made now stays.
+    right = made.certificates
+    loop.run(made.look())
+    assert made.certificates == right
+
+
 def test_a_broken_secret_is_said_to_be_one(api: Cluster, server: access.Server) -> None:
     Authority(Objects(server), SPACE, "carver-controller").refresh()
     api.single[SECRET]["data"]["current.crt"] = "bm9uc2Vuc2U="

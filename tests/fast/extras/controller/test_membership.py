@@ -281,6 +281,22 @@ def test_the_grace_begins_anew_each_time_that_a_node_is_deleted(
     assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
 
 
+def test_the_grace_does_not_begin_before_the_nodes_were_read(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """PersistentVolumes alone say nothing of what Nodes there are."""
+    api.join("b")
+    add_volume(api, "pvc-1", "a")
+    for _ in range(3):
+        clock.now += GRACE
+        api.lie(api_server.NODES, *[api_server.status(500)] * 3)
+        with pytest.raises(errors.ClusterSilent):
+            record.look()
+    assert record.deleted(identity("vol-pvc-1")) == ("a", GRACE)
+    clock.now += GRACE
+    assert record.deleted(identity("vol-pvc-1")) == ("a", 0)
+
+
 def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
     api: Cluster, record: ClusterRecord, clock: Clock
 ) -> None:
