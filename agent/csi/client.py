@@ -155,8 +155,12 @@ class Client:
 
     def volumes(self) -> list[csi.Volume]:
         """All volumes."""
+        return list(self.every_volume())
+
+    def every_volume(self) -> Iterator[csi.Volume]:
+        """All volumes, page by page."""
         request, call = csi.ListVolumesRequest(), self.controller.ListVolumes
-        return [entry.volume for entry in self._every(call, request)]
+        return (entry.volume for entry in self._every(call, request))
 
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
         """One volume, with its status."""
@@ -207,6 +211,11 @@ class Client:
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
         every = self._every(self.controller.ListSnapshots, request)
         return [entry.snapshot for entry in every]
+
+    def every_snapshot(self) -> Iterator[csi.Snapshot]:
+        """All snapshots, page by page."""
+        request, call = csi.ListSnapshotsRequest(), self.controller.ListSnapshots
+        return (entry.snapshot for entry in self._every(call, request))
 
     def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
         """All entries of a list, page by page."""

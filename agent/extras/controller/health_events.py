@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -305,7 +305,7 @@ class HealthEvents(Extra):
         no more of it than one answer may take: the Events of all others wait for this.
         """
         turn, over = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
-        loop, spent = asyncio.get_running_loop(), Counter[str]()
+        loop, spent = asyncio.get_running_loop(), defaultdict[str, float](float)
 
         async def judge(one: _Condition) -> None:
             async with turn:

@@ -7,6 +7,7 @@ LVM tells stays with `carver orphans` there: directories, inline volumes, what i
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import grpc
 from google.protobuf.empty_pb2 import Empty
@@ -28,6 +29,20 @@ from proto.carver_pb2_grpc import ClusterStub
 _DELETE = "carver controller orphans --delete {name} --yes"
 
 
+class _Listed(NamedTuple):
+    """What is kept of a volume in a list: a node may say kilobytes more of each."""
+
+    volume_id: str
+    capacity_bytes: int
+    where: str
+
+    @classmethod
+    def of(cls, volume: csi.Volume) -> Self:
+        places = (each.segments.values() for each in volume.accessible_topology)
+        where = ", ".join(value for each in places for value in each)
+        return cls(volume.volume_id, volume.capacity_bytes, where)
+
+
 class ClusterFinder:
     """Finds orphans by the controller's socket and the cluster that the configuration names."""
 
@@ -43,23 +58,23 @@ class ClusterFinder:
         """
         config = self._config
         # Before the cluster's objects: what refers to a volume is made after it.
-        volumes, snapshots, node_ids = self._listed()
+        volumes, taken, node_ids = self._listed()
         wanted = references.read(
             Lists(access.find(config.kubeconfig, os.environ)),
             config.driver_name,
             config.topology_key,
             node_ids,
         )
-        found = [*_of_volumes(volumes, snapshots, wanted), *candidates.of_objects(wanted)]
+        found = [*_of_volumes(volumes, taken, wanted), *candidates.of_objects(wanted)]
         return judged(found, self._history, wanted, config.orphan_grace_seconds)
 
-    def _listed(self) -> tuple[Iterable[csi.Volume], Sequence[csi.Snapshot], Sequence[str]]:
-        """All volumes and snapshots, and the names of all nodes that may have had them."""
+    def _listed(self) -> tuple[Iterable[_Listed], Counter[str], Sequence[str]]:
+        """All volumes, how many snapshots each has, and all nodes that may have had them."""
         try:
             with Client(self._config.endpoint) as caller:
                 # A group that moves from node to node while pages are read is in two of them.
-                volumes = {one.volume_id: one for one in caller.volumes()}
-                snapshots = caller.snapshots()
+                volumes = {one.volume_id: _Listed.of(one) for one in caller.every_volume()}
+                taken = Counter(one.source_volume_id for one in caller.every_snapshot())
                 # Afterwards: also a node that joined meanwhile must be of this cluster.
                 nodes = [one.name for one in caller.stub(ClusterStub).Nodes(Empty()).nodes]
         except grpc.RpcError as error:
@@ -67,27 +82,23 @@ class ClusterFinder:
             raise errors.ClusterSilent("the nodes' volumes", problem) from None
         if not nodes:
             raise errors.ClusterSilent("the nodes' volumes", "the controller knows no node")
-        return volumes.values(), snapshots, nodes
+        return volumes.values(), taken, nodes
 
 
 def _of_volumes(
-    volumes: Iterable[csi.Volume], snapshots: Sequence[csi.Snapshot], wanted: References
+    volumes: Iterable[_Listed], taken: Counter[str], wanted: References
 ) -> Iterator[Candidate]:
     """Find the volumes that nothing in the cluster refers to.
 
     A list has no LVM UUIDs: a volume that was made again under its name is taken for the first.
     """
-    taken = Counter(one.source_volume_id for one in snapshots)
     # Of a long name only the digest is in the id.
     spoken_for = {names.logical_volume(ids.VOLUME_PREFIX, one) for one in wanted.spoken_for}
     for one in volumes:
         parsed = VolumeId.parse(one.volume_id)
         if parsed is None or parsed.name in spoken_for or wanted.names(parsed.name):
             continue
-        where = ", ".join(
-            value for each in one.accessible_topology for value in each.segments.values()
-        )
-        about = f"{one.capacity_bytes} bytes on {where}"
+        about = f"{one.capacity_bytes} bytes on {one.where}"
         if count := taken[one.volume_id]:
             about += f", with {count} snapshots, which must be deleted first"
         handle = one.volume_id

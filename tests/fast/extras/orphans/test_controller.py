@@ -3,9 +3,11 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import api_server
 import clustered
@@ -17,7 +19,7 @@ from fakes.host import FakeHost
 from agent.cli import main as cli
 from agent.core import errors, settings
 from agent.core.settings import Config
-from agent.csi.client import mounted
+from agent.csi.client import Client, mounted
 from agent.extras.controller import process
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.orphans import ClusterFinder
@@ -142,6 +144,38 @@ def test_objects_of_nodes_that_are_gone_are_reported_and_left(site: Site) -> Non
     assert site.api.methods == {"GET"}
     # Inline volumes, which pods have, are for the nodes.
     assert PODS not in {path for path, _ in site.api.asked}
+
+
+def test_of_what_nodes_list_no_more_is_kept_than_a_look_needs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may list a hundred thousand volumes and snapshots, each with texts of kilobytes."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    class Entry:
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields)
+            alive.add(self)
+
+    def listed(make: Callable[[str], Entry]) -> Iterator[Entry]:
+        nonlocal most
+        for at in range(100):
+            yield make(f"data@abcdefgh/vol-{at}")
+            most = max(most, len(alive))
+
+    def volumes(_: Client) -> Iterator[Entry]:
+        return listed(lambda one: Entry(volume_id=one, capacity_bytes=1, accessible_topology=[]))
+
+    def snapshots(_: Client) -> Iterator[Entry]:
+        return listed(lambda one: Entry(source_volume_id=one))
+
+    monkeypatch.setattr(Client, "every_volume", volumes)
+    monkeypatch.setattr(Client, "every_snapshot", snapshots)
+    found = site.finder().look()
+    assert len(found) == 100
+    assert all("with 1 snapshots" in one.candidate.about for one in found)
+    assert most < 5
 
 
 # What proves nothing
