@@ -251,10 +251,9 @@ class VolumeGroup:
         for uuid, new in unwritten.items():
             if uuid in there:
                 names[new].append(there[uuid].name)
-        refused: set[frozenset[str]] = set()
+        refused = set(names)
         with Attempts() as attempts:
             for new, those in names.items():
-                refused.add(new)
                 with attempts.one():
                     volumes.add_tags(self.lvm, self.name, those, new)
                     refused.remove(new)

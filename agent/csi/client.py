@@ -208,14 +208,15 @@ class Client:
 
     def snapshots(self, *, volume_id: str = "", snapshot_id: str = "") -> list[csi.Snapshot]:
         """All snapshots, those of a volume, or the one with an id."""
+        return list(self.every_snapshot(volume_id=volume_id, snapshot_id=snapshot_id))
+
+    def every_snapshot(
+        self, *, volume_id: str = "", snapshot_id: str = ""
+    ) -> Iterator[csi.Snapshot]:
+        """The same, page by page."""
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
         every = self._every(self.controller.ListSnapshots, request)
-        return [entry.snapshot for entry in every]
-
-    def every_snapshot(self) -> Iterator[csi.Snapshot]:
-        """All snapshots, page by page."""
-        request, call = csi.ListSnapshotsRequest(), self.controller.ListSnapshots
-        return (entry.snapshot for entry in self._every(call, request))
+        return (entry.snapshot for entry in every)
 
     def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
         """All entries of a list, page by page."""

@@ -471,7 +471,7 @@ HAPPENED: dict[str, tuple[Callable[..., AbstractContextManager[None]], int, str]
 
 
 @pytest.mark.parametrize("half", ["adopted", "undone", "not begun"])
-@pytest.mark.parametrize("kind", chosen.kinds(HAPPENED, usual=["formatted anew"]))
+@pytest.mark.parametrize("kind", HAPPENED)
 @pytest.mark.variation
 def test_what_has_not_its_new_name_is_looked_at_anew_by_each_call(
     client: Client, host: AnyHost, group: str, kind: str, half: str
@@ -534,7 +534,7 @@ OTHERWISE: dict[str, tuple[dict[str, object], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", chosen.kinds(OTHERWISE, usual=["another tenant"]))
+@pytest.mark.parametrize("kind", OTHERWISE)
 @pytest.mark.parametrize("by_new_name", [False, True])
 @pytest.mark.variation
 def test_an_adopted_volume_is_the_answer_to_who_asks_for_it_and_to_no_other(

@@ -580,7 +580,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", chosen.kinds(LAYOUTS, usual=["raid1"]))
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.variation
 def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
     kind: str, host: AnyHost, tmp_path: Path, target: Path

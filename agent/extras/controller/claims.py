@@ -221,7 +221,6 @@ class Questions:
         pods, or an object cannot be parsed. Raises Refused (UNAVAILABLE) where it does not answer.
         """
         loop = asyncio.get_running_loop()
-        named = ", ".join(map(str, about))
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 return await loop.run_in_executor(self._threads, question, *about)
@@ -232,11 +231,11 @@ class Questions:
         except (AttributeError, KeyError, TypeError) as error:
             problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
             is_refusal = True
+        named = ", ".join(map(str, about))
+        problem = f"cannot look up {named}, for which a volume is to be made: {problem}"
         if not is_refusal:
-            raise unavailable(
-                f"cannot look up {named}, for which a volume is to be made: {problem}; ask again"
-            )
-        _log.warning("cannot look up %s, for which a volume is to be made: %s", named, problem)
+            raise unavailable(f"{problem}; ask again")
+        _log.warning("%s", problem)
         return None
 
     def stop(self) -> None:

@@ -109,7 +109,7 @@ class HealthEvents(Extra):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` returns the seconds of the epoch, which Events show, and which may be set."""
-        self._config, self._nodes, self._clock = config, nodes, monotonic
+        self._config, self._nodes, self._monotonic = config, nodes, monotonic
         self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
@@ -146,7 +146,7 @@ class HealthEvents(Extra):
         """Ask the nodes once, and write what is new; waits for the API server, so not in a loop."""
         try:
             found = self._in_loop(self._ask_all())
-            now = self._clock()
+            now = self._monotonic()
             self._note(found, now)
             self._say(found, now)
             self._warn(self._in_loop(self._found_conflicts()))
@@ -316,7 +316,7 @@ class HealthEvents(Extra):
                 fate, others = await self._fate(one)
                 spent[one.node] += loop.time() - begun
             if fate is _Fate.LASTS:
-                one.due_seconds = self._clock() + _AGAIN_SECONDS
+                one.due_seconds = self._monotonic() + _AGAIN_SECONDS
             elif fate is _Fate.OVER and one.subjects:
                 over.append((one, self._end(one, others)))
             else:
@@ -360,7 +360,7 @@ class HealthEvents(Extra):
         for subject in found:
             if subject in one.subjects:
                 self._events.ensure(subject, event, is_new=True)
-        self._ends[one.key] = event.times, self._clock()
+        self._ends[one.key] = event.times, self._monotonic()
         del self._conditions[one.key]
 
     def _beginning(self, one: _Condition) -> Event:
