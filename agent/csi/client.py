@@ -81,8 +81,10 @@ class Client:
     Every call raises grpc.RpcError with the plugin's code. Sizes are in bytes.
     """
 
+    options: tuple[tuple[str, object], ...] = _OPTIONS
+
     def __init__(self, socket: Path, timeout_seconds: float = 120) -> None:
-        channel = grpc.insecure_channel(f"unix://{socket}", options=_OPTIONS)
+        channel = grpc.insecure_channel(f"unix://{socket}", options=self.options)
         self.channel = _Channel(channel, timeout_seconds)
         self._stubs: dict[object, Any] = {}
         self.identity = self.stub(csi_pb2_grpc.IdentityStub)

@@ -13,7 +13,6 @@ from clocks import Clock
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core import volume_group
 from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
@@ -34,16 +33,6 @@ def little_memory_for_keys(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     if real:
         words = ("--pbkdf-memory", "32", "--pbkdf-parallel", "1", "--pbkdf-force-iterations", "4")
         monkeypatch.setattr(luks, "_PBKDF", ("--pbkdf", "argon2id", *words))
-
-
-@pytest.fixture(autouse=True)
-def patient_lists(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
-    """A list waits longer for a group's first report than a node's users would.
-
-    Three seconds are little for lvm2 on an emulated machine that does much else.
-    """
-    if real:
-        monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 15.0)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from csi_client import Asking
 from lab import forged
 from real.host import reencrypting
 from vm import pods
@@ -275,7 +276,7 @@ def main() -> None:
     copy = Copy(volumes[-1], is_cut)
     with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
         grpc.channel_ready_future(channel).result(timeout=200)
-    with Client(DEFAULT_SOCKET, timeout_seconds=300) as client, pods.pod(pods.SYSTEMD):
+    with Asking(DEFAULT_SOCKET, timeout_seconds=300) as client, pods.pod(pods.SYSTEMD):
         {"before": before, "after": after}[step](client, volumes, copy)
 
 

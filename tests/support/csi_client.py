@@ -1,5 +1,6 @@
 """The product's client, and the calls that only tests make."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -104,3 +105,31 @@ class Client(client.Client):
             secrets=secrets or {},
         )
         self.node.NodePublishVolume(request)
+
+
+# Kubelet and the sidecars ask again for as long as it takes; five tries are the most that gRPC
+# makes. See https://grpc.io/docs/guides/retry/.
+_ASKS_AGAIN = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "1s",
+                "maxBackoff": "5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
+class Asking(Client):
+    """A client that, as real callers do, asks again what is UNAVAILABLE at the moment.
+
+    For tests of a service whose patience is not theirs to set: a machine that is slow enough makes
+    any call UNAVAILABLE once.
+    """
+
+    options = (*Client.options, ("grpc.service_config", json.dumps(_ASKS_AGAIN)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from csi_client import Client
+from csi_client import Asking, Client
 from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
@@ -36,12 +36,12 @@ def client() -> Iterator[Client]:
 
     What a run that was cut off left would be found by the next one's calls, which are idempotent.
     """
-    with Client(DEFAULT_SOCKET) as caller:
+    with Asking(DEFAULT_SOCKET) as caller:
         left = [one for one in _present(caller) if "test-" in one]
         assert not left, f"an earlier run left {left}: delete them first"
         before = _present(caller)
         yield caller
-    with Client(DEFAULT_SOCKET) as caller:
+    with Asking(DEFAULT_SOCKET) as caller:
         for snapshot in caller.snapshots():
             if snapshot.snapshot_id not in before:
                 caller.delete_snapshot(snapshot.snapshot_id)

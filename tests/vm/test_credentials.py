@@ -8,6 +8,7 @@ from pathlib import Path
 
 import expect
 import pytest
+from csi_client import Asking
 from vm import privileges
 from vm.conftest import Restart
 
@@ -90,7 +91,7 @@ def test_a_credential_of_systemd_s_opens_volumes(
     found = KEY_FILE.stat()
     assert (found.st_uid, found.st_mode & 0o777) == (0, 0o400)
     staging = directory / "staging"
-    with Client(DEFAULT_SOCKET) as caller:
+    with Asking(DEFAULT_SOCKET) as caller:
         parameters = {"class": "filed"}
         volume = caller.create("test-filed", 48 * MIB, mounted("ext4"), parameters=parameters)
         caller.stage(volume, staging, mounted("ext4"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import chosen
 import pytest
+from csi_client import Asking
 from vm.tracing import traced
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
@@ -70,7 +71,7 @@ def test_a_stopped_service_starts_again_with_its_volumes(
     assert not DEFAULT_SOCKET.exists()
     subprocess.run(["systemctl", "start", "carver"], check=True)
     answering()
-    with Client(DEFAULT_SOCKET) as again:
+    with Asking(DEFAULT_SOCKET) as again:
         assert volume in again.volumes()
         again.delete(volume.volume_id)
 
@@ -93,7 +94,7 @@ def test_a_killed_service_is_restarted_and_calls_are_repeated(
         time.sleep(0.1)
     answering()
 
-    with Client(DEFAULT_SOCKET) as again:
+    with Asking(DEFAULT_SOCKET) as again:
         assert again.create("test-kill", 64 * MIB) == volume
         again.stage(volume, staging)
         again.publish(volume, staging, target)

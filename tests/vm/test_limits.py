@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from csi_client import Client
+from csi_client import Asking, Client
 from vm import pods, privileges
 from vm.conftest import Restart
 from vm.pods import CGROUPFS, SYSTEMD, Pod, Rates
@@ -236,7 +236,7 @@ def test_each_limit_holds_for_all_processes_of_a_volume_together(
 ) -> None:
     privileges.CONFIGURATION.write_text(_THIN)
     restart(_CONFIGURED)
-    with Client(DEFAULT_SOCKET) as client, ExitStack() as stack:
+    with Asking(DEFAULT_SOCKET) as client, ExitStack() as stack:
         used = [stack.enter_context(using(client, directory, one)) for one in KINDS[layout]]
         pod = stack.enter_context(pods.pod(layout))
         fill(pod, *used)
@@ -346,7 +346,7 @@ def test_limits_that_were_taken_away_are_back_in_seconds(
             had = in_mib(rates)
             print(f"{how}: {event.__name__}: back after {back_seconds:.1f} s, measured {had}")
             assert had == (about(READ_MIB), about(WRITE_MIB)), event.__name__
-        with Client(DEFAULT_SOCKET) as again:
+        with Asking(DEFAULT_SOCKET) as again:
             again.modify(used.id, NONE)
         pod.stop()
 
@@ -357,7 +357,7 @@ def test_services_outside_kubelet_s_pods_are_limited_in_the_cgroup_of_a_setting(
     top = "carvertest.slice"
     restart(f"Environment=CARVER_PODS_CGROUP=/{top}")
     with (
-        Client(DEFAULT_SOCKET) as client,
+        Asking(DEFAULT_SOCKET) as client,
         using(client, directory, Kind()) as used,
         pods.pod(SYSTEMD, top) as pod,
     ):

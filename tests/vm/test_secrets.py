@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from csi_client import Client
+from csi_client import Asking, Client
 from google.protobuf.descriptor import Descriptor
 from traces import Sampler
 from vm.tracing import traced
@@ -130,7 +130,7 @@ def test_no_process_has_a_secret_in_an_argument_or_a_variable(
     with (
         sampler.running(),
         traced(main_pid(), tmp_path / "trace", *whole) as started,
-        Client(DEFAULT_SOCKET) as caller,
+        Asking(DEFAULT_SOCKET) as caller,
     ):
         every_call(caller, directory)
     assert sender.calls == known()
