@@ -17,7 +17,7 @@ from real.host import Lab, RealHost, lab, real_host
 
 import agent.core.locks
 import mount.programs
-from agent.core import background, users, volume_group
+from agent.core import background, users
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,16 +64,6 @@ def pytest_collection_finish() -> None:
 def real(request: pytest.FixtureRequest) -> bool:
     """Whether the real tier was chosen. Then what is missing is a failure, never a skip."""
     return bool(request.config.getoption("--real"))
-
-
-@pytest.fixture(autouse=True)
-def patient_lists(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
-    """A list waits longer for a group's first report than a node's users would.
-
-    Three seconds are little for lvm2 on an emulated machine that does much else.
-    """
-    if real:
-        monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 15.0)
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ class Inventory:
         )
 
     def lists(self) -> Every:
-        """All groups for a list: fresh, or as Carver left one that takes longer than three seconds.
+        """All groups for a list: fresh, or as Carver left one that takes long, see `begin_states`.
 
         Raises GroupBusy, GroupSilent, GroupAwaited where that lacks something, GroupRefused.
         """

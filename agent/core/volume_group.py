@@ -31,6 +31,8 @@ Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 
 # How long `begin_states` waits, and for how long it then does not wait for that group again.
 _SHORT_WAIT_SECONDS = 3.0
+# How many times as long where no answer but the group's own will do.
+_NEEDED_WAIT_TIMES = 5
 _REST_SECONDS = 60.0
 # Errors that prove nothing about a group: it may answer the next time.
 _SILENCE = (
@@ -333,10 +335,13 @@ def begin_states(
     It waits three seconds from now at most, or half of what is left of the deadline. A group
     that takes longer has its cached state, and is not waited for again for a minute. `complete`
     raises where that state may lack something: GroupBusy, GroupSilent, GroupAwaited for a group
-    that was never read, or not since it was changed; GroupRefused, CommandError.
+    that was never read, or not since it was changed; GroupRefused, CommandError. For such a group
+    it waits fifteen seconds: nothing else can be answered in its place.
     """
-    until = time.monotonic() + _SHORT_WAIT_SECONDS
-    begun = [(one, one._begin(complete)) for one in volume_groups]
+    begins, every = time.monotonic(), tuple(volume_groups)
+    is_needed = complete and any(one.cached is None or one._is_stale for one in every)
+    until = begins + _SHORT_WAIT_SECONDS * (_NEEDED_WAIT_TIMES if is_needed else 1)
+    begun = [(one, one._begin(complete)) for one in every]
 
     def end() -> dict[str, report.Group | None]:
         patience = command.patience_seconds(until - time.monotonic(), 0.5)

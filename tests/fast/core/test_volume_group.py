@@ -284,6 +284,29 @@ def test_quick_reads_do_not_wait_twice_for_a_group_that_hangs(
     assert "a" in found.volumes
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_list_waits_longer_for_an_answer_that_nothing_can_replace(
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_NEEDED_WAIT_TIMES", 400)
+    seen = known.state() if is_read else None
+    fake.lvm2.groups["data"].seqno += 1
+    hanging = Hanging(fake)
+    with ThreadPoolExecutor(1) as caller:
+        listed = caller.submit(lambda: begin_states([known], complete=True)()["data"])
+        assert hanging.asked.acquire(timeout=20)
+        if is_read:
+            # What was read before is complete, since Carver has changed nothing.
+            assert listed.result(20) == seen
+        else:
+            # The short wait of a call that began later is over before the list's.
+            assert begin_states([known])()["data"] is None
+            assert not listed.done()
+        hanging.over.set()
+        assert listed.result(20) is not None
+
+
 class Endless:
     """Commands of these kinds get SIGTERM and do not end, until they are in `ended`."""
 
