@@ -50,6 +50,8 @@ _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
 _MOST_BYTES = 4 * _MOST_MANIFEST
 # The most groups of a node.
 _MOST_GROUPS = 200
+# For how long the members that have not reported their groups are waited for, since a node came.
+_COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
@@ -485,6 +487,18 @@ class Nodes:
         if self._has_own(node) or not self._unreported(node):
             return ""
         return self._unproved(node, min(node.groups))
+
+    def has_no_room(self, node: Node) -> bool:
+        """Whether a node's capacity is 0 because no volume is made on it.
+
+        Raises Refused on a node that came a moment ago, for which members are waited for that came
+        with it: the external-provisioner asks again at once, but keeps a 0 for minutes.
+        """
+        problem = self.no_new(node)
+        is_new = time.monotonic() - node.joined_seconds < _COMING_SECONDS
+        if problem and is_new and not self.conflict(node):
+            raise unavailable(problem)
+        return bool(problem)
 
     def require_own(self, node: Node) -> None:
         """Raise Refused for a node that has groups, of which none counts as its own yet."""

@@ -298,7 +298,7 @@ class Placement:
         """The capacity of the node that a topology names, or of all nodes that answer together."""
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)
-            if self._nodes.no_new(node):
+            if self._nodes.has_no_room(node):
                 return _no_capacity()
             answer: csi.GetCapacityResponse = await self._ask("GetCapacity", node, request)
             return answer
@@ -306,7 +306,7 @@ class Placement:
             *(
                 self._ask("GetCapacity", one, request)
                 for one in self._nodes.require_all()
-                if not self._nodes.no_new(one)
+                if not self._nodes.has_no_room(one)
             )
         )
         answer = csi.GetCapacityResponse(

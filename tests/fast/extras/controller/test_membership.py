@@ -1093,10 +1093,17 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
             history.known.no_new(b)
         )
         assert not history.known.conflict(b)
+        # A 0 would be kept for minutes, and what b came with may report in a moment.
+        with pytest.raises(Refused, match="it may be that of c"):
+            history.known.has_no_room(b)
+        b.joined_seconds -= 120
+        assert history.known.has_no_room(b)
+        assert not history.known.has_no_room(a)
         said = owner(history, uuid_of(1), "vol-1")
         assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
         history.act("node_goes", "c")
         assert not history.known.no_new(b)
+        assert not history.known.has_no_room(b)
         assert owner(history, uuid_of(1), "vol-1") == "b"
 
 
