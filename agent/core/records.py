@@ -453,10 +453,16 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
     Never a guess: a raw block volume may hold what no probe knows, and would be formatted. One that
     was formatted is none. Raises TagsDamaged where the tag is lost, or has another value.
     """
-    access = own_tags.get(tag.ACCESS)
-    if access not in (BLOCK, MOUNT) and tag.FORMATTED not in own_tags:
+    is_known = own_tags.get(tag.ACCESS) == BLOCK
+    if may_be_block(own_tags) and not is_known:
         raise errors.TagsDamaged(identity, {"no `access`"})
-    return access == BLOCK
+    return is_known
+
+
+def may_be_block(own_tags: Mapping[str, str]) -> bool:
+    """Whether a volume with these tags may hold what no probe knows: see `is_block`."""
+    access = own_tags.get(tag.ACCESS)
+    return access == BLOCK or (access != MOUNT and tag.FORMATTED not in own_tags)
 
 
 def is_encrypted(own_tags: Mapping[str, str]) -> bool:

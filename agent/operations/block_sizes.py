@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from agent.core import records, tag
-from agent.core.requests import BLOCK
 from lvm import report
 from mount import filesystem, luks
 from mount.kernel import Kernel
@@ -38,11 +37,11 @@ def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int
         if header is None:
             return 0
         blocks = max(blocks, header.sector_bytes)
-        if own_tags.get(tag.ACCESS) != BLOCK:
+        if not records.may_be_block(own_tags):
             options = own_tags.get(tag.MKFS_OPTIONS, "").split()
             blocks = max(blocks, filesystem.block_bytes(fs_type, options))
         return blocks
-    if own_tags.get(tag.ACCESS) == BLOCK:
+    if records.may_be_block(own_tags):
         return blocks
     found = filesystem.find(kernel, device, fs_type) if fs_type else None
     return 0 if found is None else found.block_bytes
