@@ -8,8 +8,10 @@
     dist/carver-<version>-<architecture>.spdx.json  what is in it, which is in the image too
 
 Nothing is pulled: mmdebstrap makes the root file system, pip installs wheels at the versions of
-constraints.txt into a virtual environment in it, umoci writes the image. There is one layer, since
-everything in it changes together.
+constraints.txt into a virtual environment in it, umoci writes the image. It has two layers: what
+Carver is made of is the upper one, of a megabyte. The lower one is the same, byte for byte, for as
+long as Debian's packages and the wheels are, so that a node that gets another Carver need not
+fetch and unpack it again.
 """
 
 import argparse
@@ -79,6 +81,14 @@ BINFMT = Path("/proc/sys/fs/binfmt_misc")
 # pip does not derive older platforms from newer ones when they are named explicitly.
 GLIBC = ("2_36", "2_34", "2_31", "2_28", "2_17", "2_12", "2_5")
 PYTHON = "3.11"
+# What the upper layer has; "*" stands for the version.
+SITE = f"{ENVIRONMENT}/lib/python{PYTHON}/site-packages"
+OWN = (
+    *(f"{SITE}/{name}" for name in ("agent", "lvm", "mount", "proto", "carver-*.dist-info")),
+    *(f"{ENVIRONMENT}/bin/carver", SBOM),
+)
+# Whatever is newer in the lower layer gets this time: Debian 12's first release.
+LOWER_TIME = datetime(2023, 6, 10, tzinfo=UTC)
 # The image as in a pod: read-only, and no disk; memory where a pod has directories of the node.
 AS_A_POD = """\
 mount --bind "$1" "$1"
@@ -112,7 +122,7 @@ def main() -> int:
     stem = f"carver-{project()['version']}-{architecture}"
 
     fetch_wheels(WORK, architecture)
-    root = make_root(WORK / "root", WORK / "wheels", architecture, when)
+    root = make_root(WORK / "root", WORK / "wheels", architecture)
     document = json.dumps(sbom(root, stem, when), indent=1) + "\n"
     (root / SBOM).parent.mkdir(parents=True)
     (root / SBOM).write_text(document)
@@ -210,7 +220,7 @@ def fetch_wheels(work: Path, architecture: str) -> None:
     )
 
 
-def make_root(root: Path, wheels: Path, architecture: str, when: datetime) -> Path:
+def make_root(root: Path, wheels: Path, architecture: str) -> Path:
     """The root file system: Debian's packages, and Carver in an environment of its own."""
     [pip] = wheels.glob("pip-*.whl")
     python = f"/{ENVIRONMENT}/bin/python"
@@ -240,7 +250,7 @@ def make_root(root: Path, wheels: Path, architecture: str, when: datetime) -> Pa
         *("--dpkgopt=force-unsafe-io", f"--include={','.join(PACKAGES)}"),
         *(f"--customize-hook={hook}" for hook in hooks),
         *(SUITE, root),
-        SOURCE_DATE_EPOCH=str(int(when.timestamp())),
+        SOURCE_DATE_EPOCH=str(int(LOWER_TIME.timestamp())),
     )
     return root
 
@@ -283,8 +293,7 @@ def sbom(root: Path, name: str, when: datetime) -> dict[str, Any]:
     query = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "--show", "--showformat", form)
     lines = output(*query).splitlines()
     packages = [_deb(*line.split("\t")) for line in lines]
-    site = root / ENVIRONMENT / "lib" / f"python{PYTHON}" / "site-packages"
-    packages += [_wheel(path) for path in sorted(site.glob("*.dist-info/METADATA"))]
+    packages += [_wheel(path) for path in sorted((root / SITE).glob("*.dist-info/METADATA"))]
     about = "SPDXRef-DOCUMENT"
     digest = hashlib.sha256(json.dumps(packages).encode()).hexdigest()
     return {
@@ -345,9 +354,9 @@ def _package(kind: str, name: str, version: str, licence: str, locator: str) -> 
 
 
 def pack(root: Path, archive: Path, architecture: str, when: datetime, commit: str) -> Path:
-    """The root file system as an OCI archive with one layer and a name that containerd knows."""
+    """The root file system as an OCI archive with two layers and a name that containerd knows."""
     about, version = project(), project()["version"]
-    layer, layout = WORK / "layer.tar", WORK / "oci"
+    layout = WORK / "oci"
     image = f"{layout}:{version}"
     labels = {
         "title": about["name"],
@@ -358,17 +367,19 @@ def pack(root: Path, archive: Path, architecture: str, when: datetime, commit: s
         # deploy/release.py takes no image of another commit.
         "revision": commit,
     }
-    same_tar = (
-        *("tar", "--sort=name", "--numeric-owner", "--format=posix", "--xattrs"),
-        *("--pax-option=delete=atime,delete=ctime", f"--mtime=@{int(when.timestamp())}"),
-        "--clamp-mtime",
-    )
-    # Of /dev only what a runtime does not make itself, which is nothing.
-    run(*same_tar, "--exclude=./dev/*", "-C", root, "-cf", layer, ".")
     run("umoci", "init", "--layout", layout)
     run("umoci", "new", "--image", image)
-    history = ("--history.created", when.isoformat(), "--history.created_by", "make image")
-    run("umoci", "raw", "add-layer", *history, "--image", image, layer)
+    own = [f"./{path.relative_to(root)}" for pattern in OWN for path in root.glob(pattern)]
+    # Of /dev only what a runtime does not make itself, which is nothing.
+    others = [f"--exclude={one}" for one in ("./dev/*", *own)]
+    for name, words, newest in (
+        ("packages", (*others, "."), LOWER_TIME),
+        ("carver", tuple(own), when),
+    ):
+        layer = WORK / f"{name}.tar"
+        run(*_same_tar(newest), "-C", root, "-cf", layer, *words)
+        history = ("--history.created", newest.isoformat(), "--history.created_by", "make image")
+        run("umoci", "raw", "add-layer", *history, "--image", image, layer)
     run(
         *("umoci", "config", "--no-history", "--image", image),
         *("--architecture", architecture, "--os", "linux", "--created", when.isoformat()),
@@ -391,8 +402,17 @@ def pack(root: Path, archive: Path, architecture: str, when: datetime, commit: s
     manifest["annotations"]["io.containerd.image.name"] = f"{REPOSITORY}:{version}"
     index.write_text(json.dumps(content))
     names = ("oci-layout", "index.json", "blobs")
-    run(*same_tar, "-C", layout, "-cf", archive, *names)
+    run(*_same_tar(when), "-C", layout, "-cf", archive, *names)
     return archive
+
+
+def _same_tar(newest: datetime) -> tuple[str, ...]:
+    """A tar that writes the same bytes of the same files; none is newer than a time."""
+    return (
+        *("tar", "--sort=name", "--numeric-owner", "--format=posix", "--xattrs"),
+        *("--pax-option=delete=atime,delete=ctime", f"--mtime=@{int(newest.timestamp())}"),
+        "--clamp-mtime",
+    )
 
 
 if __name__ == "__main__":
