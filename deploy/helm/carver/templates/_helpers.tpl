@@ -140,6 +140,18 @@ registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | qu
 {{- end }}
 {{- end }}
 
+{{- /* Keeps kubelet from starting the containers below until Carver has its socket, for two minutes at
+     most: a sidecar that finds none leaves after 30 seconds, and is started ever more rarely. */ -}}
+{{- define "carver.untilSocket" -}}
+{{- $socket := printf "%s/csi.sock" (include "carver.socketDir" .) -}}
+postStart:
+  exec:
+    command:
+      - sh
+      - -c
+      - for i in $(seq 120); do if [ -S {{ $socket }} ]; then exit; fi; sleep 1; done
+{{- end }}
+
 {{- define "carver.probe" -}}
 httpGet:
   path: {{ .path }}
