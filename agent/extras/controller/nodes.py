@@ -50,7 +50,7 @@ _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
 _MOST_BYTES = 4 * _MOST_MANIFEST
 # The most groups of a node.
 _MOST_GROUPS = 200
-# For how long the members that have not reported their groups are waited for, since a node came.
+# For how long a member that came is waited for, until it has reported its groups.
 _COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
@@ -467,6 +467,11 @@ class Nodes:
         """All nodes that a group may be on: those that claim it and those that are named."""
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
+    def _lasting_holders(self, uuid: str) -> frozenset[str]:
+        """The nodes that claim a group, and those that the last reading names."""
+        named = self._record.nodes_of(uuid) & self._nodes.keys()
+        return named.union(self._claims.get(uuid, ()))
+
     def conflict(self, node: Node) -> str:
         """What is wrong with a node's groups that others may have, too; empty if nothing is."""
         disputed = [
@@ -491,14 +496,28 @@ class Nodes:
     def has_no_room(self, node: Node) -> bool:
         """Whether a node's capacity is 0 because no volume is made on it.
 
-        Raises Refused on a node that came a moment ago, for which members are waited for that came
-        with it: the external-provisioner asks again at once, but keeps a 0 for minutes.
+        Raises Refused where that may be over in a moment: the external-provisioner asks again at
+        once, but keeps a 0 for minutes.
         """
         problem = self.no_new(node)
-        is_new = time.monotonic() - node.joined_seconds < _COMING_SECONDS
-        if problem and is_new and not self.conflict(node):
+        if problem and self._may_pass(node):
             raise unavailable(problem)
         return bool(problem)
+
+    def _may_pass(self, node: Node) -> bool:
+        """Whether what keeps volumes off a node may be over in a moment.
+
+        So it is where only PersistentVolumes that are read again may name another for its groups,
+        or while members that came a moment ago have not reported theirs.
+        """
+        if self.conflict(node):
+            return not any(len(self._lasting_holders(uuid)) > 1 for uuid in node.groups)
+        return any(map(self._is_new, self._unreported(node)))
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a member came a moment ago: one that is not taken over yet, too."""
+        node = self._nodes.get(name)
+        return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
 
     def require_own(self, node: Node) -> None:
         """Raise Refused for a node that has groups, of which none counts as its own yet."""
