@@ -280,7 +280,9 @@ class Placement:
                         f"node {node.name} does not say whether it has {name!r}: {problem}; ask"
                         " again"
                     ) from None
-                continue
+                if _code(error) is not grpc.StatusCode.ABORTED:
+                    continue
+                # It is there, and is being filled.
             return True
         return False
 

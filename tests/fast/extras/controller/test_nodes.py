@@ -339,6 +339,17 @@ def test_a_volume_that_may_be_anywhere_waits_for_the_node_that_may_have_it(
     in_cluster(test)
 
 
+def test_a_volume_that_may_be_anywhere_goes_on_where_it_is_being_filled(in_cluster: Run) -> None:
+    """As one that another controller began, and whose extents are zeroed."""
+
+    async def test(cluster: Cluster) -> None:
+        filling = cluster.nodes[1]
+        filling.fails["ControllerGetVolume"] = grpc.StatusCode.ABORTED
+        assert await cluster.create("new-1") == filling.name
+
+    in_cluster(test)
+
+
 def test_a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         hung = cluster.nodes[3]
