@@ -127,8 +127,7 @@ class Placement:
         source, field = routes.source_of(request)
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
         if field:
-            owner = await self._nodes.owner(source, field)
-            node = self._undisputed(owner, grpc.StatusCode.UNAVAILABLE)
+            node = self._undisputed(await self._nodes.owner(source, field))
             if apart := await self._apart(request, claim, node):
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -138,8 +137,8 @@ class Placement:
             return node
         if not preferred or not await self._is_scheduled(request, claim):
             return None
-        chosen = await self._preferred(preferred[0].segments)
-        node = self._undisputed(chosen, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        node = await self._preferred(preferred[0].segments)
+        await self._require_new(node, request)
         if apart := await self._apart(request, claim, node):
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -155,14 +154,26 @@ class Placement:
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         self._attempts.begin(request.name, node.name)
-        return self._undisputed(node, grpc.StatusCode.UNAVAILABLE)
+        return self._undisputed(node)
 
-    def _undisputed(self, node: Node, code: grpc.StatusCode) -> Node:
+    def _undisputed(self, node: Node) -> Node:
         """The node, unless another may have its groups. Raises Refused."""
         if problem := self._nodes.no_new(node):
-            raise Refused(code, problem)
+            raise unavailable(problem)
         self._nodes.require_own(node)
         return node
+
+    async def _require_new(self, node: Node, request: csi.CreateVolumeRequest) -> None:
+        """Raise Refused if no volume is made on the scheduler's choice, which may choose another.
+
+        Not if the volume is there, or may be, by an earlier call: it would stay as an orphan.
+        """
+        if problem := self._nodes.no_new(node):
+            name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
+            if await self._has(node, name, must_know=True):
+                raise unavailable(problem)
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, problem)
+        self._nodes.require_own(node)
 
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None

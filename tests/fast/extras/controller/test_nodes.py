@@ -350,6 +350,26 @@ def test_a_volume_that_may_be_anywhere_goes_on_where_it_is_being_filled(in_clust
     in_cluster(test)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_claim_is_sent_elsewhere_only_where_its_volume_is_not_there(
+    in_cluster: Run, is_there: bool
+) -> None:
+    """An earlier call may have begun it, before another node claimed the group."""
+
+    async def test(cluster: Cluster) -> None:
+        both = cluster.nodes[2:]
+        both[1].groups = dict(both[0].groups)
+        if is_there:
+            both[0].created.add("vol-new-1")
+        await cluster.ask()
+        code, why = await cluster.refused_new("new-1", both[0].name)
+        wanted = grpc.StatusCode.UNAVAILABLE if is_there else grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert code is wanted
+        assert f"both claim volume group data ({uuid_of(2)})" in why
+
+    in_cluster(test)
+
+
 def test_a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         hung = cluster.nodes[3]
