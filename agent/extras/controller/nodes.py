@@ -678,6 +678,15 @@ class Nodes:
         """The nodes that answered last."""
         return [one for one in self if not one.problem]
 
+    def require_asked(self) -> None:
+        """Raise Refused while members that came a moment ago have not answered at all.
+
+        So it is at a controller's start: an earlier one may have begun anything on them.
+        """
+        silent = [one.name for one in self if not one.answered_seconds and self._is_new(one.name)]
+        if silent:
+            raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
+
     def require_all(self) -> Sequence[Node]:
         """All nodes; raises Refused if one of them does not answer."""
         for one in self:

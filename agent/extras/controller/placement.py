@@ -11,8 +11,9 @@ once that one is bound, the scheduler puts the pod there.
 A class that binds immediately has no such choice, and the preferred nodes of its allowedTopologies
 are in the order of a hash: it is the node with the most room of those that answer and are allowed,
 and that one again until it says how the call ended: if it no longer answers the volume may be
-there. Another controller does not know that: asked at the same time, or later while that node does
-not answer, it may choose another node, and one volume is an orphan.
+there. Another controller does not know that. So one that starts waits two minutes for nodes that
+have not answered it yet. Asked at the same time, or later while that node does not answer, it may
+choose another node, and one volume is an orphan.
 """
 
 import asyncio
@@ -255,6 +256,7 @@ class Placement:
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
+        self._nodes.require_asked()
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         seen = await asyncio.gather(*(self._has(one, name) for one in nodes))
         for node, has in zip(nodes, seen, strict=True):
