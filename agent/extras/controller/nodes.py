@@ -472,12 +472,14 @@ class Nodes:
         named = self._record.nodes_of(uuid) & self._nodes.keys()
         return named.union(self._claims.get(uuid, ()))
 
-    def conflict(self, node: Node) -> str:
-        """What is wrong with a node's groups that others may have, too; empty if nothing is."""
+    def conflict(self, node: Node, *, is_lasting: bool = False) -> str:
+        """What is wrong with a node's groups that others may have, too; empty if nothing is.
+
+        With `is_lasting` without what is over if PersistentVolumes that are read again say so.
+        """
+        holders = self._lasting_holders if is_lasting else self._holders
         disputed = [
-            (uuid, group)
-            for uuid, group in sorted(node.groups.items())
-            if len(self._holders(uuid)) > 1
+            (uuid, group) for uuid, group in sorted(node.groups.items()) if len(holders(uuid)) > 1
         ]
         return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
 
@@ -511,7 +513,7 @@ class Nodes:
         or while members that came a moment ago have not reported theirs.
         """
         if self.conflict(node):
-            return not any(len(self._lasting_holders(uuid)) > 1 for uuid in node.groups)
+            return not self.conflict(node, is_lasting=True)
         return any(map(self._is_new, self._unreported(node)))
 
     def _is_new(self, name: str) -> bool:
@@ -778,13 +780,13 @@ class Nodes:
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """Log once that several nodes have a group."""
+        """Log once that several nodes have a group, unless that may be over in a moment."""
         if len(self._holders(uuid)) < 2:
             self._logged.pop(uuid, None)
             return
         self._record.doubt()
         said = self._dispute(group, uuid)
-        if self._logged.get(uuid) != said:
+        if len(self._lasting_holders(uuid)) > 1 and self._logged.get(uuid) != said:
             self._logged[uuid] = said
             _log.error("%s", said)
 

@@ -1,6 +1,7 @@
 """Who belongs to the cluster: by Nodes, PersistentVolumes and enrolment, whatever was before."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -1134,8 +1135,11 @@ def test_a_member_that_came_a_moment_ago_makes_no_capacity_0_of_a_node_that_came
         assert history.known.has_no_room(b)
 
 
-def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0() -> None:
+def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0_and_no_alarm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Until PersistentVolumes were read again, within 20 seconds; a 0 is kept for minutes."""
+    caplog.set_level(logging.ERROR)
     with asyncio.Runner() as runner:
         history = History(runner.run)
         history.act("removes", "a")
@@ -1149,12 +1153,15 @@ def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0() -> None:
             history.known.has_no_room(b)
         history.settle()
         assert not history.known.has_no_room(b)
+        assert not caplog.messages
         # What PersistentVolumes name elsewhere stays so until a person sees to it.
         history.volumes[FIRST] = "a"
         history._write()
         history.record.doubt()
         history.settle()
         assert history.known.has_no_room(b)
+        [said] = caplog.messages
+        assert "is on node b, but PersistentVolumes name a" in said
 
 
 @pytest.mark.parametrize("name", ["pvc-1", "my-database"])
