@@ -38,6 +38,12 @@ class Every(report.Report):
     unread: frozenset[str] = frozenset()
     problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
+    def require_answered(self) -> None:
+        """Raise GroupBusy while what Carver did last in a group may be missing."""
+        if self.silent:
+            named = ", ".join(sorted(self.silent))
+            raise errors.GroupBusy(f"volume group {named}", "it has not answered")
+
     def require_read(self) -> None:
         """Raise GroupBusy while a group was never read: an earlier process may have begun a copy.
 

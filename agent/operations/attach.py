@@ -31,7 +31,8 @@ class Attacher:
 
         Where lvm2 refuses the tag, as where the group's metadata are full, the volume can be used
         all the same, and the record is missing. Raises NoSuchNode, AttachedOtherwise,
-        TooManyAttached, BadField for a capability that the volume can never have.
+        TooManyAttached, or GroupBusy where a silent group decides that, and BadField for a
+        capability that the volume can never have.
         """
         volume = self._inventory.require(call.volume_id)
         if call.node_id != self._node_id:
@@ -71,7 +72,7 @@ class Attacher:
 
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:
-        """Count a volume as attached meanwhile. Raises TooManyAttached."""
+        """Count a volume as attached meanwhile. Raises TooManyAttached, GroupBusy."""
         if not self._limit:
             yield
             return
@@ -82,10 +83,17 @@ class Attacher:
         try:
             known = self._inventory.state(ids.group_of(volume_id))
             # A group that was never read does not count: its volumes must not keep others waiting.
-            every = self._inventory.shown(self._inventory.everywhere(known))
-            attached = {str(one.id) for one in every if one.attachment_to(self._node_id)}
-            if len((attached | earlier) - {volume_id}) >= self._limit:
+            every = self._inventory.everywhere(known)
+            found = [
+                one for one in self._inventory.shown(every) if one.attachment_to(self._node_id)
+            ]
+            attached = earlier.union(str(one.id) for one in found) - {volume_id}
+            # In a silent group one may be detached by now: after this code kubelet fails the pod.
+            unsure = {str(one.id) for one in found if one.group.name in every.silent}
+            if len(attached - unsure) >= self._limit:
                 raise errors.TooManyAttached(volume_id, self._node_id, self._limit)
+            if len(attached) >= self._limit:
+                every.require_answered()
             yield
         finally:
             with self._guard:

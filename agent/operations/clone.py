@@ -426,9 +426,7 @@ class Copier:
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)
                 return
-            if known.silent:
-                silent = ", ".join(sorted(known.silent))
-                raise errors.GroupBusy(f"volume group {silent}", "it has not answered")
+            known.require_answered()
             if job.key in self._wanted(known) or self.reading(job.key):
                 return
             self._snapshotter.part(bridge)

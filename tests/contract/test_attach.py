@@ -12,7 +12,8 @@ from csi_client import Client
 from real.any import AnyHost, lvm2_commands
 from serving import served
 
-from agent.core import tag
+from agent.core import errors, tag, volume_group
+from agent.core.classes import DeviceClass
 from agent.core.records import Attachment
 from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
@@ -319,6 +320,36 @@ def test_a_node_has_no_more_volumes_attached_than_it_may(host: AnyHost, config: 
         client.detach(attached[0])
         rest = [one for one in ids if one not in attached]
         assert [attach(one) for one in rest] == ["OK", "RESOURCE_EXHAUSTED"]
+
+
+def test_a_group_that_is_slow_to_say_what_was_detached_fails_no_pod(
+    host: AnyHost, config: Config, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After RESOURCE_EXHAUSTED kubelet fails the pod, which is not tried again."""
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
+    other = host.new_group(60)
+    classes = (DeviceClass("a", group, default=True), DeviceClass("b", other))
+    config = replace(config, max_volumes_per_node=1, classes=classes)
+    with served(host, config) as (service, client):
+        first = client.create("pvc-1", 16 * MIB, parameters={"class": "b"}).volume_id
+        second = client.create("pvc-2", 16 * MIB).volume_id
+        client.attach(first)
+        with expect.code("RESOURCE_EXHAUSTED", "has 1 volumes attached"):
+            client.attach(second)
+        slow = service.volume_groups.of(other)
+        assert slow is not None
+        with monkeypatch.context() as hanging:
+
+            def hang() -> None:
+                raise errors.GroupSilent(other, ("/dev/sdz",))
+
+            hanging.setattr(slow, "refresh_later", lambda: None)
+            client.detach(first)
+            hanging.setattr(slow, "_report", hang)
+            with expect.code("UNAVAILABLE", other):
+                client.attach(second)
+        assert client.attached_to(first) == []
+        client.attach(second)
 
 
 @pytest.mark.parametrize("wrong", ["half", "a:b:c:here", "mount:X:rw:"])

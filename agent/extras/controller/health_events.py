@@ -279,7 +279,7 @@ class HealthEvents(Extra):
 
     async def _found_conflicts(self) -> Mapping[str, str]:
         """What is wrong with nodes' groups that other nodes have, too."""
-        every = {one.name: self._nodes.conflict(one) for one in self._nodes}
+        every = {one.name: self._nodes.conflict(one, is_lasting=True) for one in self._nodes}
         return {name: problem for name, problem in every.items() if problem}
 
     def _warn(self, conflicts: Mapping[str, str]) -> None:

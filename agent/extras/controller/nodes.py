@@ -50,7 +50,7 @@ _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
 _MOST_BYTES = 4 * _MOST_MANIFEST
 # The most groups of a node.
 _MOST_GROUPS = 200
-# For how long the members that have not reported their groups are waited for, since a node came.
+# For how long a member that came is waited for, until it has reported its groups.
 _COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
 # How long calls in flight may take when their connection is replaced: a stream may last for hours.
@@ -467,12 +467,19 @@ class Nodes:
         """All nodes that a group may be on: those that claim it and those that are named."""
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
-    def conflict(self, node: Node) -> str:
-        """What is wrong with a node's groups that others may have, too; empty if nothing is."""
+    def _lasting_holders(self, uuid: str) -> frozenset[str]:
+        """The nodes that claim a group, and those that the last reading names."""
+        named = self._record.nodes_of(uuid) & self._nodes.keys()
+        return named.union(self._claims.get(uuid, ()))
+
+    def conflict(self, node: Node, *, is_lasting: bool = False) -> str:
+        """What is wrong with a node's groups that others may have, too; empty if nothing is.
+
+        With `is_lasting` without what is over if PersistentVolumes that are read again say so.
+        """
+        holders = self._lasting_holders if is_lasting else self._holders
         disputed = [
-            (uuid, group)
-            for uuid, group in sorted(node.groups.items())
-            if len(self._holders(uuid)) > 1
+            (uuid, group) for uuid, group in sorted(node.groups.items()) if len(holders(uuid)) > 1
         ]
         return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
 
@@ -491,14 +498,28 @@ class Nodes:
     def has_no_room(self, node: Node) -> bool:
         """Whether a node's capacity is 0 because no volume is made on it.
 
-        Raises Refused on a node that came a moment ago, for which members are waited for that came
-        with it: the external-provisioner asks again at once, but keeps a 0 for minutes.
+        Raises Refused where that may be over in a moment: the external-provisioner asks again at
+        once, but keeps a 0 for minutes.
         """
         problem = self.no_new(node)
-        is_new = time.monotonic() - node.joined_seconds < _COMING_SECONDS
-        if problem and is_new and not self.conflict(node):
+        if problem and self._may_pass(node):
             raise unavailable(problem)
         return bool(problem)
+
+    def _may_pass(self, node: Node) -> bool:
+        """Whether what keeps volumes off a node may be over in a moment.
+
+        So it is where only PersistentVolumes that are read again may name another for its groups,
+        or while members that came a moment ago have not reported theirs.
+        """
+        if self.conflict(node):
+            return not self.conflict(node, is_lasting=True)
+        return any(map(self._is_new, self._unreported(node)))
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a member came a moment ago: one that is not taken over yet, too."""
+        node = self._nodes.get(name)
+        return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
 
     def require_own(self, node: Node) -> None:
         """Raise Refused for a node that has groups, of which none counts as its own yet."""
@@ -659,6 +680,15 @@ class Nodes:
         """The nodes that answered last."""
         return [one for one in self if not one.problem]
 
+    def require_asked(self) -> None:
+        """Raise Refused while members that came a moment ago have not answered at all.
+
+        So it is at a controller's start: an earlier one may have begun anything on them.
+        """
+        silent = [one.name for one in self if not one.answered_seconds and self._is_new(one.name)]
+        if silent:
+            raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
+
     def require_all(self) -> Sequence[Node]:
         """All nodes; raises Refused if one of them does not answer."""
         for one in self:
@@ -750,13 +780,13 @@ class Nodes:
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """Log once that several nodes have a group."""
+        """Log once that several nodes have a group, unless that may be over in a moment."""
         if len(self._holders(uuid)) < 2:
             self._logged.pop(uuid, None)
             return
         self._record.doubt()
         said = self._dispute(group, uuid)
-        if self._logged.get(uuid) != said:
+        if len(self._lasting_holders(uuid)) > 1 and self._logged.get(uuid) != said:
             self._logged[uuid] = said
             _log.error("%s", said)
 

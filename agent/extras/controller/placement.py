@@ -11,8 +11,9 @@ once that one is bound, the scheduler puts the pod there.
 A class that binds immediately has no such choice, and the preferred nodes of its allowedTopologies
 are in the order of a hash: it is the node with the most room of those that answer and are allowed,
 and that one again until it says how the call ended: if it no longer answers the volume may be
-there. Another controller does not know that: asked at the same time, or later while that node does
-not answer, it may choose another node, and one volume is an orphan.
+there. Another controller does not know that. So one that starts waits two minutes for nodes that
+have not answered it yet. Asked at the same time, or later while that node does not answer, it may
+choose another node, and one volume is an orphan.
 """
 
 import asyncio
@@ -127,8 +128,7 @@ class Placement:
         source, field = routes.source_of(request)
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
         if field:
-            owner = await self._nodes.owner(source, field)
-            node = self._undisputed(owner, grpc.StatusCode.UNAVAILABLE)
+            node = self._undisputed(await self._nodes.owner(source, field))
             if apart := await self._apart(request, claim, node):
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -138,8 +138,8 @@ class Placement:
             return node
         if not preferred or not await self._is_scheduled(request, claim):
             return None
-        chosen = await self._preferred(preferred[0].segments)
-        node = self._undisputed(chosen, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        node = await self._preferred(preferred[0].segments)
+        await self._require_new(node, request)
         if apart := await self._apart(request, claim, node):
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -155,14 +155,26 @@ class Placement:
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         self._attempts.begin(request.name, node.name)
-        return self._undisputed(node, grpc.StatusCode.UNAVAILABLE)
+        return self._undisputed(node)
 
-    def _undisputed(self, node: Node, code: grpc.StatusCode) -> Node:
+    def _undisputed(self, node: Node) -> Node:
         """The node, unless another may have its groups. Raises Refused."""
         if problem := self._nodes.no_new(node):
-            raise Refused(code, problem)
+            raise unavailable(problem)
         self._nodes.require_own(node)
         return node
+
+    async def _require_new(self, node: Node, request: csi.CreateVolumeRequest) -> None:
+        """Raise Refused if no volume is made on the scheduler's choice, which may choose another.
+
+        Not if the volume is there, or may be, by an earlier call: it would stay as an orphan.
+        """
+        if problem := self._nodes.no_new(node):
+            name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
+            if await self._has(node, name, must_know=True):
+                raise unavailable(problem)
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, problem)
+        self._nodes.require_own(node)
 
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
@@ -244,6 +256,7 @@ class Placement:
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
+        self._nodes.require_asked()
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         seen = await asyncio.gather(*(self._has(one, name) for one in nodes))
         for node, has in zip(nodes, seen, strict=True):
@@ -280,7 +293,9 @@ class Placement:
                         f"node {node.name} does not say whether it has {name!r}: {problem}; ask"
                         " again"
                     ) from None
-                continue
+                if _code(error) is not grpc.StatusCode.ABORTED:
+                    continue
+                # It is there, and is being filled.
             return True
         return False
 

@@ -294,6 +294,23 @@ def test_a_pod_without_a_health_of_its_volumes_is_told(site: Site, status: objec
     assert site.look() == ["Warning RaidDegraded data x1", "Warning RaidDegraded db-0 x1"]
 
 
+def test_of_a_group_that_moved_a_moment_ago_nothing_is_said(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until PersistentVolumes were read again, its former node may be named."""
+    one, other = site.nodes[:2]
+    record = site.controller.nodes._record
+    monkeypatch.setattr(record, "is_newer", lambda _moment: False)
+    other.groups |= one.groups
+    one.groups = {}
+    site.ask()
+    known = site.controller.nodes.get(other.name)
+    assert known is not None
+    assert site.controller.nodes.conflict(known)
+    site.look()
+    assert not site.api.said()
+
+
 def test_a_group_that_two_nodes_have_is_said_once_on_both_nodes(site: Site) -> None:
     """They are of one machine template."""
     one, other = site.nodes[:2]

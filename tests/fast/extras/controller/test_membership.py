@@ -1,6 +1,7 @@
 """Who belongs to the cluster: by Nodes, PersistentVolumes and enrolment, whatever was before."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -1096,7 +1097,9 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
         # A 0 would be kept for minutes, and what b came with may report in a moment.
         with pytest.raises(Refused, match="it may be that of c"):
             history.known.has_no_room(b)
-        b.joined_seconds -= 120
+        c = history.known.get("c")
+        assert c is not None
+        c.joined_seconds -= 120
         assert history.known.has_no_room(b)
         assert not history.known.has_no_room(a)
         said = owner(history, uuid_of(1), "vol-1")
@@ -1105,6 +1108,60 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
         assert not history.known.no_new(b)
         assert not history.known.has_no_room(b)
         assert owner(history, uuid_of(1), "vol-1") == "b"
+
+
+def test_a_member_that_came_a_moment_ago_makes_no_capacity_0_of_a_node_that_came_before() -> None:
+    """As of a node that gets its disks while others join: each may report in a moment."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        for one in ("b", "c"):
+            history.removes(one)
+        history.act("node_goes", "c")
+        history.act("loses_disks", "b")
+        b = history.known.get("b")
+        assert b is not None
+        b.joined_seconds -= 3600
+        history.node_comes("c")
+        history.breaks("c")
+        history.labelled.add("c")
+        history._memory.nodes["c"] = {TOPOLOGY_KEY: "c"}
+        history.claims["b"] = {uuid_of(1)}
+        history.settle()
+        with pytest.raises(Refused, match="it may be that of c"):
+            history.known.has_no_room(b)
+        c = history.known.get("c")
+        assert c is not None
+        c.joined_seconds -= 120
+        assert history.known.has_no_room(b)
+
+
+def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0_and_no_alarm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Until PersistentVolumes were read again, within 20 seconds; a 0 is kept for minutes."""
+    caplog.set_level(logging.ERROR)
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.act("removes", "a")
+        b = history.known.get("b")
+        assert b is not None
+        history.claims["a"].discard(FIRST)
+        history.claims["b"].add(FIRST)
+        history.clock.now += 5
+        history._run(history._ask())
+        with pytest.raises(Refused, match=f"volume group data .{FIRST}. is on node b"):
+            history.known.has_no_room(b)
+        history.settle()
+        assert not history.known.has_no_room(b)
+        assert not caplog.messages
+        # What PersistentVolumes name elsewhere stays so until a person sees to it.
+        history.volumes[FIRST] = "a"
+        history._write()
+        history.record.doubt()
+        history.settle()
+        assert history.known.has_no_room(b)
+        [said] = caplog.messages
+        assert "is on node b, but PersistentVolumes name a" in said
 
 
 @pytest.mark.parametrize("name", ["pvc-1", "my-database"])

@@ -339,6 +339,72 @@ def test_a_volume_that_may_be_anywhere_waits_for_the_node_that_may_have_it(
     in_cluster(test)
 
 
+def test_a_volume_that_may_be_anywhere_goes_on_where_it_is_being_filled(in_cluster: Run) -> None:
+    """As one that another controller began, and whose extents are zeroed."""
+
+    async def test(cluster: Cluster) -> None:
+        filling = cluster.nodes[1]
+        filling.fails["ControllerGetVolume"] = grpc.StatusCode.ABORTED
+        assert await cluster.create("new-1") == filling.name
+
+    in_cluster(test)
+
+
+def test_a_volume_that_may_be_anywhere_waits_for_nodes_that_have_not_answered_yet(
+    in_cluster: Run,
+) -> None:
+    """As at a controller's start: an earlier one may have begun it on any of them."""
+
+    async def test(cluster: Cluster) -> None:
+        late = cluster.nodes[3]
+        names = [one.name for one in cluster.nodes]
+        cluster.write(*names[:3])
+        await cluster.controller.look()
+        late.created.add("vol-new-1")
+        late.info_answers.clear()
+        cluster.write(*names)
+        await cluster.controller.look()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.create("new-1")
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert f"nodes that do not answer: {late.name}" in str(raised.value.details())
+        late.info_answers.set()
+        await cluster.ask()
+        assert await cluster.create("new-1") == late.name
+        # One that does not answer for long is passed over.
+        late.info_answers.clear()
+        cluster.write(*names[:3])
+        await cluster.controller.look()
+        cluster.write(*names)
+        await cluster.controller.look()
+        known = cluster.controller.nodes.get(late.name)
+        assert known is not None
+        known.joined_seconds -= 120
+        assert await cluster.create("new-2") == name_of(2)
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_claim_is_sent_elsewhere_only_where_its_volume_is_not_there(
+    in_cluster: Run, is_there: bool
+) -> None:
+    """An earlier call may have begun it, before another node claimed the group."""
+
+    async def test(cluster: Cluster) -> None:
+        both = cluster.nodes[2:]
+        both[1].groups = dict(both[0].groups)
+        if is_there:
+            both[0].created.add("vol-new-1")
+        await cluster.ask()
+        code, why = await cluster.refused_new("new-1", both[0].name)
+        wanted = grpc.StatusCode.UNAVAILABLE if is_there else grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert code is wanted
+        assert f"both claim volume group data ({uuid_of(2)})" in why
+
+    in_cluster(test)
+
+
 def test_a_hung_node_holds_up_a_volume_that_may_be_anywhere_for_a_moment(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         hung = cluster.nodes[3]
