@@ -91,6 +91,8 @@ class Stager:
         seen = self._inventory.cached(call.volume_id)
         if seen is None or seen.wanted_bytes or not seen.is_listed:
             return False
+        if self._inventory.has_lost_disk(seen):
+            return False
         if device.below is not None:
             return self._mappings.is_used(device)
         self._encrypted.check(seen, call.keys)
