@@ -214,7 +214,8 @@ class Stager:
         if not is_own and not filesystem.gives_uuid(fs_type, words):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
             raise mount_errors.MadeByOthers(path, str(found), found.uuid, missing)
-        if not table.read(self._kernel).of_device(device.number):
+        # e2fsck refuses what another mount namespace has mounted, too; the kernel does not.
+        if not self._kernel.device_is_held(path):
             look = partial(self._require_same, volume, device, find, found)
             check = partial(filesystem.check, self._run, path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
