@@ -294,9 +294,14 @@ class Stager:
         _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
         # It was mounted, so a blank device has lost its file system, and must not get another.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
-        self._detached.finish(call.volume_id)
-        self.ensure_formatted(call, volume, device, fs_type)
-        self.mount(call, device, fs_type)
+        if self._inventory.has_lost_disk(volume):
+            # A mapping on what the disk was keeps that from being activated anew.
+            self._mappings.close_unused(call.volume_id)
+            self._mounted(call, volume)
+        else:
+            self._detached.finish(call.volume_id)
+            self.ensure_formatted(call, volume, device, fs_type)
+            self.mount(call, device, fs_type)
         with suppress(*_LOOKUP_ERRORS):
             self._tag_remount(volume, {})
         return table.read(self._kernel)

@@ -54,6 +54,25 @@ def test_a_volume_that_is_not_in_use_can_be_staged_again(
 
 
 @LAYOUTS
+def test_the_next_pod_can_have_a_volume_that_stayed_staged(
+    fake: FakeHost, client: Client, tmp_path: Path, layout: str
+) -> None:
+    """Kubelet does not unstage when one pod follows another."""
+    staging, flags = tmp_path / "staging", ["errors=remount-ro"]
+    how = mounted("ext4", flags)
+    volume = client.create("a", 64 * MIB, how, parameters={"class": layout})
+    client.stage(volume, staging, how)
+    client.publish(volume, staging, tmp_path / "first", how)
+    fake.replug_disk("data", 0)
+    fake.break_file_system(table.read(fake.kernel).at(str(staging))[0].source)
+    client.unpublish(volume.volume_id, tmp_path / "first")
+    client.publish(volume, staging, tmp_path / "second", how)
+    [mount] = table.read(fake.kernel).at(str(tmp_path / "second"))
+    assert not mount.read_only
+    assert not fake.block.get(mount.source).has_lost_disk
+
+
+@LAYOUTS
 def test_a_raw_volume_can_be_read_again(
     fake: FakeHost, client: Client, tmp_path: Path, layout: str
 ) -> None:
