@@ -115,6 +115,24 @@ def test_what_is_in_use_stays_as_it_is(
     assert fake.block.get(device.path).has_lost_disk
 
 
+@LAYOUTS
+def test_a_raw_volume_in_use_is_not_well(
+    fake: FakeHost, client: Client, tmp_path: Path, layout: str
+) -> None:
+    """lvm2 reports nothing, and no file system is there to meet the errors."""
+    volume = client.create("a", 64 * MIB, block(), parameters={"class": layout})
+    client.stage(volume, tmp_path / "staging", block())
+    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    assert not client.volume_health(volume.volume_id).health_statuses
+    fake.replug_disk("data", 0)
+    [found] = client.volume_health(volume.volume_id).health_statuses
+    assert found.reason == "DeviceGone"
+    client.unpublish(volume.volume_id, tmp_path / "target")
+    client.unstage(volume.volume_id, tmp_path / "staging")
+    client.stage(volume, tmp_path / "staging", block())
+    assert not client.volume_health(volume.volume_id).health_statuses
+
+
 def test_while_the_disk_is_away_nothing_is_deactivated(
     fake: FakeHost, client: Client, tmp_path: Path
 ) -> None:
