@@ -9,7 +9,7 @@ before they are written, so who must not wait has a thread of its own look.
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
 FAILED = "fail"
+# Targets that do without a device that they are made of.
+_SURVIVING = frozenset({"raid", "mirror", "multipath"})
 
 # Targets, and the policy of caches, that lvm2 looks for before it makes or activates a volume.
 TARGETS = (
@@ -295,6 +297,18 @@ class DeviceMapper:
         except OSError:
             return ()
 
+    def disks(self, name: str) -> Set[tuple[int, int]]:
+        """The numbers of the disks that a device stands on, if it needs each of them.
+
+        Those below a RAID are not among them: it is repaired where one goes. Empty where there is
+        no such device, or no answer: it proves nothing.
+        """
+        try:
+            with self._opened() as control:
+                return {(os.major(one), os.minor(one)) for one in self._needed(control, name=name)}
+        except OSError:
+            return frozenset()
+
     def number(self, name: str) -> tuple[int, int] | None:
         """A device's number, major and minor; None where there is none of the name.
 
@@ -399,19 +413,37 @@ class DeviceMapper:
         calls.ioctl_of(control, str(self._control), request, buffer)
 
     def _walk(self, control: int, *, name: str = "", device: int = 0) -> Iterator[Status]:
+        if (found := self._one_level(control, name, device)) is None:
+            return
+        lines, below = found
+        yield from _records(lines)
+        for one in below:
+            yield from self._walk(control, device=one)
+
+    def _needed(self, control: int, *, name: str = "", device: int = 0) -> Iterator[int]:
+        if (found := self._one_level(control, name, device)) is None:
+            yield device
+            return
+        lines, below = found
+        if _SURVIVING.isdisjoint(kind for kind, _, _ in _targets(lines)):
+            for one in below:
+                yield from self._needed(control, device=one)
+
+    def _one_level(
+        self, control: int, name: str, device: int
+    ) -> tuple[bytearray, tuple[int, ...]] | None:
+        """The status of a device and what it stands on; None for one of another driver, a disk."""
         try:
             below = self._ask(control, _TABLE_DEPS, name, device)
             lines = self._ask(control, _TABLE_STATUS, name, device)
         except OSError as error:
             # What is below the last of device-mapper's devices is a disk.
             if error.errno == errno.ENXIO and not name:
-                return
+                return None
             raise
-        yield from _records(lines)
         # struct dm_target_deps: how many, and the devices as the kernel numbers them.
         start = _number(below, _DATA_START_AT)
-        for one in struct.unpack_from(f"={_number(below, start)}Q", below, start + 8):
-            yield from self._walk(control, device=one)
+        return lines, struct.unpack_from(f"={_number(below, start)}Q", below, start + 8)
 
     def _ask(
         self,

@@ -221,6 +221,15 @@ class Devices:
         """Device-mapper's status of an active volume alone. One ioctl."""
         return self._mapper.own_status(names.device(group, name))
 
+    def has_lost_disk(self, group: str, name: str) -> bool:
+        """Whether an active volume stands on a disk that went away. A few ioctls.
+
+        The kernel keeps the disk's number for it, and answers EIO, also when the disk is back: that
+        is another device then.
+        """
+        numbers = self._mapper.disks(names.device(group, name))
+        return any(not os.access(_by_number(one), os.F_OK) for one in numbers)
+
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
         """Whether the COW snapshot whose area begins there is lost; None: unknown.
 

@@ -104,16 +104,29 @@ class LoopDevices:
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
 
     def loop_configure(
-        self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
+        self,
+        device: str,
+        file: str,
+        *,
+        read_only: bool,
+        direct_io: bool,
+        name: str,
+        block_bytes: int = 0,
     ) -> None:
-        """LOOP_CONFIGURE: attach `file` to the loop device. EBUSY if another was faster."""
+        """LOOP_CONFIGURE: attach `file` to the loop device. EBUSY if another was faster.
+
+        `block_bytes` is the size of its logical blocks; 0 for the kernel's choice, which is 512
+        over a block device, whatever that has.
+        """
         mode = os.O_RDONLY if read_only else os.O_RDWR
         flags = read_only * _LO_FLAGS_READ_ONLY | direct_io * _LO_FLAGS_DIRECT_IO
         called = os.fsencode(name)[:63]
         info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, called, b"", b"", 0, 0)
         backing = os.open(file, mode | os.O_CLOEXEC)
         with blocks.closing(backing):
-            calls.ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, 0, info), mode)
+            calls.ioctl(
+                device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, block_bytes, info), mode
+            )
 
     def loop_status(self, device: str) -> LoopStatus:
         """LOOP_GET_STATUS64. ENXIO if nothing is attached."""

@@ -119,15 +119,18 @@ def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONL
         os.close(descriptor)
 
 
-def ioctl_of(descriptor: int, path: str, request: int, buffer: bytearray) -> None:
+def ioctl_of(descriptor: int, path: str, request: int, buffer: bytearray) -> int:
     """Ask the kernel (ioctl(2)) about an open file; it may change the buffer. Raises OSError.
 
+    Returns its answer, which is 0 as a rule; some drivers have numbers of their own for failures.
     Not fcntl.ioctl: it stops all other threads where the buffer has more than 1,024 bytes, and an
     ioctl may wait for a disk that is dead.
     """
     argument = (ctypes.c_char * len(buffer)).from_buffer(buffer) if buffer else None
-    if _libc.ioctl(descriptor, ctypes.c_ulong(request), argument) == -1:
+    answer = int(_libc.ioctl(descriptor, ctypes.c_ulong(request), argument))
+    if answer == -1:
         raise _error(path)
+    return answer
 
 
 def _error(path: str, other: str | None = None) -> OSError:

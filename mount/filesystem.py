@@ -498,8 +498,21 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
     except OSError as error:
         why = str(error.strerror)
         if error.errno == errno.EPERM and mount.fs_type == "ext4":
-            why += " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
+            why += _about_refusal(kernel, mount)
         raise errors.GrowFailed(mount.path, mount.fs_type, why) from error
+
+
+def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
+    """Why ext4 grants no growth: to one that has met errors it answers as to a missing capability.
+
+    ext4_resize_begin in fs/ext4/resize.c.
+    """
+    counted: Mapping[str, int] = {}
+    with suppress(OSError):
+        counted = kernel.error_counters(mount.fs_type, mount.device)
+    if any(counted.values()):
+        return f" (it has met errors; stop the workload, {known(mount.fs_type).error_remedy})"
+    return " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:

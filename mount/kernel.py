@@ -56,8 +56,18 @@ class Growth:
         calls.ioctl(path, _XFS_FSGROWFSDATA, _XFS_GROWFS.pack(blocks, max_inode_percent))
 
     def grow_btrfs(self, path: str) -> None:
-        """BTRFS_IOC_RESIZE of device 1 to the size of the device."""
-        calls.ioctl(path, _BTRFS_RESIZE, _BTRFS_VOL_ARGS.pack(0, b"max"))
+        """BTRFS_IOC_RESIZE of device 1 to the size of the device.
+
+        EBUSY while a balance or the like is under way, or paused: btrfs answers with a number of
+        its own then, which is no error to ioctl(2), and does nothing.
+        """
+        wanted = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            # enum btrfs_err_code of <linux/btrfs.h>; only the one of these comes to a resize.
+            if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, wanted):
+                why = "a balance, or another operation like it, is under way or paused"
+                raise OSError(errno.EBUSY, why, path)
 
     def sync_btrfs(self, path: str) -> None:
         """BTRFS_IOC_SYNC: what was written is on disk, and the log is empty."""

@@ -92,13 +92,14 @@ def attach_read_only(kernel: Kernel, device: str) -> str:
     One call at a time asks for a device. Raises LoopFailed.
     """
     try:
-        number = kernel.device_number(device)
+        number, blocks = kernel.device_number(device), kernel.logical_block_bytes(device)
     except OSError as error:
         raise errors.LoopFailed(device, str(error.strerror)) from error
     for one, status in _own(kernel, number):
         if not status.leaving:
             return one
-    return _configure(kernel, device, read_only=True, name=_MARK + device)
+    name = _MARK + device
+    return _configure(kernel, device, read_only=True, name=name, block_bytes=blocks)
 
 
 def detach(
@@ -175,12 +176,21 @@ def _writable(kernel: Kernel, file: str, device: str) -> str:
     return device
 
 
-def _configure(kernel: Kernel, file: str, *, read_only: bool, name: str) -> str:
+def _configure(
+    kernel: Kernel, file: str, *, read_only: bool, name: str, block_bytes: int = 0
+) -> str:
     direct_io = True
     for _ in range(_ATTEMPTS):
         try:
             device = kernel.loop_free()
-            kernel.loop_configure(device, file, read_only=read_only, direct_io=direct_io, name=name)
+            kernel.loop_configure(
+                device,
+                file,
+                read_only=read_only,
+                direct_io=direct_io,
+                name=name,
+                block_bytes=block_bytes,
+            )
         except OSError as error:
             if error.errno == errno.EBUSY:
                 continue  # someone else took the free one

@@ -278,9 +278,11 @@ class Inventory:
 
         If lvm2 fails, parts that a killed lvm2 left are removed, and it is retried once. `by` names
         another volume whose activation activates it; `partial` activates what is left of a volume
-        on missing disks. Raises Inactive.
+        on missing disks. A volume whose disk went away and is back is deactivated first. Raises
+        Inactive.
         """
-        if (found := self._devices.find(group, name)) is not None:
+        found = self._devices.find(group, name)
+        if found is not None and not self._deactivate_stranded(group, by or name):
             return found
         lvm = self._volume_groups.lvm
         try:
@@ -381,6 +383,34 @@ class Inventory:
         """Whether an active snapshot has overflowed, by device-mapper; no command."""
         status = self._devices.own_status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(status)
+
+    def has_lost_disk(self, volume: Volume) -> bool:
+        """Whether an active volume stands on a disk that went away, be it back; no command."""
+        return self._devices.has_lost_disk(volume.group.name, volume.name)
+
+    def _deactivate_stranded(self, group: str, name: str) -> bool:
+        """Deactivate a volume that stands on what its disk was; whether it is inactive now.
+
+        A disk that comes back is another device to the kernel. lvm2 calls the volume active and
+        does nothing, while each of its reads and writes fails. Thin volumes have their pool's
+        device, and are deactivated with it. What is in use stays as it is, and so does what lies on
+        a disk that is not back. No command for any other volume.
+        """
+        if not self._devices.has_lost_disk(group, name):
+            return False
+        known = self.state(group).group(group)
+        logical = known.volume(name)
+        holder = known.volumes.get(logical.pool, logical)
+        own = [*(one.name for one in known.in_pool(logical.pool)), holder.name]
+        is_away = not holder.disks.isdisjoint(known.missing_uuids)
+        standing = [*own, *(one.name for one in known.copy_on_write_of(name))]
+        if is_away or any(self._devices.is_open(group, one) for one in standing):
+            return False
+        _log.warning("%s/%s is activated anew: its disk went away, and is back", group, name)
+        for one in own:
+            if self.is_active(group, one):
+                volumes.deactivate(self._volume_groups.lvm(group), group, one)
+        return True
 
     def _deactivate_parts(self, group: report.Group) -> bool:
         """Deactivate parts of inactive RAIDs and pools that a killed lvm2 left; whether any were.

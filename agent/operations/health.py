@@ -298,6 +298,13 @@ class Diagnosis:
                 f" `dmsetup resume {device.logical.path}` if lvm2 is not at work on it; the next"
                 " change of the group by Carver does it, too",
             )
+        if self._devices.has_lost_disk(group, name):
+            yield Condition(
+                Reason.DEVICE_GONE,
+                f"logical volume {group}/{name} stands on a disk that went away, and is another"
+                f" device if it is back: look at `dmesg`, then {errors.UNSTAGE}; the next staging"
+                " activates it anew",
+            )
         mounted = mounts.of_device(device.number)
         whole = next((one for one in mounted if one.root == "/"), None)
         if whole is not None:

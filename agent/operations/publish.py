@@ -9,23 +9,19 @@ deactivated or closed by hand, or with a mount namespace that ended.
 """
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 
-from agent.core import errors, ids, tag, users
+from agent.core import errors, ids, users
 from agent.core.context import Context
-from agent.core.records import Volume
 from agent.core.requests import PublishVolume, StageVolume, VolumeAt
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
-from agent.operations.stage import DEFAULT_FS_TYPE, Stager
+from agent.operations.stage import Stager
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import health, loop, mounts, options, table, target
+from mount import loop, mounts, options, table, target
 
 _log = logging.getLogger(__name__)
-
-_LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
 class Publisher:
@@ -39,7 +35,7 @@ class Publisher:
         stager: Stager,
     ) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
-        self._detached, self._limiter = context.detached, context.limiter
+        self._limiter = context.limiter
         self._volumes = node_volumes
         self._encrypted = encrypted
         self._stager = stager
@@ -60,11 +56,8 @@ class Publisher:
 
     def _staged_again(self, call: PublishVolume) -> Device:
         """Stage a volume that is not staged any more; its device. Raises what staging raises."""
-        again = StageVolume(
-            call.volume_id, call.staging_path, call.capability, call.parameters, call.keys
-        )
         try:
-            self._stager.stage(again)
+            self._stager.stage(_as_stage(call))
         except errors.KeyMissing:
             why = "it is encrypted, and the call to publish it has no key to open it with"
             raise errors.NotStaged(call.volume_id, why, errors.STAGE_WITH_KEY) from None
@@ -77,7 +70,7 @@ class Publisher:
     def _publish_directory(self, call: PublishVolume, device: Device | None) -> None:
         known = table.read(self._kernel)
         if device is not None:
-            known = self._without_errors(call, device, known)
+            known = self._stager.without_errors(_as_stage(call), device, known)
         staged = known.top(call.staging_path)
         if device is None or staged is None or staged.device != device.number:
             # Crash point: staged, and not published; the next call goes on.
@@ -101,61 +94,6 @@ class Publisher:
         mounts.ensure_bound(
             self._kernel, call.staging_path, call.target_path, flags, call.read_only, known
         )
-
-    def _without_errors(
-        self, call: PublishVolume, device: Device, known: table.Table
-    ) -> table.Table:
-        """Mount the staged file system again after an error, if it is published nowhere.
-
-        Kubelet does not stage again when one pod follows another. Returns the mount table as it is
-        then. Raises what staging raises; the file system is unmounted then, and the next call goes
-        on.
-        """
-        everywhere = known.of_device(device.number)
-        mounted = next((one for one in everywhere if one.path == call.staging_path), None)
-        if mounted is None and not everywhere:
-            # Crash point: unmounted, and not mounted again.
-            volume = self._to_be_remounted(call.volume_id, device)
-            if volume is None:
-                return known
-            formatted = volume.own_tags.get(tag.FORMATTED)
-            fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
-        elif mounted is None or len(everywhere) > 1:
-            return known
-        elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
-            fs_type = mounted.fs_type
-            try:
-                volume = self._inventory.require(call.volume_id)
-                self._tag_remount(volume, {tag.REMOUNT: "yes"})
-                # Crash point: by the tag, the next call goes on after the unmount.
-                mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
-            except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
-                _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
-                return known
-        else:
-            return known
-        _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
-        # It was mounted, so a blank device has lost its file system, and must not get another.
-        volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
-        again = StageVolume(call.volume_id, call.staging_path, call.capability, call.parameters)
-        self._detached.finish(call.volume_id)
-        self._stager.ensure_formatted(again, volume, device, fs_type)
-        self._stager.mount(again, device, fs_type)
-        with suppress(*_LOOKUP_ERRORS):
-            self._tag_remount(volume, {})
-        return table.read(self._kernel)
-
-    def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
-        """The volume, if an earlier call unmounted it to mount it again."""
-        try:
-            volume = self._inventory.require(volume_id)
-        except _LOOKUP_ERRORS:
-            return None
-        is_open = device.below is not None or not volume.is_encrypted
-        return volume if is_open and tag.REMOUNT in volume.own_tags else None
-
-    def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
-        self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
 
     def _publish_device(self, call: PublishVolume, device: Device | None) -> None:
         if device is None or (device.below is None and self._is_encrypted(call.volume_id)):
@@ -215,3 +153,10 @@ class Publisher:
             self._volumes.ensure_unmounted(call)
         # Crash point: unmounted, and the path is left; kubelet repeats the call.
         target.ensure_absent(self._kernel, call.path)
+
+
+def _as_stage(call: PublishVolume) -> StageVolume:
+    """The call that staged what is to be published."""
+    return StageVolume(
+        call.volume_id, call.staging_path, call.capability, call.parameters, call.keys
+    )

@@ -25,7 +25,7 @@ from agent.operations.node_volumes import NodeVolumes
 from lvm import tags as lvm_tags
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import filesystem, mounts, options, table, target
+from mount import filesystem, health, mounts, options, table, target
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 # What has one of these was in use, or holds another volume's data.
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
+_LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
 class Stager:
@@ -62,14 +63,19 @@ class Stager:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
         Two commands at most: a report, and mkfs or a check of the file system; none where it is
-        staged. The tag that records mkfs is written after the answer. A volume with a larger size
-        on record grows first.
+        staged, unless that file system met an error and is mounted again. The tag that records mkfs
+        is written after the answer. A volume with a larger size on record grows first.
         """
         call = replace(call, staging_path=self._volumes.place(call.staging_path))
         device = self._volumes.device(call.volume_id)
         if call.capability.is_block:
             self._ensure_open(call, device)
         else:
+            known = table.read(self._kernel)
+            mounted = known.top(call.staging_path)
+            if device is not None and mounted is not None and mounted.device == device.number:
+                # Kubelet stages it so after its own start.
+                self.without_errors(call, device, known)
             self.ensure_mounted(call, device, lambda: self._inventory.require(call.volume_id))
         self._encrypted.follow_open(call.volume_id, call.keys)
 
@@ -90,6 +96,8 @@ class Stager:
         """Whether an active raw block volume is as large as is on record, and open or plain."""
         seen = self._inventory.cached(call.volume_id)
         if seen is None or seen.wanted_bytes or not seen.is_listed:
+            return False
+        if self._inventory.has_lost_disk(seen):
             return False
         if device.below is not None:
             return self._mappings.is_used(device)
@@ -212,7 +220,8 @@ class Stager:
         if not is_own and not filesystem.gives_uuid(fs_type, words):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
             raise mount_errors.MadeByOthers(path, str(found), found.uuid, missing)
-        if not table.read(self._kernel).of_device(device.number):
+        # e2fsck refuses what another mount namespace has mounted, too; the kernel does not.
+        if not self._kernel.device_is_held(path):
             look = partial(self._require_same, volume, device, find, found)
             check = partial(filesystem.check, self._run, path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
@@ -251,6 +260,63 @@ class Stager:
             read_only=call.capability.read_only,
             before=before,
         )
+
+    def without_errors(self, call: StageVolume, device: Device, known: table.Table) -> table.Table:
+        """Mount the staged file system again after an error, if it is published nowhere.
+
+        Kubelet does not unstage when one pod follows another. Returns the mount table as it is
+        then. Raises what staging raises; the file system is unmounted then, and the next call goes
+        on.
+        """
+        everywhere = known.of_device(device.number)
+        mounted = next((one for one in everywhere if one.path == call.staging_path), None)
+        if mounted is None and not everywhere:
+            # Crash point: unmounted, and not mounted again.
+            volume = self._to_be_remounted(call.volume_id, device)
+            if volume is None:
+                return known
+            formatted = volume.own_tags.get(tag.FORMATTED)
+            fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
+        elif mounted is None or len(everywhere) > 1:
+            return known
+        elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
+            fs_type = mounted.fs_type
+            try:
+                volume = self._inventory.require(call.volume_id)
+                self._tag_remount(volume, {tag.REMOUNT: "yes"})
+                # Crash point: by the tag, the next call goes on after the unmount.
+                mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
+            except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
+                _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
+                return known
+        else:
+            return known
+        _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
+        # It was mounted, so a blank device has lost its file system, and must not get another.
+        volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
+        if self._inventory.has_lost_disk(volume):
+            # A mapping on what the disk was keeps that from being activated anew.
+            self._mappings.close_unused(call.volume_id)
+            self._mounted(call, volume)
+        else:
+            self._detached.finish(call.volume_id)
+            self.ensure_formatted(call, volume, device, fs_type)
+            self.mount(call, device, fs_type)
+        with suppress(*_LOOKUP_ERRORS):
+            self._tag_remount(volume, {})
+        return table.read(self._kernel)
+
+    def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
+        """The volume, if an earlier call unmounted it to mount it again."""
+        try:
+            volume = self._inventory.require(volume_id)
+        except _LOOKUP_ERRORS:
+            return None
+        is_open = device.below is not None or not volume.is_encrypted
+        return volume if is_open and tag.REMOUNT in volume.own_tags else None
+
+    def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
+        self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
 
     def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
         """Write tags after the answer. If they are lost, the next stage finds the same."""

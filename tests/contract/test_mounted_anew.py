@@ -1,4 +1,4 @@
-"""A publish checks and mounts again a file system that met an error."""
+"""A publish, and a repeated stage, check and mount again a file system that met an error."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -81,6 +81,21 @@ def test_the_next_pod_has_a_checked_file_system(
     assert not shop.mount().read_only
     assert "noatime" in shop.mount().options
     assert "remount" not in shop.own_tags()
+    shop.unpublish("b")
+    shop.unstage()
+
+
+def test_a_stage_of_what_is_staged_checks_it_too(client: Client, host: AnyHost, group: str) -> None:
+    """Kubelet stages each volume anew after its own start, and publishes none that it cannot."""
+    shop = Shop(client, host, group, ENDS)
+    shop.publish("a")
+    shop.fail()
+    shop.unpublish("a")
+    shop.stage()
+    assert shop.reasons() == set()
+    assert not shop.mount().read_only
+    assert "remount" not in shop.own_tags()
+    shop.publish("b")
     shop.unpublish("b")
     shop.unstage()
 

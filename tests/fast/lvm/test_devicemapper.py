@@ -211,6 +211,33 @@ def test_the_status_has_all_devices_below(driver: Driver, mapper: DeviceMapper) 
     )
 
 
+def test_the_disks_that_a_device_needs_are_all_below_but_those_of_a_raid(
+    driver: Driver, mapper: DeviceMapper
+) -> None:
+    driver.devices |= {
+        "data-web": Mapped(5, [4], [("thin", "2048 2047")]),
+        "data-pool-tpool": Mapped(4, [2, 3], [("thin-pool", "Fail")]),
+        "data-pool_tmeta": Mapped(2, [0x811], [("linear", ""), ("linear", "")]),
+        "data-pool_tdata": Mapped(3, [6], [("raid", "raid1 2 AA 8/8 idle 0 0 -")]),
+        "data-pool_tdata_rimage_0": Mapped(6, [0x821], [("linear", "")]),
+    }
+    assert mapper.disks("data-web") == {(8, 0x11)}
+    assert mapper.disks("data-none") == set()
+
+
+def test_a_disk_that_went_away_is_missing_in_sysfs(
+    driver: Driver, mapper: DeviceMapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_SYS_BY_NUMBER", tmp_path)
+    driver.devices["data-web"] = Mapped(1, [0x811, 0x821], [("linear", ""), ("linear", "")])
+    for number in ("8:17", "8:33"):
+        (tmp_path / number).mkdir()
+    assert not Devices(mapper).has_lost_disk("data", "web")
+    (tmp_path / "8:33").rmdir()
+    assert Devices(mapper).has_lost_disk("data", "web")
+    assert not Devices(mapper).has_lost_disk("data", "none")
+
+
 def test_every_target_of_a_device_is_read_however_many_there_are(
     driver: Driver, mapper: DeviceMapper
 ) -> None:

@@ -1,13 +1,17 @@
 """A copied btrfs gets an id of its own; nothing else of it changes."""
 
+import errno
 import struct
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.devices import FakeDevices
 from fakes.filesystems import mkfs
 from fakes.kernel import FakeKernel
 
-from mount import errors, filesystem
+from mount import calls, errors, filesystem
+from mount.kernel import Kernel
 
 DEVICE = "/dev/fake"
 MIB = 1 << 20
@@ -72,3 +76,15 @@ def test_what_is_no_superblock_that_is_understood_is_left_alone(
     with pytest.raises(errors.RenewFailed, match="superblock"):
         filesystem.renew(FakeKernel(devices), DEVICE)
     assert superblock(devices) == bytes(spoilt)
+
+
+def test_a_growth_that_btrfs_puts_off_is_no_growth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a balance is under way or paused, the ioctl returns 8, sets no errno, does nothing."""
+    monkeypatch.setattr(calls, "_libc", SimpleNamespace(ioctl=lambda *_: 8))
+    with pytest.raises(OSError, match="balance") as raised:
+        Kernel().grow_btrfs(str(tmp_path))
+    assert raised.value.errno == errno.EBUSY
+    monkeypatch.setattr(calls, "_libc", SimpleNamespace(ioctl=lambda *_: 0))
+    Kernel().grow_btrfs(str(tmp_path))

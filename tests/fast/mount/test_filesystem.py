@@ -261,6 +261,19 @@ def test_the_error_of_a_refused_growth_says_why(
         filesystem.grow(kernel, mounted)
 
 
+def test_an_ext4_with_errors_is_not_said_to_lack_a_capability(
+    kernel: FakeKernel, tmp_path: str
+) -> None:
+    """ext4_resize_begin answers EPERM to both."""
+    mounted = mount(kernel, "ext4", str(tmp_path))
+    kernel.devices.get("/dev/data/web").media.errors = 2
+    kernel.override(grow_ext4=failing(errno.EPERM))
+
+    with pytest.raises(errors.GrowFailed, match=r"met errors.*unstaged and staged") as raised:
+        filesystem.grow(kernel, mounted)
+    assert "CAP_SYS_RESOURCE" not in str(raised.value)
+
+
 def test_growing_refuses_a_source_that_is_another_device_now(
     kernel: FakeKernel, tmp_path: str
 ) -> None:

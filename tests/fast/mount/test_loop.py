@@ -1,6 +1,7 @@
 """Loop devices when others want the same ones."""
 
 import errno
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +12,8 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel, failing
 
-from mount import errors, loop
-from mount.block_devices import LoopStatus
+from mount import calls, errors, loop
+from mount.block_devices import LoopDevices, LoopStatus
 
 
 @pytest.fixture
@@ -54,6 +55,26 @@ def test_two_that_attach_one_file_end_with_one_device(kernel: FakeKernel, file: 
 
     assert loop.attach(kernel, file) == "/dev/loop0"
     assert kernel.loop_devices() == ["/dev/loop0"]
+
+
+def test_a_device_is_read_in_the_blocks_that_its_user_counts_in(kernel: FakeKernel) -> None:
+    """A partition table is found by the number of its block."""
+    for name, block_bytes in (("a", 4096), ("b", 512)):
+        kernel.devices.add(f"/dev/mapper/{name}", 1 << 20).block_bytes = block_bytes
+        one = loop.attach_read_only(kernel, f"/dev/mapper/{name}")
+        assert kernel.logical_block_bytes(one) == block_bytes
+
+
+def test_the_kernel_is_told_the_size_of_the_blocks(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it a loop device has blocks of 512 bytes (loop_configure in drivers/block/loop.c)."""
+    told: list[bytes] = []
+    monkeypatch.setattr(calls, "ioctl", lambda *words: told.append(words[2]))
+    LoopDevices().loop_configure(
+        "/dev/loop0", file, read_only=True, direct_io=True, name="", block_bytes=4096
+    )
+    assert struct.unpack_from("=II", told[0])[1] == 4096
 
 
 @pytest.mark.parametrize("has_direct_io", [True, False])

@@ -7,7 +7,8 @@ import pytest
 from fakes.host import FakeHost
 
 from agent.core import tag
-from agent.csi.client import Client, block
+from agent.csi.client import Client, block, mounted
+from mount import table
 
 EXTENT = 4 << 20
 
@@ -37,3 +38,18 @@ def test_an_active_device_without_a_usable_volume_is_not_published(
     with expect.code(code):
         client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
     assert not (tmp_path / "target").exists()
+
+
+def test_a_file_system_that_another_mount_namespace_has_mounted_is_staged_as_it_is(
+    fake: FakeHost, client: Client, tmp_path: Path
+) -> None:
+    """e2fsck does not look at a device in use; the kernel mounts the same file system once more."""
+    volume = client.create("db", 64 << 20, mounted("ext4"))
+    client.stage(volume, tmp_path / "staging")
+    client.unstage(volume.volume_id, tmp_path / "staging")
+    device = fake.devices.find("data", "vol-db")
+    assert device is not None
+    # A container that was made with the volume in its own mount table, and keeps it there.
+    fake.block.get(device.path).mounted = 1
+    client.stage(volume, tmp_path / "staging")
+    assert table.read(fake.kernel).at(str(tmp_path / "staging"))

@@ -129,6 +129,8 @@ class FakeDevice:
     transferred_bytes: int = 0
     # What of it lies on a missing disk: offset and length.
     missing: list[tuple[int, int]] = field(default_factory=list)
+    # It stands on a disk that went away; none of it can be read or written.
+    has_lost_disk: bool = False
     # What sysfs tells of it.
     stack: Stack = field(default_factory=lambda: Stack(has_write_zeroes=True))
     # Why zeroes after a discard are not certain, by disk.

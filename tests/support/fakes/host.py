@@ -19,6 +19,8 @@ from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool, FakeVolume
+from fakes.lvm.machine import node_of
+from fakes.lvm.records import FakeThin
 
 from lvm import errors, groups, lvm2
 from lvm.devices import Device, Devices
@@ -329,6 +331,17 @@ class FakeHost:
         """It is there again, with what it had, and volumes are activated anew."""
         self.lvm2.groups[group].disks[number].missing = False
         self._see_disks(group)
+
+    def replug_disk(self, group: str, number: int) -> None:
+        """A disk goes and comes back, as another device; what is active has the one that it was."""
+        volumes = self.lvm2.groups[group].volumes
+        disk = self.lvm2.groups[group].disks[number].name
+        for one in volumes.values():
+            holder = volumes[one.pool] if isinstance(one, FakeThin) else one
+            if one.active and disk in holder.extents:
+                device = self.block.get(node_of(group, one.name))
+                device.has_lost_disk = device.unreadable = True
+                device.missing = [(0, device.size_bytes)]
 
     def _see_disks(self, group: str) -> None:
         missing = {one.name for one in self.lvm2.groups[group].disks if one.missing}

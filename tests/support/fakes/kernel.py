@@ -438,7 +438,14 @@ class FakeKernel(Kernel):
         return f"/dev/loop{number}"
 
     def loop_configure(
-        self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
+        self,
+        device: str,
+        file: str,
+        *,
+        read_only: bool,
+        direct_io: bool,
+        name: str,
+        block_bytes: int = 0,
     ) -> None:
         if device in self._loops:
             _fail(errno.EBUSY, device)
@@ -452,7 +459,7 @@ class FakeKernel(Kernel):
             size_bytes, media, number = found.st_size, self._files.setdefault(key, Media()), 0
         minor = int(device.removeprefix("/dev/loop"))
         node = self.devices.add(device, size_bytes, media, LOOP_MAJOR, minor)
-        node.read_only = read_only
+        node.read_only, node.block_bytes = read_only, block_bytes or 512
         # LO_NAME_SIZE of <linux/loop.h> counts the closing NUL.
         called = os.fsdecode(os.fsencode(name)[:63])
         numbers = (found.st_dev, found.st_ino, number)

@@ -153,6 +153,11 @@ class KernelSide(Machine, Devices):
             return Cache(size, "rw", dirty_blocks=dirty)
         return WriteCache(size, 0, 4096, 4096 - dirty, 0)
 
+    def has_lost_disk(self, group: str, name: str) -> bool:
+        with suppress(OSError):
+            return self._active(group, name).has_lost_disk
+        return False
+
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
         for name, group in self.groups.items():
             for volume in self._volumes(name).values():
