@@ -144,13 +144,14 @@ class InlineVolumes:
             is_ephemeral=True,
         )
         device = self._inventory.device(call.volume_id)
-        self._check_place(call.volume_id, device, place)
+        known = table.read(self._kernel)
+        self._check_place(call.volume_id, device, place, known)
         attempt = _Attempt()
 
-        def admit(known: Every, size_bytes: int) -> None:
-            extent = known.group(one.group).extent_size_bytes
+        def admit(here: Every, size_bytes: int) -> None:
+            extent = here.group(one.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, one.layout)
-            self._check_limits(call, known, allocated)
+            self._check_limits(call, here, allocated)
             attempt.began = True
 
         def find() -> Volume:
@@ -168,6 +169,7 @@ class InlineVolumes:
                 StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
                 device,
                 find,
+                known,
             )
         except Exception as error:
             if attempt.looked and codes.is_final(error):
@@ -325,9 +327,10 @@ class InlineVolumes:
             return True
         return True
 
-    def _check_place(self, volume_id: str, device: Device | None, place: str) -> None:
+    def _check_place(
+        self, volume_id: str, device: Device | None, place: str, known: table.Table
+    ) -> None:
         """Raise ForeignMount for a target that is taken, VolumeInUse for a second target."""
-        known = table.read(self._kernel)
         number = None if device is None else device.number
         for mount in known.at(place):
             if mount.device != number:

@@ -75,8 +75,9 @@ class Stager:
             mounted = known.top(call.staging_path)
             if device is not None and mounted is not None and mounted.device == device.number:
                 # Kubelet stages it so after its own start.
-                self.without_errors(call, device, known)
-            self.ensure_mounted(call, device, lambda: self._inventory.require(call.volume_id))
+                known = self.without_errors(call, device, known)
+            find = partial(self._inventory.require, call.volume_id)
+            self.ensure_mounted(call, device, find, known)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
     def _ensure_open(self, call: StageVolume, device: Device | None) -> None:
@@ -105,14 +106,17 @@ class Stager:
         return not (seen.is_encrypted or call.parameters.is_encrypted)
 
     def ensure_mounted(
-        self, call: StageVolume, device: Device | None, find: Callable[[], Volume]
+        self,
+        call: StageVolume,
+        device: Device | None,
+        find: Callable[[], Volume],
+        known: table.Table,
     ) -> None:
         """Find or make the volume, activate, open, format and mount it, and grow its file system.
 
-        `find` is called for the volume where it is not mounted at the staging path. No command
-        where it is.
+        `find` is called for the volume where it is not mounted at the staging path, by the mount
+        table that is `known`. No command where it is.
         """
-        known = table.read(self._kernel)
         mounted = known.top(call.staging_path)
         seen: Volume | None
         if device is None or mounted is None or mounted.device != device.number:
