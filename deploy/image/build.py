@@ -9,8 +9,8 @@
 
 Nothing is pulled: mmdebstrap makes the root file system, pip installs wheels at the versions of
 constraints.txt into a virtual environment in it, umoci writes the image. It has two layers: what
-Carver is made of is the upper one, of two megabytes. The lower one is the same, byte for byte, for as
-long as Debian's packages and the wheels are, so that a node that gets another Carver need not
+Carver is made of is the upper one, of two megabytes. The lower one is the same, byte for byte, for
+as long as Debian's packages and the wheels are, so that a node that gets another Carver need not
 fetch and unpack it again.
 """
 
