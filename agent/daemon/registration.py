@@ -4,6 +4,10 @@ Kubelet is the client. It watches a directory for sockets, also for those that e
 calls GetInfo at each, then NodeGetInfo at the endpoint that GetInfo gives, and reports the outcome
 with NotifyRegistrationStatus. A socket that is removed is a plugin that is removed
 (kubernetes/pkg/kubelet/pluginmanager). So Carver only has to keep the socket there.
+
+Its name has the boot's id. After a power cut kubelet finds the socket of the boot before, which
+nobody serves, and asks there again ever more rarely, in the end each two minutes; it counts that by
+the name (kubernetes/pkg/util/goroutinemap/exponentialbackoff).
 """
 
 import logging
@@ -30,6 +34,7 @@ _SUPPORTED_VERSIONS = ("1.0.0",)
 # Kubelet waits one second for GetInfo, so these calls do not queue behind those of CSI.
 _THREADS = 2
 _LONGEST_RETRY_SECONDS = 300.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class State(StrEnum):
@@ -61,7 +66,10 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._directory = directory
         self._endpoint = endpoint
         self._name = driver_name
-        self.socket = directory / f"{driver_name}-reg.sock"
+        # No longer than the plain name, since the driver's may leave no more of sockets' 107 bytes.
+        self.socket = directory / f"{driver_name}-{_BOOT_ID.read_text()[:3]}.sock"
+        # The name that other registrars use, and Carver 0.2.
+        self._plain = directory / f"{driver_name}-reg.sock"
         self._interval = interval_seconds
         self._first_retry = self._retry = retry_seconds
         self._retry_at: float | None = None
@@ -133,15 +141,30 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._end()
         if not self._directory.is_dir():
             self.state = State.OFF
-        elif os.path.lexists(self.socket) and not sockets.is_stale(self.socket):
+        elif taken := next(filter(_is_served, (self._plain, self.socket)), None):
             # Two registrars would take the socket from each other for ever.
             self.state = State.TAKEN
             # Logged once, however long it lasts.
             if not self._is_logged:
-                _log.warning("%s is another process's; registration is left to it", self.socket)
+                _log.warning("%s is another process's; registration is left to it", taken)
             self._is_logged = True
         else:
+            self._remove_stale()
             self._serve()
+
+    def _remove_stale(self) -> None:
+        """Remove the sockets of earlier boots, at which kubelet has registered nothing since.
+
+        One of this boot stays: kubelet would take its removal for Carver's, which has the same
+        driver's name.
+        """
+        since = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        every = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
+        old = [one for one in every if one != self.socket]
+        if sockets.is_stale(self._plain) and self._plain.lstat().st_ctime < since:
+            old.append(self._plain)
+        for one in filter(sockets.is_stale, old):
+            one.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         """Put a listening socket, for root only, in place of a stale one by a rename.
@@ -176,3 +199,8 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _is_ours(self) -> bool:
         """Whether the socket in the directory is the one that is served here."""
         return self._inode is not None and sockets.inode(self.socket) == self._inode
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a path is there, and is no socket that a process left."""
+    return os.path.lexists(path) and not sockets.is_stale(path)

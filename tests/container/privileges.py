@@ -34,6 +34,7 @@ from vm.privileges import (
 
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import block, mounted
+from agent.daemon.registration import Registration
 from mount import table
 from mount.cgroups import Cgroups, IoMax
 from mount.kernel import Kernel
@@ -47,7 +48,7 @@ PATIENCE_SECONDS = 60
 # Longer than any change of a group takes that need not wait.
 LOCKED_SECONDS = 20
 _PLACES = tuple(KUBELET_DIRECTORY / one / "test-privileges" for one in ("plugins", "pods"))
-_REGISTRATION = KUBELET_DIRECTORY / "plugins_registry" / "lvm.csi.carver-reg.sock"
+_REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 # The group that the manifests name, and what a case has in its place.
 _GROUP, _OWN_GROUP = "carver", "carver_privileges"
 _FILE = Path("/var/lib/carver/test-privileges.img")
@@ -88,7 +89,8 @@ def publish_a_volume(client: Client, directory: Path) -> None:
 
 def register_with_kubelet(client: Client, directory: Path) -> None:
     """Answer at the socket that kubelet finds."""
-    with grpc.insecure_channel(f"unix://{_REGISTRATION}") as channel:
+    socket = Registration(_REGISTRY, DEFAULT_SOCKET).socket
+    with grpc.insecure_channel(f"unix://{socket}") as channel:
         info = kubelet_grpc.RegistrationStub(channel).GetInfo(kubelet.InfoRequest(), timeout=30)
     assert info.endpoint == str(DEFAULT_SOCKET)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import stat
 import threading
@@ -66,7 +67,8 @@ def test_kubelet_gets_name_endpoint_and_version_over_a_socket_for_root(
     waiting: Registration, registry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert [path.name for path in registry.iterdir()] == ["lvm.csi.carver-reg.sock"]
+    assert [path.name for path in registry.iterdir()] == [waiting.socket.name]
+    assert re.fullmatch(r"lvm\.csi\.carver-[0-9a-f]{3}\.sock", waiting.socket.name)
     assert stat.S_IMODE(waiting.socket.stat().st_mode) == 0o600
     with asked(waiting.socket) as plugin:
         info = plugin.GetInfo(wire.InfoRequest(), timeout=20)
@@ -141,7 +143,7 @@ def test_a_stale_socket_is_replaced_and_the_state_is_waiting_only_then(
 ) -> None:
     """A socket that another process left is there before, and nothing can be said over it."""
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
+        left.bind(str(registration.socket))
     said: list[tuple[State, bool]] = []
     real = Path.rename
 
@@ -155,6 +157,51 @@ def test_a_stale_socket_is_replaced_and_the_state_is_waiting_only_then(
     assert said == [(State.OFF, False)]
     notify(registration)
     assert registration.state is State.REGISTERED
+
+
+def left_by(path: Path) -> Path:
+    """A socket that a process left when it was killed."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    return path
+
+
+def test_after_a_power_cut_kubelet_gets_a_name_that_it_has_not_asked_in_vain(
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubelet asks ever more rarely at a socket that nobody serves, whoever serves it later."""
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr("agent.daemon.registration._BOOT_ID", boot)
+    names = []
+    for one in ("aaaa", "bbbb", "bbbb"):
+        boot.write_text(one)
+        registration = Registration(registry, ENDPOINT, interval_seconds=0.02)
+        names.append(registration.socket.name)
+        registration.start()
+        expect_state(registration, State.WAITING)
+        assert list(registry.iterdir()) == [registration.socket]
+        registration.stop()
+        left_by(registration.socket)
+    assert names[0] != names[1] == names[2]
+
+
+def test_what_kubelet_may_have_registered_since_its_start_is_not_removed(
+    registration: Registration, registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end the driver, under whichever name of a socket it is served."""
+    mine = left_by(registry / f"{DRIVER_NAME}-reg.sock")
+    others = left_by(registry / "other-aaa.sock")
+    registration.start()
+    expect_state(registration, State.WAITING)
+    assert set(registry.iterdir()) == {registration.socket, mine, others}
+    registration.stop()
+    # The same of an earlier boot.
+    monkeypatch.setattr(time, "clock_gettime", lambda _: -60.0)
+    again = Registration(registry, ENDPOINT, interval_seconds=0.02)
+    again.start()
+    expect_state(again, State.WAITING)
+    assert set(registry.iterdir()) == {again.socket, others}
+    again.stop()
 
 
 def test_an_answer_as_soon_as_the_socket_exists_is_kept(
@@ -212,7 +259,7 @@ def test_a_registrar_that_takes_the_socket_over_keeps_it(
 def test_a_file_in_place_of_the_socket_is_left_untouched(
     registration: Registration, registry: Path
 ) -> None:
-    path = registry / f"{DRIVER_NAME}-reg.sock"
+    path = registration.socket
     path.write_text("data")
     registration.start()
     expect_state(registration, State.TAKEN)

@@ -25,6 +25,7 @@ from agent.core import ids
 from agent.core.settings import DRIVER_NAME, Config
 from agent.core.values import Address
 from agent.csi.client import block
+from agent.daemon.registration import Registration
 from agent.extras.controller import membership
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.metrics import Metrics
@@ -146,7 +147,7 @@ def test_its_answers_are_refused_one_for_its_id_and_one_for_its_topology(
             assert lied.metric(controller.REFUSED_ANSWERS, "here") == number
         assert lied.asked == ["pvc-1", "pvc-1"]
         # As kubelet finds it.
-        socket = node.registration_directory / "lvm.csi.carver-reg.sock"
+        socket = Registration(node.registration_directory, node.endpoint).socket
         deadline = time.monotonic() + 30
         while not socket.exists():
             assert time.monotonic() < deadline
