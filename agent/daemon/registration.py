@@ -5,9 +5,9 @@ calls GetInfo at each, then NodeGetInfo at the endpoint that GetInfo gives, and 
 with NotifyRegistrationStatus. A socket that is removed is a plugin that is removed
 (kubernetes/pkg/kubelet/pluginmanager). So Carver only has to keep the socket there.
 
-Its name has the boot's id. After a power cut kubelet finds the socket of the boot before, which
-nobody serves, and asks there again ever more rarely, in the end each two minutes; it counts that by
-the name (kubernetes/pkg/util/goroutinemap/exponentialbackoff).
+Its name has the boot's id. After a power cut kubelet finds the socket of the boot before, which no
+process serves, and asks there again ever more rarely, in the end each two minutes; it counts that
+by the name (kubernetes/pkg/util/goroutinemap/exponentialbackoff).
 """
 
 import logging

@@ -169,7 +169,7 @@ def left_by(path: Path) -> Path:
 def test_after_a_power_cut_kubelet_gets_a_name_that_it_has_not_asked_in_vain(
     registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kubelet asks ever more rarely at a socket that nobody serves, whoever serves it later."""
+    """Kubelet asks ever more rarely at a socket that no process serves, also once one does."""
     boot = tmp_path / "boot_id"
     monkeypatch.setattr("agent.daemon.registration._BOOT_ID", boot)
     names = []
