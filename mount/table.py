@@ -104,6 +104,11 @@ class Table:
         stack = self.at(path)
         return stack[-1] if stack else None
 
+    def top_of(self, path: str, device: DeviceNumber) -> Mount | None:
+        """What is mounted at `path`, seen from above, if it is the file system of a device."""
+        mounted = self.top(path)
+        return mounted if mounted is not None and mounted.device == device else None
+
     def of_device(self, device: DeviceNumber) -> tuple[Mount, ...]:
         """Every mount of the file system on a block device, first mount and binds alike."""
         found = self._having(f" {device[0]}:{device[1]} ", _BTRFS)

@@ -453,10 +453,11 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
     Never a guess: a raw block volume may hold what no probe knows, and would be formatted. One that
     was formatted is none. Raises TagsDamaged where the tag is lost, or has another value.
     """
-    is_known = own_tags.get(tag.ACCESS) == BLOCK
-    if may_be_block(own_tags) and not is_known:
+    if not may_be_block(own_tags):
+        return False
+    if own_tags.get(tag.ACCESS) != BLOCK:
         raise errors.TagsDamaged(identity, {"no `access`"})
-    return is_known
+    return True
 
 
 def may_be_block(own_tags: Mapping[str, str]) -> bool:

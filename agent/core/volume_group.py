@@ -175,10 +175,15 @@ class VolumeGroup:
                     self._next = None
             return self._read()
 
+    @property
+    def _may_lack(self) -> bool:
+        """Whether the cached state may lack something that Carver did, or there is none."""
+        return self.cached is None or self._is_stale
+
     def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
         """Begin the refresh that `begin_states` waits for; None where the cache will do."""
         if time.monotonic() < self._rests_until:
-            needs_refresh = complete and (self.cached is None or self._is_stale)
+            needs_refresh = complete and self._may_lack
         else:
             # A read under way may be older than a change that the caller's decision is about.
             needs_refresh = complete or not self._readers.is_taken or not self.has_own_changes
@@ -194,7 +199,7 @@ class VolumeGroup:
         if refreshing.done() and (error is None or (complete and not isinstance(error, _SILENCE))):
             return refreshing.result()
         self._rests_until = time.monotonic() + _REST_SECONDS
-        if complete and (self.cached is None or self._is_stale):
+        if complete and self._may_lack:
             raise self.silence
         return self.cached
 
@@ -338,9 +343,10 @@ def begin_states(
     that was never read, or not since it was changed; GroupRefused, CommandError. For such a group
     it waits fifteen seconds: nothing else can be answered in its place.
     """
-    begins, every = time.monotonic(), tuple(volume_groups)
-    is_needed = complete and any(one.cached is None or one._is_stale for one in every)
-    until = begins + _SHORT_WAIT_SECONDS * (_NEEDED_WAIT_TIMES if is_needed else 1)
+    every = tuple(volume_groups)
+    is_needed = complete and any(one._may_lack for one in every)
+    wait_seconds = _SHORT_WAIT_SECONDS * (_NEEDED_WAIT_TIMES if is_needed else 1)
+    until = time.monotonic() + wait_seconds
     begun = [(one, one._begin(complete)) for one in every]
 
     def end() -> dict[str, report.Group | None]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import grpc
 
-from agent.core import errors, sockets
+from agent.core import boot, errors, sockets
 from agent.core.background import PeriodicTask
 from agent.core.settings import DRIVER_NAME
 from proto import pluginregistration_pb2 as kubelet
@@ -34,7 +34,6 @@ _SUPPORTED_VERSIONS = ("1.0.0",)
 # Kubelet waits one second for GetInfo, so these calls do not queue behind those of CSI.
 _THREADS = 2
 _LONGEST_RETRY_SECONDS = 300.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class State(StrEnum):
@@ -67,7 +66,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._endpoint = endpoint
         self._name = driver_name
         # No longer than the plain name, since the driver's may leave no more of sockets' 107 bytes.
-        self.socket = directory / f"{driver_name}-{_BOOT_ID.read_text()[:3]}.sock"
+        self.socket = directory / f"{driver_name}-{boot.identity()[:3]}.sock"
         # The name that other registrars use, and Carver 0.2.
         self._plain = directory / f"{driver_name}-reg.sock"
         self._interval = interval_seconds
@@ -141,7 +140,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._end()
         if not self._directory.is_dir():
             self.state = State.OFF
-        elif taken := next(filter(_is_served, (self._plain, self.socket)), None):
+        elif taken := next(filter(_is_taken, (self._plain, self.socket)), None):
             # Two registrars would take the socket from each other for ever.
             self.state = State.TAKEN
             # Logged once, however long it lasts.
@@ -158,13 +157,13 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         One of this boot stays: kubelet would take its removal for Carver's, which has the same
         driver's name.
         """
-        since = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        since = time.time() - boot.seconds()
         every = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
-        old = [one for one in every if one != self.socket]
-        if sockets.is_stale(self._plain) and self._plain.lstat().st_ctime < since:
-            old.append(self._plain)
-        for one in filter(sockets.is_stale, old):
-            one.unlink(missing_ok=True)
+        for one in filter(sockets.is_stale, (*every, self._plain)):
+            # The plain name says nothing about the boot.
+            is_old = one.lstat().st_ctime < since if one == self._plain else one != self.socket
+            if is_old:
+                one.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         """Put a listening socket, for root only, in place of a stale one by a rename.
@@ -201,6 +200,6 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         return self._inode is not None and sockets.inode(self.socket) == self._inode
 
 
-def _is_served(path: Path) -> bool:
+def _is_taken(path: Path) -> bool:
     """Whether a path is there, and is no socket that a process left."""
     return os.path.lexists(path) and not sockets.is_stale(path)

@@ -127,8 +127,7 @@ class NodeVolumes:
             mounts.ensure_unmounted(self._kernel, call.path, [])
             return
         known = table.read(self._kernel)
-        mounted = known.top(call.path)
-        if mounted is not None and mounted.device == device.number:
+        if known.top_of(call.path, device.number) is not None:
             # A file system: no read-only loop device has a part in it.
             mounts.ensure_unmounted(self._kernel, call.path, [device.number], known)
             return

@@ -71,13 +71,12 @@ class Publisher:
         known = table.read(self._kernel)
         if device is not None:
             known = self._stager.without_errors(_as_stage(call), device, known)
-        staged = known.top(call.staging_path)
-        if device is None or staged is None or staged.device != device.number:
+        if device is None or (staged := known.top_of(call.staging_path, device.number)) is None:
             # Crash point: staged, and not published; the next call goes on.
             device = self._staged_again(call)
             known = table.read(self._kernel)
-            staged = known.top(call.staging_path)
-            if staged is None or staged.device != device.number:
+            staged = known.top_of(call.staging_path, device.number)
+            if staged is None:
                 raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
@@ -85,8 +84,7 @@ class Publisher:
             raise errors.NotStaged(
                 call.volume_id, f"{call.staging_path} is read-only: {staged}", errors.UNSTAGE
             )
-        mounted = known.top(call.target_path)
-        if mounted is None or mounted.device != device.number:
+        if known.top_of(call.target_path, device.number) is None:
             self._require_single(call, device, known)
         # Crash point: an empty directory, or a bind whose flags are not set yet; the next call
         # completes it.

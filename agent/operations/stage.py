@@ -72,8 +72,7 @@ class Stager:
             self._ensure_open(call, device)
         else:
             known = table.read(self._kernel)
-            mounted = known.top(call.staging_path)
-            if device is not None and mounted is not None and mounted.device == device.number:
+            if device is not None and known.top_of(call.staging_path, device.number) is not None:
                 # Kubelet stages it so after its own start.
                 known = self.without_errors(call, device, known)
             find = partial(self._inventory.require, call.volume_id)
@@ -117,9 +116,8 @@ class Stager:
         `find` is called for the volume where it is not mounted at the staging path, by the mount
         table that is `known`. No command where it is.
         """
-        mounted = known.top(call.staging_path)
         seen: Volume | None
-        if device is None or mounted is None or mounted.device != device.number:
+        if device is None or (mounted := known.top_of(call.staging_path, device.number)) is None:
             seen = self._mounted(call, find())
         else:
             seen = self._inventory.cached(call.volume_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from agent.core import errors
+from agent.core import boot, errors
 from agent.core.background import PeriodicTask
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
@@ -25,15 +25,14 @@ from mount import table
 from mount.kernel import Kernel
 
 _log = logging.getLogger(__name__)
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Clock:
     """Seconds since the boot, suspended time included, and the id of the boot."""
 
-    seconds: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
-    boot: Callable[[], str] = lambda: _BOOT.read_text().strip()
+    seconds: Callable[[], float] = boot.seconds
+    boot: Callable[[], str] = boot.identity
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def test_after_a_power_cut_kubelet_gets_a_name_that_it_has_not_asked_in_vain(
 ) -> None:
     """Kubelet asks ever more rarely at a socket that no process serves, also once one does."""
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr("agent.daemon.registration._BOOT_ID", boot)
+    monkeypatch.setattr("agent.core.boot._ID", boot)
     names = []
     for one in ("aaaa", "bbbb", "bbbb"):
         boot.write_text(one)

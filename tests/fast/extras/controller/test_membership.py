@@ -37,7 +37,7 @@ from agent.extras.controller.answers import Answers
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.membership import ClusterRecord, Deleted
 from agent.extras.controller.metrics import Metrics
-from agent.extras.controller.nodes import Nodes, Refused
+from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Keep, Listing, Lists, Objects
@@ -1072,6 +1072,16 @@ def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() 
             assert owner(history, FIRST, f"vol-pvc-{FIRST}") != "b"
 
 
+def assert_no_room_later(history: History, node: Node) -> None:
+    """A 0 would be kept for minutes, and c, which came a moment ago, may report in a moment."""
+    with pytest.raises(Refused, match="it may be that of c"):
+        history.known.has_no_room(node)
+    silent = history.known.get("c")
+    assert silent is not None
+    silent.joined_seconds -= 120
+    assert history.known.has_no_room(node)
+
+
 def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only() -> None:
     """What it costs that a claim must be settled, and what ends it."""
     with asyncio.Runner() as runner:
@@ -1094,13 +1104,7 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
             history.known.no_new(b)
         )
         assert not history.known.conflict(b)
-        # A 0 would be kept for minutes, and what b came with may report in a moment.
-        with pytest.raises(Refused, match="it may be that of c"):
-            history.known.has_no_room(b)
-        c = history.known.get("c")
-        assert c is not None
-        c.joined_seconds -= 120
-        assert history.known.has_no_room(b)
+        assert_no_room_later(history, b)
         assert not history.known.has_no_room(a)
         said = owner(history, uuid_of(1), "vol-1")
         assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
@@ -1127,12 +1131,7 @@ def test_a_member_that_came_a_moment_ago_makes_no_capacity_0_of_a_node_that_came
         history._memory.nodes["c"] = {TOPOLOGY_KEY: "c"}
         history.claims["b"] = {uuid_of(1)}
         history.settle()
-        with pytest.raises(Refused, match="it may be that of c"):
-            history.known.has_no_room(b)
-        c = history.known.get("c")
-        assert c is not None
-        c.joined_seconds -= 120
-        assert history.known.has_no_room(b)
+        assert_no_room_later(history, b)
 
 
 def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0_and_no_alarm(
