@@ -14,8 +14,9 @@ from proto import csi_pb2_grpc as services
 
 CONFIGURATION = Path("/run/config.toml")
 SOCKET = "unix:///run/csi.sock"
-# For one that is emulated.
-_SECONDS = 120
+# For one that is emulated. It is asked anew each half second: gRPC's own pauses grow to minutes.
+_SECONDS = 600
+_OPTIONS = [("grpc.max_reconnect_backoff_ms", 500)]
 
 CONFIGURATION.write_text(
     f'endpoint = "{SOCKET}"\nnode_id = "here"\nregistration = "none"\n'
@@ -23,7 +24,7 @@ CONFIGURATION.write_text(
 )
 service = subprocess.Popen(["carver", "serve", "--config", str(CONFIGURATION)])
 try:
-    with grpc.insecure_channel(SOCKET) as channel:
+    with grpc.insecure_channel(SOCKET, options=_OPTIONS) as channel:
         identity = services.IdentityStub(channel)
         who = identity.GetPluginInfo(
             csi.GetPluginInfoRequest(), wait_for_ready=True, timeout=_SECONDS

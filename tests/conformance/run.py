@@ -34,6 +34,8 @@ ATTACHED = "attach"
 _DETACHED = "nothing is attached"
 _BIN = PROJECT / ".cache" / "bin"
 _IN_GUEST = "/var/tmp/carver-conformance"
+# Of what was printed by a class that came to no report: its end says why.
+_SHOWN_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ def run(device_class: str) -> int:
 
 def judge(device_class: str, exit_code: int) -> int:
     """Tell how a class went, return the exit code that it deserves."""
-    report = guest.run(["cat", f"{_IN_GUEST}/{device_class}/report.json"]).stdout
+    there = ["cat", f"{_IN_GUEST}/{device_class}/report.json"]
+    report = guest.run(there, check=False).stdout
+    if not report:
+        print(f"csi-sanity of the class {device_class} wrote no report; exit code {exit_code}")
+        print(log(device_class).read_text()[-_SHOWN_CHARACTERS:])
+        return exit_code or 1
     found = list(specs(json.loads(report)))
     passed = [one for one in found if one.state == "passed"]
     skipped = [one for one in found if one.state in ("skipped", "pending")]

@@ -23,14 +23,14 @@ from pathlib import Path
 
 # Behind everything else: Carver is the one that is installed.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
 import agent  # noqa: F401  isort: skip
 
-import grpc
+from csi_client import Asking, wait_until_served
 
 from agent.core.settings import DEFAULT_SOCKET
-from agent.csi.client import Client
 from mount import table
 from mount.kernel import Kernel
 
@@ -136,8 +136,7 @@ def serving(places: Places) -> Iterator[Path]:
     process = subprocess.Popen([program, "serve", f"--config={configuration}"])
     try:
         endpoint = places.files / "csi.sock"
-        with grpc.insecure_channel(f"unix://{endpoint}") as channel:
-            grpc.channel_ready_future(channel).result(timeout=100)
+        wait_until_served(endpoint)
         yield endpoint
     finally:
         process.terminate()
@@ -165,6 +164,8 @@ def hold(endpoint: Path, places: Places) -> int:
     parameters.write_text(json.dumps({"carver/class": places.device_class}))
     mutable = places.files / "mutable.yaml"
     mutable.write_text(json.dumps({"carver/readAhead": "1MiB", "carver/writeIOPS": "10000"}))
+    report = places.files / "report.json"
+    report.unlink(missing_ok=True)
     before = volumes(endpoint)
     try:
         ended = subprocess.run(
@@ -178,7 +179,7 @@ def hold(endpoint: Path, places: Places) -> int:
                 f"--csi.testvolumeexpandsize={128 * _MIB}",
                 f"--csi.testvolumeparameters={parameters}",
                 f"--csi.testvolumemutableparameters={mutable}",
-                f"--ginkgo.json-report={places.files / 'report.json'}",
+                f"--ginkgo.json-report={report}",
                 "--ginkgo.no-color",
                 *(f"--ginkgo.skip={re.escape(one)}" for one in SKIPPED),
                 *_STARTED.get(places.device_class, ("", "", ()))[2],
@@ -193,7 +194,7 @@ def hold(endpoint: Path, places: Places) -> int:
 
 
 def volumes(endpoint: Path) -> frozenset[str]:
-    with Client(endpoint) as client:
+    with Asking(endpoint) as client:
         return frozenset(one.volume_id for one in client.volumes())
 
 
@@ -210,7 +211,7 @@ def unmount_all(places: Places) -> list[str]:
 def delete_all_but(endpoint: Path, kept: frozenset[str]) -> list[str]:
     """Delete the volumes that were not there before a run; returns which they were."""
     left = sorted(volumes(endpoint) - kept)
-    with Client(endpoint) as client:
+    with Asking(endpoint) as client:
         for volume_id in left:
             client.delete(volume_id)
     return [f"the volume {volume_id}" for volume_id in left]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from csi_client import Client
+from csi_client import Client, wait_until_served
 from vm import pods
 from vm.privileges import (
     FAILURES,
@@ -204,11 +204,10 @@ def _try(client: Client, deed: Deed) -> int:
 
 
 def _wait_for_an_answer() -> None:
-    with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=PATIENCE_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise AssertionError("the socket is not served") from None
+    try:
+        wait_until_served(DEFAULT_SOCKET, PATIENCE_SECONDS)
+    except grpc.FutureTimeoutError:
+        raise AssertionError("the socket is not served") from None
 
 
 def main() -> int:

@@ -122,7 +122,7 @@ def mkfs_fails(host: AnyHost) -> threading.Event:
         if words[0] != "mkfs.ext4" or begun.is_set():
             return None
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(200)
         return Result(1, "", "no luck")
 
     host.intercept = slow

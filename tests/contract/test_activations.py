@@ -207,7 +207,7 @@ def test_a_snapshot_that_is_copied_stays_active(
 
     def between_two_pieces(_job: object) -> None:
         begun.set()
-        assert ended.wait(60)
+        assert ended.wait(200)
 
     def restore() -> None:
         source, wanted = of_snapshot(taken), {"class": "linear"}
@@ -221,7 +221,7 @@ def test_a_snapshot_that_is_copied_stays_active(
     restoring = threading.Thread(target=restore)
     with delta_of(disk).allocated(taken):
         restoring.start()
-        assert begun.wait(60)
+        assert begun.wait(200)
     assert active(disk) == [name_of(taken)]
     ended.set()
     restoring.join()

@@ -179,7 +179,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
 
     def copying(*where: Any, **more: Any) -> None:
         begun.set()
-        assert go.wait(30)
+        assert go.wait(200)
         copy(*where, **more)
 
     monkeypatch.setattr(host.kernel, "copy", copying)
@@ -188,7 +188,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
         target=lambda: client.create("clone", 64 * MIB, mounted("ext4"), source=source)
     )
     cloning.start()
-    assert begun.wait(20)
+    assert begun.wait(200)
     with expect.code("ABORTED", "it grows when that is done"):
         client.expand(volume.volume_id, 96 * MIB)
     assert "wanted" not in logical(host, group, "vol-pvc-1").own_tags
@@ -196,7 +196,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
     with expect.code("FAILED_PRECONDITION", "when it is staged next"):
         client.node_expand(volume.volume_id, staging, 96 * MIB)
     go.set()
-    cloning.join(30)
+    cloning.join(200)
     client.expand(volume.volume_id, 96 * MIB)
     assert size(host, group) == 96
     client.unstage(volume.volume_id, staging)

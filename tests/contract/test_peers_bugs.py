@@ -55,7 +55,7 @@ def held_at(host: AnyHost, program: str) -> Iterator[threading.Event]:
     def intercept(words: Sequence[str]) -> Result | None:
         if words[0] == program and not reached.is_set():
             reached.set()
-            assert let_go.wait(60)
+            assert let_go.wait(200)
         return None
 
     host.intercept = intercept
@@ -157,7 +157,7 @@ def test_one_global_lock_held_over_mkfs(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(60)
+        assert formatting.wait(200)
         other = client.create("pvc-2", 16 * MIB, block())
         client.delete(other.volume_id)
         assert not staged.done()
@@ -170,7 +170,7 @@ def test_no_lock_per_volume(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(60)
+        assert formatting.wait(200)
         for call in (
             partial(client.stage, volume, staging),
             partial(client.delete, volume.volume_id),

@@ -32,7 +32,7 @@ FORMATS = sorted(DATA.glob("group-format-*.json"))
 MIB = 1 << 20
 # What was whole when the earlier version ended, or had begun and is completed now.
 VOLUMES = ("plain", "striped", "mirrored", "thin", "raw", "copy", "small")
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 200
 
 
 # The commands are what they are on any lvm2; `make contract` has them on the real one.

@@ -38,7 +38,7 @@ from mount import errors as mount_errors
 UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}
 STOPPED = {"stopped before", "stopped after"}
 STARVED = {"starved", "starved within"}
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 200
 
 # Re-encryption is not lvm2's.
 NAMES = [name for name, case in CASES.items() if not (case.long_wipe or "own master key" in name)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
-from csi_client import Client
+from csi_client import Client, wait_until_served
 from model import operations as do
 from model.expected import Model
 from model.machine import Machine
@@ -92,8 +92,7 @@ class Process(Machine):
         if not self.configuration.exists() or self.configuration.read_text() != text:
             self.configuration.write_text(text)
         self.process = self.launch()
-        with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
-            grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)
+        wait_until_served(self.endpoint, _START_SECONDS)
         self.client = Client(self.endpoint)
         # What it does at its start are no steps of the call that comes next.
         await_begun(self.client)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from csi_client import Asking
+from csi_client import Asking, wait_until_served
 from lab import forged
 from real.host import reencrypting
 from vm import pods
@@ -274,8 +274,7 @@ def main() -> None:
     step, is_cut, volumes = sys.argv[1], sys.argv[2] == "cut", kept(int(sys.argv[3]))
     # The last is raw, and encrypted.
     copy = Copy(volumes[-1], is_cut)
-    with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
-        grpc.channel_ready_future(channel).result(timeout=200)
+    wait_until_served(DEFAULT_SOCKET)
     with Asking(DEFAULT_SOCKET, timeout_seconds=300) as client, pods.pod(pods.SYSTEMD):
         {"before": before, "after": after}[step](client, volumes, copy)
 

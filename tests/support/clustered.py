@@ -41,11 +41,11 @@ class Loop:
         async def done() -> T:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(200)
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(200)
         self.loop.close()
 
 

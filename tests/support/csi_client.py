@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import grpc
+
 from agent.csi import client
 from agent.csi.client import mounted
 from proto import csi_pb2 as csi
@@ -105,6 +107,16 @@ class Client(client.Client):
             secrets=secrets or {},
         )
         self.node.NodePublishVolume(request)
+
+
+def wait_until_served(socket: Path, timeout_seconds: float = 600) -> None:
+    """Wait until a service takes connections at its socket; raises grpc.FutureTimeoutError.
+
+    With the client's own pauses between tries: those of gRPC grow to two minutes, so that a service
+    that took one minute to start would look as if it took three.
+    """
+    with grpc.insecure_channel(f"unix://{socket}", options=Client.options) as channel:
+        grpc.channel_ready_future(channel).result(timeout=timeout_seconds)
 
 
 # Kubelet and the sidecars ask again for as long as it takes; five tries are the most that gRPC

@@ -30,7 +30,7 @@ class Started:
         monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
         self._thread = threading.Thread(target=process.serve, args=(config, machine(fake)))
         self._thread.start()
-        assert self.served.wait(20)
+        assert self.served.wait(200)
 
     def _notify(self, state: str) -> None:
         self.states.append(state)

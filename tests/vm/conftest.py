@@ -6,9 +6,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
-from csi_client import Asking, Client
+from csi_client import Asking, Client, wait_until_served
 from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
@@ -82,12 +81,7 @@ def main_pid() -> Callable[[], int]:
 @pytest.fixture
 def answering() -> Callable[[], None]:
     """Wait until the service answers, after it was started anew."""
-
-    def wait() -> None:
-        with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
-            grpc.channel_ready_future(channel).result(timeout=100)
-
-    return wait
+    return lambda: wait_until_served(DEFAULT_SOCKET)
 
 
 @pytest.fixture(scope="module")

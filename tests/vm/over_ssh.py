@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import psutil
+from csi_client import wait_until_served
 from vm.privileges import within
 
 from agent.csi.client import Client, block
@@ -92,8 +93,7 @@ class Node:
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen([self.carver, "serve"], stderr=log)
         self.client = Client(self.endpoint)
-        with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
-            grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)
+        wait_until_served(self.endpoint, _START_SECONDS)
         within(_START_SECONDS, self._has_begun, f"{self.name} does not begin")
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> None:

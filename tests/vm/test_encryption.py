@@ -13,7 +13,7 @@ from traces import Sampler, places
 from agent.csi.client import Client, mounted
 
 MIB = 1 << 20
-_PATIENCE_SECONDS = 60
+_PATIENCE_SECONDS = 300
 ENCRYPTED = {"carver/encryption": "luks2"}
 
 

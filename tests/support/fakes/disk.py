@@ -30,7 +30,7 @@ class Disk:
         by: By | None = None,
     ) -> None:
         self.reached.set()
-        assert self.free.wait(20)
+        assert self.free.wait(200)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
