@@ -339,20 +339,29 @@ def begin_states(
 
     It waits three seconds from now at most, or half of what is left of the deadline. A group
     that takes longer has its cached state, and is not waited for again for a minute. `complete`
-    raises where that state may lack something: GroupBusy, GroupSilent, GroupAwaited for a group
-    that was never read, or not since it was changed; GroupRefused, CommandError. For such a group
-    it waits fifteen seconds: nothing else can be answered in its place.
+    waits fifteen seconds for a group whose cached state may lack something by then, as nothing else
+    can be answered in its place; then it raises: GroupBusy, GroupSilent, GroupAwaited for a group
+    that was never read, or not since it was changed; GroupRefused, CommandError.
     """
     every = tuple(volume_groups)
-    is_needed = complete and any(one._may_lack for one in every)
-    wait_seconds = _SHORT_WAIT_SECONDS * (_NEEDED_WAIT_TIMES if is_needed else 1)
-    until = time.monotonic() + wait_seconds
+    began = time.monotonic()
+    most_seconds = command.patience_seconds(_SHORT_WAIT_SECONDS * _NEEDED_WAIT_TIMES, 0.5)
     begun = [(one, one._begin(complete)) for one in every]
 
+    def wait_for(refreshing: Iterable["Future[report.Group | None]"], seconds: float) -> None:
+        left_seconds = began + min(seconds, most_seconds) - time.monotonic()
+        wait(list(refreshing), max(0.0, left_seconds))
+
     def end() -> dict[str, report.Group | None]:
-        patience = command.patience_seconds(until - time.monotonic(), 0.5)
         with trace.step(trace.WAIT, "refresh"):
-            wait([future for _, future in begun if future is not None], max(0.0, patience))
+            wait_for((one for _, one in begun if one is not None), _SHORT_WAIT_SECONDS)
+            # Looked at now: a change may have ended since the wait began.
+            needed = [
+                future
+                for one, future in begun
+                if complete and future is not None and not future.done() and one._may_lack
+            ]
+            wait_for(needed, most_seconds)
         return {one.name: one._end(future, complete) for one, future in begun}
 
     return end

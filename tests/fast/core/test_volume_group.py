@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -303,6 +303,25 @@ def test_a_list_waits_longer_for_an_answer_that_nothing_can_replace(
             # The short wait of a call that began later is over before the list's.
             assert begin_states([known])()["data"] is None
             assert not listed.done()
+        hanging.over.set()
+        assert listed.result(20) is not None
+
+
+def test_a_list_waits_longer_also_where_the_state_became_old_while_it_waited(
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_NEEDED_WAIT_TIMES", 40)
+    known.state()
+    fake.lvm2.groups["data"].seqno += 1
+    hanging = Hanging(fake)
+    with ThreadPoolExecutor(1) as caller:
+        listed = caller.submit(lambda: begin_states([known], complete=True)()["data"])
+        assert hanging.asked.acquire(timeout=20)
+        # A change that began before the list ends now.
+        known._is_stale = True
+        wait([listed], 1)
+        assert not listed.done()
         hanging.over.set()
         assert listed.result(20) is not None
 
