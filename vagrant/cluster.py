@@ -32,12 +32,13 @@ if __name__ == "__main__":
     venv.enter()
 
 from deploy import render
-from vagrant import authority, box, control_plane, files, host, images, machines, node
+from vagrant import authority, box, control_plane, files, host, images, machines, node, user_mode
 from vagrant.control_plane import ControlPlane, ControlPlaneError
 from vagrant.guest import Guest, GuestError, guest_of
 from vagrant.machines import Machines
 from vagrant.programs import Programs
 from vagrant.progress import Step, StepError, step
+from vagrant.user_mode import UserModeMachines, user_mode_guest
 
 _KIND = "cluster-machines"
 _SETTINGS = control_plane.FOLDER / "settings.json"
@@ -114,20 +115,12 @@ class Cluster:
         are feature gates of Kubernetes, each NAME=true or NAME=false; `values` are those files of
         tests/cluster/values with which Carver is installed over the manifest's values.
         """
-        self.guests = [guest_of(f"{_NAME}{number}") for number in range(1, nodes + 1)]
+        self.guests = [_guest(number) for number in range(1, nodes + 1)]
         self.programs = Programs(kubernetes)
         self.gates = gates
         self.values = list(values)
         self.control_plane = ControlPlane(self.programs, gates)
-        self.machines = Machines(
-            _KIND,
-            self.guests,
-            # With two, an emulated processor spins while it waits for the other one, which the host
-            # may not be running.
-            cpus=machines.setting("CARVER_CLUSTER_CPUS", 1),
-            memory_mib=machines.setting("CARVER_CLUSTER_MEMORY", 3072),
-            family=_NAME,
-        )
+        self.machines = _machines(self.guests)
 
     @cached_property
     def _image_digest(self) -> str:
@@ -159,7 +152,7 @@ class Cluster:
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
         libvirt is started last, as it is stopped while it has no machine.
         """
-        machines.prepare()
+        machines.prepare(*([user_mode.PACKAGE] if _is_user_mode() else []))
         self.programs.build(
             [
                 *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),
@@ -189,7 +182,7 @@ class Cluster:
         A machine keeps what another authority signed, and volumes that new objects do not know; old
         objects would be taken for the state of machines that are new.
         """
-        with machines.libvirt():
+        with self.machines.running():
             if self.machines.there() and not authority.exists(control_plane.FOLDER):
                 with step("remove machines of another authority", "down") as removing:
                     self.machines.remove(removing)
@@ -437,7 +430,7 @@ class Cluster:
 
         It gets what `up` served last. If a step fails, it is removed.
         """
-        guest = guest_of(f"{_NAME}{len(self.guests) + 1}")
+        guest = _guest(len(self.guests) + 1)
         self.guests.append(guest)
         try:
             self.machines.add(guest)
@@ -613,6 +606,40 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ControlPlaneError(f"not within {limit_seconds:.0f} s: {what}")
             time.sleep(2)
+
+
+def _is_user_mode() -> bool:
+    """Tell whether the machines run in user mode: where the host has no virtualization, or asked.
+
+    Raises HostError for a value of CARVER_CLUSTER_MACHINES that is not known.
+    """
+    chosen = os.environ.get("CARVER_CLUSTER_MACHINES") or (
+        "libvirt" if host.driver() == "kvm" else "user-mode"
+    )
+    if chosen not in ("libvirt", "user-mode"):
+        raise host.HostError(f"CARVER_CLUSTER_MACHINES is {chosen!r}: it is libvirt or user-mode")
+    return chosen == "user-mode"
+
+
+def _memory_mib() -> int:
+    return machines.setting("CARVER_CLUSTER_MEMORY", 3072)
+
+
+def _guest(number: int) -> Guest:
+    """Describe the machine of a node."""
+    if _is_user_mode():
+        return user_mode_guest(_NAME, number, _memory_mib())
+    return guest_of(f"{_NAME}{number}")
+
+
+def _machines(guests: Sequence[Guest]) -> "Machines | UserModeMachines":
+    """Describe the machines of all nodes."""
+    if _is_user_mode():
+        return UserModeMachines(guests, _memory_mib(), _NAME)
+    # With two, an emulated processor spins while it waits for the other one, which the host may not
+    # be running.
+    cpus = machines.setting("CARVER_CLUSTER_CPUS", 1)
+    return Machines(_KIND, guests, cpus, _memory_mib(), family=_NAME)
 
 
 def present() -> Cluster:

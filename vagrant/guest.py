@@ -144,10 +144,10 @@ class Guest:
         def watch() -> None:
             began, stuck_seconds = time.monotonic(), _STUCK_SECONDS
             while not over.wait(2):
-                if domain_state(self.name) != "running" or self.address() is not None:
+                if self.state() != "running" or self.address() is not None:
                     began = time.monotonic()
                 elif time.monotonic() > began + stuck_seconds:
-                    virsh("reset", self.name)
+                    self.start_again()
                     began, stuck_seconds = time.monotonic(), 2 * stuck_seconds
 
         watcher = threading.Thread(target=watch)
@@ -179,7 +179,7 @@ class Guest:
                     self.disconnect()
                 return
             if time.monotonic() > began + stuck_seconds:
-                virsh("reset", self.name)
+                self.start_again()
                 began, stuck_seconds = time.monotonic(), 2 * stuck_seconds
             patience_seconds = min(patience_seconds + 1, 30)
             time.sleep(0.3)
@@ -196,12 +196,11 @@ class Guest:
         self.disconnect()
         deadline = time.monotonic() + 180
         # Between running and this is "in shutdown", when it can not be started.
-        while domain_state(self.name) != "shut off":
+        while self.state() != "shut off":
             if time.monotonic() > deadline:
                 raise GuestError(f"the guest does not shut down; {self.console()}")
             time.sleep(0.2)
-        _virsh_or_fail("start", self.name)
-        self.wait_for_boot()
+        self.power_on()
 
     def reset(self) -> None:
         """Pull the guest's plug, put it in again and wait for it: the guest writes nothing out.
@@ -213,14 +212,32 @@ class Guest:
         self.power_on()
 
     def power_off(self) -> None:
-        """Pull the guest's plug, gracefully towards qemu only."""
-        _virsh_or_fail("destroy", "--graceful", self.name)
+        """Pull the guest's plug: it writes nothing out."""
+        self.cut()
         self.disconnect()
 
     def power_on(self) -> None:
         """Start the guest and wait until it answers."""
-        _virsh_or_fail("start", self.name)
+        self.start()
         self.wait_for_boot()
+
+    # What depends on how the machine is run: here by libvirt.
+
+    def state(self) -> str:
+        """What libvirt calls the machine's state (virsh(1), domstate); empty without a machine."""
+        return domain_state(self.name)
+
+    def start(self) -> None:
+        """Start a machine that is off."""
+        _virsh_or_fail("start", self.name)
+
+    def cut(self) -> None:
+        """End a machine that runs, gracefully towards qemu only."""
+        _virsh_or_fail("destroy", "--graceful", self.name)
+
+    def start_again(self) -> None:
+        """Start a machine anew that hangs."""
+        virsh("reset", self.name)
 
     def pause(self) -> None:
         """Stop the guest's processors; its memory and connections stay as they are."""

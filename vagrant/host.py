@@ -29,6 +29,10 @@ PACKAGES = (
     "openssh-client",
     "python3-venv",
 )
+# The program of a machine in user mode (user-mode-linux).
+USER_MODE = "linux.uml"
+# Those of libvirt and its machines, as /proc/PID/comm has them.
+_OF_LIBVIRT = {"libvirtd", "qemu-system-x86"}
 _NAMESPACE = Path("/run/netns") / NAME
 # Between the name of a box and its version, in the name of libvirt's copy (vagrant-libvirt's
 # HandleBoxImage).
@@ -117,13 +121,14 @@ def digest_of(*parts: str) -> str:
     return content.hexdigest()
 
 
-def missing_packages() -> list[str]:
-    """Name the packages the lab needs that are not installed."""
-    query = ["dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Package}\n", *PACKAGES]
+def missing_packages(*more: str) -> list[str]:
+    """Name the packages the lab needs, and those named, that are not installed."""
+    wanted = [*PACKAGES, *more]
+    query = ["dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Package}\n", *wanted]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)  # 1: some unknown
     lines = (line.split() for line in answer.stdout.splitlines())
     installed = {name for status, name in lines if status == "installed"}
-    return [name for name in PACKAGES if name not in installed]
+    return [name for name in wanted if name not in installed]
 
 
 def install_packages(step: Step, names: list[str]) -> None:
@@ -147,9 +152,7 @@ def start_libvirt(step: Step) -> None:
     The bridge, the DHCP server and the guest's address live and die in there, and nothing of the
     machine's own network is touched.
     """
-    if not has_network():
-        step.run(*as_root("ip", "netns", "add", NAME))
-        step.run(*as_root("ip", "-netns", NAME, "link", "set", "lo", "up"))
+    make_network(step)
     # It outlives a libvirtd that crashed, and does not start twice.
     if not any(_program(one) == "virtlogd" for one in _namespace_pids()):
         step.run(*in_network("virtlogd", "--daemon"))
@@ -164,13 +167,23 @@ def start_libvirt(step: Step) -> None:
     raise StepError(["libvirtd", "--daemon"], "does not answer", step.log)
 
 
+def make_network(step: Step) -> None:
+    """Have the lab's network namespace."""
+    if not has_network():
+        step.run(*as_root("ip", "netns", "add", NAME))
+        step.run(*as_root("ip", "-netns", NAME, "link", "set", "lo", "up"))
+
+
 def stop_libvirt() -> None:
     """End every process in the lab's namespace, then the namespace.
 
     Without a namespace, or while a machine is left in it, nothing is done: the one machine and
-    those of a cluster share libvirt. Raises HostError where libvirt does not say whether one is.
+    those of a cluster share it. Raises HostError where libvirt does not say whether one is.
     """
-    if not has_network() or domains():
+    if not has_network():
+        return
+    programs = {_program(one) for one in _namespace_pids()}
+    if USER_MODE in programs or (programs & _OF_LIBVIRT and domains()):
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 10

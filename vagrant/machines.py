@@ -140,6 +140,10 @@ class Machines:
         host.remove_tree(self._record)
         self._settings.unlink(missing_ok=True)
 
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Have libvirt running, and let no other program of this tree stop it meanwhile."""
+        return libvirt()
+
     def there(self) -> list[str]:
         """Name the machines of this kind that libvirt knows."""
         described = {one.name for one in self.guests}
@@ -272,9 +276,9 @@ def _uploaded() -> Path:
     return host.LAB / "uploaded"
 
 
-def prepare() -> None:
-    """Have the host's packages and the box; quick if all is there."""
-    if missing := host.missing_packages():
+def prepare(*packages: str) -> None:
+    """Have the host's packages, more that are named, and the box; quick if all is there."""
+    if missing := host.missing_packages(*packages):
         with step(f"install {len(missing)} Debian packages", "apt") as apt:
             host.install_packages(apt, missing)
     box.make_key()

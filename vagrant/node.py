@@ -34,6 +34,11 @@ ip route replace {pods} via {bridge}
 if ! [ -e {disk} ]; then truncate --size {size} {disk}; fi
 if [ -z "$(losetup --associated {disk})" ]; then losetup --find {disk}; fi
 device=$(losetup --associated {disk} --noheadings --output NAME | head --lines 1)
+# cadvisor wants to know the processor's clock, which a kernel in user mode does not tell.
+if ! grep --quiet 'cpu MHz' /proc/cpuinfo; then
+    {{ cat /proc/cpuinfo; printf 'cpu MHz\\t\\t: 2000.000\\n'; }} | sed '/^$/d' > /run/cpuinfo
+    mount --bind /run/cpuinfo /proc/cpuinfo
+fi
 udevadm settle
 if ! vgs {group} >/dev/null 2>&1; then
     # Only a file that has just been made is made a physical volume.

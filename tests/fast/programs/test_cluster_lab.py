@@ -10,7 +10,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 from unittest.mock import Mock
@@ -484,6 +484,9 @@ class Machines:
         self.staying = [*staying]
         self.asked: list[str] = []
 
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def there(self) -> list[str]:
         return self.staying
 
@@ -535,7 +538,6 @@ class Api:
 def lab(folder: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
     """A cluster of two nodes whose machines and API server are not there; every kubelet has run."""
     monkeypatch.setattr(host, "LAB", folder)
-    monkeypatch.setattr(machines, "libvirt", nullcontext)
     made = cluster.Cluster(2)
     monkeypatch.setattr(made, "machines", Machines("carver-node-1", "carver-node-2"))
     monkeypatch.setattr(made, "control_plane", Api(carver_node_1="boot", carver_node_2="boot"))

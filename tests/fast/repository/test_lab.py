@@ -224,7 +224,8 @@ def test_libvirt_is_not_stopped_while_it_may_have_a_machine(
     libvirt.add("carver-lab")
     libvirt.answers = answers
     monkeypatch.setattr(host, "has_network", lambda: True)
-    monkeypatch.setattr(host, "_namespace_pids", None)
+    monkeypatch.setattr(host, "_namespace_pids", lambda: ["17"])
+    monkeypatch.setattr(host, "_program", lambda pid: "libvirtd")
     with nullcontext() if answers else pytest.raises(host.HostError, match="cannot connect"):
         host.stop_libvirt()
 
