@@ -32,13 +32,24 @@ if __name__ == "__main__":
     venv.enter()
 
 from deploy import render
-from vagrant import authority, box, control_plane, files, host, images, machines, node, user_mode
+from vagrant import (
+    authority,
+    box,
+    control_plane,
+    files,
+    host,
+    images,
+    machines,
+    machines_in_user_mode,
+    node,
+)
 from vagrant.control_plane import ControlPlane, ControlPlaneError
-from vagrant.guest import Guest, GuestError, guest_of
+from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
+from vagrant.machines_in_user_mode import UserModeMachines
+from vagrant.power import GuestError
 from vagrant.programs import Programs
 from vagrant.progress import Step, StepError, step
-from vagrant.user_mode import UserModeMachines, user_mode_guest
 
 _KIND = "cluster-machines"
 _SETTINGS = control_plane.FOLDER / "settings.json"
@@ -115,7 +126,7 @@ class Cluster:
         are feature gates of Kubernetes, each NAME=true or NAME=false; `values` are those files of
         tests/cluster/values with which Carver is installed over the manifest's values.
         """
-        self.guests = [_guest(number) for number in range(1, nodes + 1)]
+        self.guests = [guest_of(f"{_NAME}{number}") for number in range(1, nodes + 1)]
         self.programs = Programs(kubernetes)
         self.gates = gates
         self.values = list(values)
@@ -152,7 +163,7 @@ class Cluster:
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
         libvirt is started last, as it is stopped while it has no machine.
         """
-        machines.prepare(*([user_mode.PACKAGE] if _is_user_mode() else []))
+        machines.prepare(*([machines_in_user_mode.PACKAGE] if _in_user_mode() else []))
         self.programs.build(
             [
                 *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),
@@ -430,7 +441,7 @@ class Cluster:
 
         It gets what `up` served last. If a step fails, it is removed.
         """
-        guest = _guest(len(self.guests) + 1)
+        guest = guest_of(f"{_NAME}{len(self.guests) + 1}")
         self.guests.append(guest)
         try:
             self.machines.add(guest)
@@ -608,38 +619,20 @@ class Cluster:
             time.sleep(2)
 
 
-def _is_user_mode() -> bool:
-    """Tell whether the machines run in user mode: where the host has no virtualization, or asked.
-
-    Raises HostError for a value of CARVER_CLUSTER_MACHINES that is not known.
-    """
-    chosen = os.environ.get("CARVER_CLUSTER_MACHINES") or (
-        "libvirt" if host.driver() == "kvm" else "user-mode"
-    )
-    if chosen not in ("libvirt", "user-mode"):
-        raise host.HostError(f"CARVER_CLUSTER_MACHINES is {chosen!r}: it is libvirt or user-mode")
-    return chosen == "user-mode"
-
-
-def _memory_mib() -> int:
-    return machines.setting("CARVER_CLUSTER_MEMORY", 3072)
-
-
-def _guest(number: int) -> Guest:
-    """Describe the machine of a node."""
-    if _is_user_mode():
-        return user_mode_guest(_NAME, number, _memory_mib())
-    return guest_of(f"{_NAME}{number}")
+def _in_user_mode() -> bool:
+    """Tell whether the machines run in user mode."""
+    return host.in_user_mode(f"{_NAME}1")
 
 
 def _machines(guests: Sequence[Guest]) -> "Machines | UserModeMachines":
     """Describe the machines of all nodes."""
-    if _is_user_mode():
-        return UserModeMachines(guests, _memory_mib(), _NAME)
+    memory_mib = machines.setting("CARVER_CLUSTER_MEMORY", 3072)
+    if _in_user_mode():
+        return UserModeMachines(guests, memory_mib, _NAME)
     # With two, an emulated processor spins while it waits for the other one, which the host may not
     # be running.
     cpus = machines.setting("CARVER_CLUSTER_CPUS", 1)
-    return Machines(_KIND, guests, cpus, _memory_mib(), family=_NAME)
+    return Machines(_KIND, guests, cpus, memory_mib, family=_NAME)
 
 
 def present() -> Cluster:

@@ -1,7 +1,7 @@
 """A machine of the lab from outside: commands over ssh, copies of the tree, reboots and resets.
 
-`LAB_GUEST` is the one machine in which Carver is a service.
-This module's functions are its methods.
+How a machine is run is its `Power`: by libvirt here, in user mode in user_mode.py. `LAB_GUEST` is
+the one machine in which Carver is a service. This module's functions are its methods.
 """
 
 import shlex
@@ -14,7 +14,9 @@ from pathlib import Path
 
 from vagrant import files
 from vagrant.box import KEY
-from vagrant.host import LAB, NAME, PROJECT, domain_state, in_network, virsh
+from vagrant.host import LAB, NAME, PROJECT, console_log, in_network, in_user_mode
+from vagrant.power import ByLibvirt, GuestError, Power
+from vagrant.user_mode import InUserMode
 
 TREE = "/carver"
 # More than a boot takes; after a reset it has twice as long. The emulator of qemu 7.2 can loop for
@@ -22,16 +24,12 @@ TREE = "/carver"
 _STUCK_SECONDS = 90
 
 
-class GuestError(Exception):
-    """The guest did not do what was asked of it."""
-
-
 class Guest:
-    """One machine, by the name that libvirt and its host name have."""
+    """One machine, by the name that its host name and what runs it have."""
 
-    def __init__(self, name: str, config: Path) -> None:
-        """Name the machine, and the file in which its ssh configuration is written."""
-        self.name, self.config = name, config
+    def __init__(self, name: str, config: Path, power: Power) -> None:
+        """Name the machine, the file in which its ssh configuration is written, and its power."""
+        self.name, self.config, self.power = name, config, power
         # A socket's path is limited to 108 bytes; /run is short, and is empty after a reboot.
         self._socket = f"/run/{name}.ssh"
 
@@ -60,12 +58,8 @@ class Guest:
         )
 
     def address(self) -> str | None:
-        """Ask libvirt which address the guest was given."""
-        for line in virsh("domifaddr", self.name).stdout.splitlines():
-            fields = line.split()
-            if len(fields) == 4 and fields[2] == "ipv4":
-                return fields[3].partition("/")[0]
-        return None
+        """Return the address that the guest has; None where it has none yet."""
+        return self.power.address()
 
     def ssh(self, words: Sequence[str], *options: str) -> list[str]:
         """Say how a command is run in the guest; one word is a shell's line, several are quoted."""
@@ -144,10 +138,10 @@ class Guest:
         def watch() -> None:
             began, stuck_seconds = time.monotonic(), _STUCK_SECONDS
             while not over.wait(2):
-                if self.state() != "running" or self.address() is not None:
+                if self.power.state() != "running" or self.address() is not None:
                     began = time.monotonic()
                 elif time.monotonic() > began + stuck_seconds:
-                    self.start_again()
+                    self.power.start_again()
                     began, stuck_seconds = time.monotonic(), 2 * stuck_seconds
 
         watcher = threading.Thread(target=watch)
@@ -179,7 +173,7 @@ class Guest:
                     self.disconnect()
                 return
             if time.monotonic() > began + stuck_seconds:
-                self.start_again()
+                self.power.start_again()
                 began, stuck_seconds = time.monotonic(), 2 * stuck_seconds
             patience_seconds = min(patience_seconds + 1, 30)
             time.sleep(0.3)
@@ -196,7 +190,7 @@ class Guest:
         self.disconnect()
         deadline = time.monotonic() + 180
         # Between running and this is "in shutdown", when it can not be started.
-        while self.state() != "shut off":
+        while self.power.state() != "shut off":
             if time.monotonic() > deadline:
                 raise GuestError(f"the guest does not shut down; {self.console()}")
             time.sleep(0.2)
@@ -205,47 +199,28 @@ class Guest:
     def reset(self) -> None:
         """Pull the guest's plug, put it in again and wait for it: the guest writes nothing out.
 
-        What the guest had flushed to its disk is there afterwards. The end is graceful towards qemu
-        only: killed, qemu could lose its own bookkeeping of the disk image.
+        What the guest had flushed to its disk is there afterwards.
         """
         self.power_off()
         self.power_on()
 
     def power_off(self) -> None:
         """Pull the guest's plug: it writes nothing out."""
-        self.cut()
+        self.power.cut()
         self.disconnect()
 
     def power_on(self) -> None:
         """Start the guest and wait until it answers."""
-        self.start()
+        self.power.start()
         self.wait_for_boot()
-
-    # What depends on how the machine is run: here by libvirt.
-
-    def state(self) -> str:
-        """What libvirt calls the machine's state (virsh(1), domstate); empty without a machine."""
-        return domain_state(self.name)
-
-    def start(self) -> None:
-        """Start a machine that is off."""
-        _virsh_or_fail("start", self.name)
-
-    def cut(self) -> None:
-        """End a machine that runs, gracefully towards qemu only."""
-        _virsh_or_fail("destroy", "--graceful", self.name)
-
-    def start_again(self) -> None:
-        """Start a machine anew that hangs."""
-        virsh("reset", self.name)
 
     def pause(self) -> None:
         """Stop the guest's processors; its memory and connections stay as they are."""
-        _virsh_or_fail("suspend", self.name)
+        self.power.pause()
 
     def resume(self) -> None:
         """Let the guest's processors go on."""
-        _virsh_or_fail("resume", self.name)
+        self.power.resume()
 
     def disconnect(self) -> None:
         """End the connection that commands share, if there is one."""
@@ -254,23 +229,13 @@ class Guest:
 
     def console(self) -> str:
         """Say where the guest's console is written."""
-        return f"its console: {self.console_log}"
-
-    @property
-    def console_log(self) -> Path:
-        """Return the file into which libvirt writes the guest's console."""
-        return LAB / "logs" / ("console.log" if self.name == NAME else f"{self.name}.console.log")
-
-
-def _virsh_or_fail(*words: str) -> None:
-    done = virsh(*words)
-    if done.returncode != 0:
-        raise GuestError(f"virsh {' '.join(words)}: {done.stderr.strip()}")
+        return f"its console: {console_log(self.name)}"
 
 
 def guest_of(name: str) -> Guest:
     """Return the guest that is the machine of a name."""
-    return Guest(name, LAB / ("ssh_config" if name == NAME else f"ssh_config.{name}"))
+    config = LAB / ("ssh_config" if name == NAME else f"ssh_config.{name}")
+    return Guest(name, config, InUserMode(name) if in_user_mode(name) else ByLibvirt(name))
 
 
 LAB_GUEST = guest_of(NAME)

@@ -76,6 +76,24 @@ def virsh(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def in_user_mode(name: str) -> bool:
+    """Tell whether a machine runs in user mode: a cluster's where the host has no virtualization.
+
+    A variable says otherwise; raises HostError for a value that is not known.
+    """
+    variable = "CARVER_LAB_MACHINES" if name == NAME else "CARVER_CLUSTER_MACHINES"
+    usual = "libvirt" if name == NAME or driver() == "kvm" else "user-mode"
+    chosen = os.environ.get(variable) or usual
+    if chosen not in ("libvirt", "user-mode"):
+        raise HostError(f"{variable} is {chosen!r}: it is libvirt or user-mode")
+    return chosen == "user-mode"
+
+
+def console_log(name: str) -> Path:
+    """Return the file into which a guest's console is written."""
+    return LAB / "logs" / ("console.log" if name == NAME else f"{name}.console.log")
+
+
 def domain_state(name: str) -> str:
     """What libvirt calls a machine's state (virsh(1), domstate); empty without such a machine."""
     return virsh("domstate", name).stdout.strip()

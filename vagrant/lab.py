@@ -14,9 +14,11 @@ from pathlib import Path
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vagrant import box, guest, host, machines
+from vagrant import box, guest, host, machines, machines_in_user_mode
 from vagrant.guest import reboot, reset, run, sync
 from vagrant.machines import Machines
+from vagrant.machines_in_user_mode import UserModeMachines
+from vagrant.power import GuestError
 from vagrant.progress import Step, StepError, step
 
 __all__ = ["down", "is_up", "provision", "reboot", "reset", "run", "sync", "up"]
@@ -33,15 +35,15 @@ _INSTALLERS = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
 def up() -> None:
     """Bring the machine up with the present tree's Carver in it; quick if all is so already."""
     with machines.locked(_KIND):
-        machines.prepare()
-        _machine().ensure()
+        machines.prepare(*([machines_in_user_mode.PACKAGE] if host.in_user_mode(host.NAME) else []))
+        _machines().ensure()
         _provision(only_if_changed=True)
 
 
 def down() -> None:
     """Remove the machine and all that was started for it; the box stays cached."""
     with machines.locked(_KIND):
-        _machine().down("the machine")
+        _machines().down("the machine")
 
 
 def provision() -> None:
@@ -52,17 +54,22 @@ def provision() -> None:
 
 def is_up() -> bool:
     """Tell whether the machine runs and answers."""
-    return host.libvirt_answers() and host.domain_runs(host.NAME) and guest.boot_id() is not None
+    return _runs() and guest.boot_id() is not None
 
 
-def _machine() -> Machines:
+def _runs() -> bool:
+    """Tell whether the machine runs; one of libvirt's does only while libvirt answers."""
+    may_run = host.in_user_mode(host.NAME) or host.libvirt_answers()
+    return may_run and guest.LAB_GUEST.power.state() == "running"
+
+
+def _machines() -> "Machines | UserModeMachines":
     """Describe the lab's one machine."""
-    return Machines(
-        _KIND,
-        [guest.LAB_GUEST],
-        cpus=machines.setting("CARVER_LAB_CPUS", 2),
-        memory_mib=machines.setting("CARVER_LAB_MEMORY", 2048),
-    )
+    memory_mib = machines.setting("CARVER_LAB_MEMORY", 2048)
+    if host.in_user_mode(host.NAME):
+        return UserModeMachines([guest.LAB_GUEST], memory_mib)
+    cpus = machines.setting("CARVER_LAB_CPUS", 2)
+    return Machines(_KIND, [guest.LAB_GUEST], cpus, memory_mib)
 
 
 def _provision(*, only_if_changed: bool) -> None:
@@ -102,7 +109,7 @@ def _during(work: Callable[[], int]) -> int:
 
     A machine that was not there before is not there afterwards.
     """
-    was_there = host.libvirt_answers() and host.domain_runs(host.NAME)
+    was_there = _runs()
     try:
         up()
         with step("copy the tree into the guest", "sync"):
@@ -189,7 +196,7 @@ def main() -> int:
         if arguments.command == "during":
             return _during(lambda: subprocess.run(words, check=False).returncode)
         return _session(words)
-    except (StepError, box.BoxError, guest.GuestError, host.HostError) as error:
+    except (StepError, box.BoxError, GuestError, host.HostError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:

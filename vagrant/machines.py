@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vagrant import box, files, host
-from vagrant.guest import Guest, GuestError, guest_of
+from vagrant.guest import Guest, guest_of
+from vagrant.power import GuestError
 from vagrant.progress import Step, StepError, step
 
 _LIBVIRT_BOOT = Path("/var/lib/libvirt/boot")
@@ -233,7 +234,8 @@ class Machines:
             "memory": self._memory_mib,
             "keys": [str(box.KEY)],
             "machines": [
-                {"name": one.name, "console": str(one.console_log)} for one in self.guests
+                {"name": one.name, "console": str(host.console_log(one.name))}
+                for one in self.guests
             ],
         }
         if box.stock():

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vagrant import authority, control_plane, images
-from vagrant.guest import Guest, GuestError
+from vagrant.guest import Guest
+from vagrant.power import GuestError
 
 # The port of the host's rsync daemon, at the bridge's address.
 PORT = 18730

@@ -1,11 +1,11 @@
 """From outside the VM: what a reboot, a power cut and a boot that hangs leave."""
 
-import subprocess
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from vagrant import guest, host, lab
+from vagrant import guest, lab
 from vagrant.guest import TREE
 
 SCRIPT = f"{TREE}/tests/lab/across_reboot.py"
@@ -43,14 +43,10 @@ def test_volumes_in_use_come_back_with_their_data_after(
 def test_a_guest_that_is_not_in_another_boot_in_time_is_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[tuple[str, ...]] = []
-
-    def virsh(*words: str) -> subprocess.CompletedProcess[str]:
-        given.append(words)
-        return host.virsh(*words)
-
-    monkeypatch.setattr(guest, "virsh", virsh)
+    power = guest.LAB_GUEST.power
+    again = Mock(side_effect=power.start_again)
+    monkeypatch.setattr(power, "start_again", again)
     before = guest.boot_id()
     guest.wait_for_boot(before, stuck_seconds=20)
-    assert ("reset", host.NAME) in given
+    assert again.called
     assert guest.boot_id() not in (None, before)

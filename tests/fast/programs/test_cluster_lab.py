@@ -33,7 +33,8 @@ from vagrant import (
     venv,
 )
 from vagrant.control_plane import ControlPlaneError
-from vagrant.guest import Guest, GuestError
+from vagrant.guest import Guest
+from vagrant.power import ByLibvirt, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
 ROOT = Path(__file__).parents[3]
@@ -370,7 +371,7 @@ def test_a_node_s_scripts_are_such_that_a_shell_understands(
     scripts = [files[f"{node.HOME}/prepare.sh"]]
     monkeypatch.setattr(node, "_run", lambda _, *lines: scripts.append("\n".join(lines)))
     monkeypatch.setattr(Guest, "address", lambda _: "192.0.2.1")
-    one = Guest("carver-node-1", folder / "config")
+    one = Guest("carver-node-1", folder / "config", ByLibvirt("carver-node-1"))
     node.install(one, 1, "192.0.2.254", {})
     node.import_images(one, "192.0.2.254", ["carver.tar"])
     node.start(one)
@@ -690,7 +691,7 @@ def test_a_program_goes_on_in_the_virtual_environment(
 
 def test_a_machine_that_is_not_of_the_cluster_is_named_with_those_that_are() -> None:
     made = cluster.Cluster.__new__(cluster.Cluster)
-    made.guests = [Guest("carver-node-1", Path("config"))]
+    made.guests = [Guest("carver-node-1", Path("config"), ByLibvirt("carver-node-1"))]
     with pytest.raises(GuestError, match=r"'other': there are carver-node-1"):
         made.guest("other")
 
@@ -699,7 +700,7 @@ class Here(Guest):
     """A machine whose commands run on this one, with a folder in place of /var/lib."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder.name, folder / "config")
+        super().__init__(folder.name, folder / "config", ByLibvirt(folder.name))
         self.folder = folder
         folder.mkdir()
 

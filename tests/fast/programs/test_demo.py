@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli import terminal
-from vagrant import host, lab
+from vagrant import lab
 from vagrant.inside import demo, show, witness
 
 
@@ -70,8 +70,7 @@ def test_a_machine_that_was_up_before_the_demo_stays_up(
     was_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(host, "libvirt_answers", lambda: True)
-    monkeypatch.setattr(host, "domain_runs", lambda name: was_there)
+    monkeypatch.setattr(lab, "_runs", lambda: was_there)
     monkeypatch.setattr(lab, "_session", lambda words: 3)
     for name in ("up", "sync", "down"):
         monkeypatch.setattr(lab, name, lambda name=name: done.append(name))

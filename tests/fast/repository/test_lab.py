@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from vagrant import box, files, host, machines, progress
-from vagrant.guest import Guest, GuestError, guest_of
+from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
+from vagrant.power import GuestError
 from vagrant.progress import Step, StepError
 
 BOX = "carver-lab-bookworm-new_vagrant_box_image_0_box.img"
