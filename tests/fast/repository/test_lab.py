@@ -3,17 +3,23 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from vagrant import box, files, host, machines, progress
+from vagrant import box, files, host, machines, machines_in_user_mode, progress
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
+from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import GuestError
 from vagrant.progress import Step, StepError
+from vagrant.user_mode import InUserMode
 
 BOX = "carver-lab-bookworm-new_vagrant_box_image_0_box.img"
 OLD_BOX = "carver-lab-bookworm-old_vagrant_box_image_0_box.img"
@@ -408,3 +414,110 @@ def test_a_release_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CARVER_LAB_RELEASE", "buster")
     with pytest.raises(box.BoxError, match=r"CARVER_LAB_RELEASE is 'buster'; known are bookworm"):
         box.name()
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "chosen", "expected"),
+    [
+        ("carver-node-1", "qemu", "", True),
+        ("carver-node-1", "kvm", "", False),
+        ("carver-node-1", "qemu", "libvirt", False),
+        ("carver-node-1", "kvm", "user-mode", True),
+        ("carver-lab", "qemu", "", False),
+        ("carver-lab", "qemu", "user-mode", True),
+    ],
+)
+def test_a_cluster_s_machines_are_in_user_mode_where_nothing_virtualizes(
+    monkeypatch: pytest.MonkeyPatch, name: str, driver: str, chosen: str, expected: bool
+) -> None:
+    monkeypatch.setattr(host, "driver", lambda: driver)
+    of = "CARVER_LAB_MACHINES" if name == "carver-lab" else "CARVER_CLUSTER_MACHINES"
+    monkeypatch.setenv(of, chosen)
+    assert host.in_user_mode(name) is expected
+    monkeypatch.setenv(of, "qemu")
+    with pytest.raises(host.HostError, match=f"{of} is 'qemu': it is libvirt or user-mode"):
+        host.in_user_mode(name)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[InUserMode]:
+    """A machine in user mode whose kernel is a shell that sleeps."""
+    monkeypatch.setattr(host, "LAB", tmp_path)
+    power = InUserMode("carver-node-7")
+    ids = tmp_path / "user-mode" / "ids" / "carver-node-7"
+    ids.mkdir(parents=True)
+    power.folder.mkdir()
+    words = ["sh", "-c", "sleep 100 & wait", "sh", "umid=carver-node-7"]
+    with subprocess.Popen(words, start_new_session=True) as process:
+        (ids / "pid").write_text(f"{process.pid}\n")
+        # Whoever waits for an ended child takes it off the process table, as init does.
+        waiter = threading.Thread(target=process.wait)
+        waiter.start()
+        yield power
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        waiter.join()
+
+
+def _alive(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if one.status() != psutil.STATUS_ZOMBIE and os.getpgid(one.pid) == group:
+                found.append(one.pid)
+    return found
+
+
+@pytest.mark.starts_programs
+def test_a_machine_in_user_mode_is_paused_goes_on_and_is_cut(kernel: InUserMode) -> None:
+    assert kernel.state() == "running"
+    kernel.pause()
+    assert kernel.state() == "paused"
+    kernel.resume()
+    assert kernel.state() == "running"
+    pid = kernel._running()
+    kernel.cut()
+    assert kernel.state() == "shut off"
+    # Also what the kernel had started, which it does not take with it.
+    assert not _alive(pid)
+    kernel.cut()
+    with pytest.raises(GuestError, match="carver-node-7 does not run"):
+        kernel.pause()
+    kernel.remove()
+    assert kernel.state() == ""
+
+
+@pytest.mark.starts_programs
+def test_a_process_that_has_an_ended_machine_s_id_is_not_taken_for_it(kernel: InUserMode) -> None:
+    with subprocess.Popen(["sleep", "100"]) as other:
+        (host.LAB / "user-mode" / "ids" / "carver-node-7" / "pid").write_text(str(other.pid))
+        assert kernel.state() == "shut off"
+        kernel.cut()
+        assert other.poll() is None
+        other.kill()
+
+
+def test_machines_in_user_mode_that_are_of_another_box_or_not_described_are_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(host, "has_network", lambda: False)
+    monkeypatch.setattr(host, "remove_tree", _remove_tree)
+    monkeypatch.setattr(Guest, "disconnect", lambda self: None)
+    monkeypatch.setattr(machines_in_user_mode, "_base", lambda: Path("/box.raw"))
+    for name, base in (
+        *(("carver-node-1", "/box.raw"), ("carver-node-2", "/older.raw")),
+        *(("carver-node-3", "/box.raw"), ("carver-lab", "/older.raw")),
+    ):
+        (tmp_path / "user-mode" / name).mkdir(parents=True)
+        made_of = json.dumps({"base": base, "memory": 3072})
+        (tmp_path / "user-mode" / name / "made-of.json").write_text(made_of)
+    guests = [guest_of("carver-node-1"), guest_of("carver-node-2")]
+    made = UserModeMachines(guests, 3072, "carver-node-")
+    assert made.there() == ["carver-node-1", "carver-node-2", "carver-node-3"]
+    assert made.fit() == ["carver-node-1"]
+    assert made.there() == ["carver-node-1"]
+    assert UserModeMachines(guests, 4096, "carver-node-").fit() == []
+    assert (tmp_path / "user-mode" / "carver-lab").exists()
