@@ -81,7 +81,7 @@ def in_user_mode(name: str) -> bool:
 
     A variable says otherwise; raises HostError for a value that is not known.
     """
-    variable = "CARVER_LAB_MACHINES" if name == NAME else "CARVER_CLUSTER_MACHINES"
+    variable = "CARVER_LAB_POWER" if name == NAME else "CARVER_CLUSTER_POWER"
     usual = "libvirt" if name == NAME or driver() == "kvm" else "user-mode"
     chosen = os.environ.get(variable) or usual
     if chosen not in ("libvirt", "user-mode"):

@@ -122,6 +122,13 @@ def _remove(name: str) -> None:
     InUserMode(name).remove()
 
 
+def _box() -> str:
+    """The name of the box; raises HostError for one that is not of the lab's own recipe."""
+    if box.stock():
+        raise host.HostError("a stock box does not run in user mode: leave out CARVER_LAB_BOX")
+    return box.name()
+
+
 def _kernel() -> str:
     """The version of the kernel, which its modules' folder has; there is one in the package."""
     [found] = sorted(one.name for one in _MODULES.iterdir())
@@ -130,7 +137,7 @@ def _kernel() -> str:
 
 def _base() -> Path:
     """The box's disk, with the kernel's modules in it."""
-    return host.LAB / f"{box.name()}-{_kernel()}.raw"
+    return host.LAB / f"{_box()}-{_kernel()}.raw"
 
 
 _PUT_MODULES = """

@@ -431,7 +431,7 @@ def test_a_cluster_s_machines_are_in_user_mode_where_nothing_virtualizes(
     monkeypatch: pytest.MonkeyPatch, name: str, driver: str, chosen: str, expected: bool
 ) -> None:
     monkeypatch.setattr(host, "driver", lambda: driver)
-    of = "CARVER_LAB_MACHINES" if name == "carver-lab" else "CARVER_CLUSTER_MACHINES"
+    of = "CARVER_LAB_POWER" if name == "carver-lab" else "CARVER_CLUSTER_POWER"
     monkeypatch.setenv(of, chosen)
     assert host.in_user_mode(name) is expected
     monkeypatch.setenv(of, "qemu")
