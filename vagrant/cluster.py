@@ -303,8 +303,11 @@ class Cluster:
         """Have helm install or upgrade Carver with the manifest's values and these files."""
         values = [f"--values={one}" for one in (_MANIFEST_VALUES, *files)]
         helm, chart = str(render.ensure_helm()), str(render.CHART)
+        # Without it, helm takes the cluster for one of the oldest Kubernetes that it knows.
+        version = f"--kube-version={self.programs.kubernetes}"
+        only = "--show-only=templates/csidriver.yaml"
         shown = subprocess.run(
-            [helm, "template", "carver", chart, *values, "--show-only=templates/csidriver.yaml"],
+            [helm, "template", "carver", chart, *values, version, only],
             check=True,
             capture_output=True,
             text=True,
