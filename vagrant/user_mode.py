@@ -42,6 +42,11 @@ class InUserMode(Power):
         return int(found[0]) if found else 0
 
     @property
+    def _ids(self) -> Path:
+        """Where its kernel writes the id of its process."""
+        return folder() / "ids" / self.name
+
+    @property
     def _tap(self) -> str:
         return f"user-mode-{self._number}"
 
@@ -61,7 +66,11 @@ class InUserMode(Power):
         made_of = files.read_json(self.folder / MADE_OF)
         if made_of is None:
             raise GuestError(f"{self.folder} does not say what {self.name} is made of")
+        if (pid := self._pid()) is not None:
+            raise GuestError(f"machine {self.name} runs: its process is {pid}")
         self._link()
+        # A kernel whose id another one has left takes an id of its own invention.
+        host.remove_tree(self._ids)
         words = [
             *("setsid", "env", f"TMPDIR={_memory()}", host.USER_MODE),
             *(f"umid={self.name}", f"uml_dir={folder() / 'ids'}", f"mem={made_of['memory']}M"),
@@ -125,7 +134,7 @@ class InUserMode(Power):
 
     def _pid(self) -> int | None:
         """The id of its kernel's process, while that runs."""
-        text = files.read_text(folder() / "ids" / self.name / "pid").strip()
+        text = files.read_text(self._ids / "pid").strip()
         if not text.isdigit():
             return None
         # Another process may have the id by now.
