@@ -131,7 +131,7 @@ class Cluster:
         self.gates = gates
         self.values = list(values)
         self.control_plane = ControlPlane(self.programs, gates)
-        self.machines = _machines(self.guests)
+        self.machines = _machines(self.guests, in_user_mode=_in_user_mode())
 
     @cached_property
     def _image_digest(self) -> str:
@@ -173,6 +173,7 @@ class Cluster:
         )
         archives = self._archives()
         self._make_store(archives)
+        _remove_those_of_the_other_power()
         self._ensure_machines()
         self._check_clocks(self.guests)
         bridge = self._connect(self.guests)
@@ -246,6 +247,7 @@ class Cluster:
             _try("ip", "address", "delete", f"{own}/32", "dev", "lo")
         _try("ip", "route", "flush", "proto", _ROUTES)
         self.machines.down("the machines")
+        _remove_those_of_the_other_power()
         host.remove_tree(control_plane.FOLDER)
 
     # Carver
@@ -627,15 +629,22 @@ def _in_user_mode() -> bool:
     return host.in_user_mode(f"{_NAME}1")
 
 
-def _machines(guests: Sequence[Guest]) -> "Machines | UserModeMachines":
-    """Describe the machines of all nodes."""
+def _machines(guests: Sequence[Guest], *, in_user_mode: bool) -> "Machines | UserModeMachines":
+    """Describe the machines of all nodes, by one power or the other."""
     memory_mib = machines.setting("CARVER_CLUSTER_MEMORY", 3072)
-    if _in_user_mode():
+    if in_user_mode:
         return UserModeMachines(guests, memory_mib, _NAME)
     # With two, an emulated processor spins while it waits for the other one, which the host may not
     # be running.
     cpus = machines.setting("CARVER_CLUSTER_CPUS", 1)
     return Machines(_KIND, guests, cpus, memory_mib, family=_NAME)
+
+
+def _remove_those_of_the_other_power() -> None:
+    """Remove machines that were made while CARVER_CLUSTER_POWER was another, if there are any."""
+    others = _machines([], in_user_mode=not _in_user_mode())
+    if others.is_left:
+        others.down("the machines of another power")
 
 
 def present() -> Cluster:

@@ -36,6 +36,7 @@ def up() -> None:
     """Bring the machine up with the present tree's Carver in it; quick if all is so already."""
     with machines.locked(_KIND):
         machines.prepare(*([machines_in_user_mode.PACKAGE] if host.in_user_mode(host.NAME) else []))
+        _remove_that_of_the_other_power()
         _machines().ensure()
         _provision(only_if_changed=True)
 
@@ -44,6 +45,7 @@ def down() -> None:
     """Remove the machine and all that was started for it; the box stays cached."""
     with machines.locked(_KIND):
         _machines().down("the machine")
+        _remove_that_of_the_other_power()
 
 
 def provision() -> None:
@@ -65,11 +67,22 @@ def _runs() -> bool:
 
 def _machines() -> "Machines | UserModeMachines":
     """Describe the lab's one machine."""
+    return _of_power(in_user_mode=host.in_user_mode(host.NAME))
+
+
+def _of_power(*, in_user_mode: bool) -> "Machines | UserModeMachines":
     memory_mib = machines.setting("CARVER_LAB_MEMORY", 2048)
-    if host.in_user_mode(host.NAME):
+    if in_user_mode:
         return UserModeMachines([guest.LAB_GUEST], memory_mib)
     cpus = machines.setting("CARVER_LAB_CPUS", 2)
     return Machines(_KIND, [guest.LAB_GUEST], cpus, memory_mib)
+
+
+def _remove_that_of_the_other_power() -> None:
+    """Remove a machine that was made while CARVER_LAB_POWER was another, if there is one."""
+    other = _of_power(in_user_mode=not host.in_user_mode(host.NAME))
+    if other.is_left:
+        other.down("the machine of another power")
 
 
 def _provision(*, only_if_changed: bool) -> None:

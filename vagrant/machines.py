@@ -121,7 +121,7 @@ class Machines:
 
         """
         with locked("libvirt"):
-            if self._record.exists() or self._settings.exists() or host.has_network():
+            if self.is_left or host.has_network():
                 _ensure_libvirt()
             if host.libvirt_answers():
                 with step(f"remove {what}", "down") as removing:
@@ -140,6 +140,11 @@ class Machines:
             self._remove_one(name)
         host.remove_tree(self._record)
         self._settings.unlink(missing_ok=True)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether something of the machines is recorded."""
+        return self._record.exists() or self._settings.exists()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Have libvirt running, and let no other program of this tree stop it meanwhile."""

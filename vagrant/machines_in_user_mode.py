@@ -31,6 +31,11 @@ class UserModeMachines:
         self.guests = [*guests]
         self._memory_mib, self._family = memory_mib, family
 
+    @property
+    def is_left(self) -> bool:
+        """Whether there is a machine."""
+        return bool(self.there())
+
     def there(self) -> list[str]:
         """Name the machines that there are."""
         described = {one.name for one in self.guests}

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vagrant import box, files, host, machines, machines_in_user_mode, progress
+from vagrant import box, files, host, lab, machines, machines_in_user_mode, progress
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
@@ -521,3 +521,23 @@ def test_machines_in_user_mode_that_are_of_another_box_or_not_described_are_made
     assert made.there() == ["carver-node-1"]
     assert UserModeMachines(guests, 4096, "carver-node-").fit() == []
     assert (tmp_path / "user-mode" / "carver-lab").exists()
+
+
+@pytest.mark.parametrize("power", ["libvirt", "user-mode"])
+def test_a_machine_that_was_made_by_another_power_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, power: str
+) -> None:
+    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(host, "has_network", lambda: False)
+    monkeypatch.setattr(host, "remove_tree", _remove_tree)
+    monkeypatch.setattr(Guest, "disconnect", lambda self: None)
+    monkeypatch.setenv("CARVER_LAB_POWER", power)
+    machine = tmp_path / "user-mode" / "carver-lab"
+    machine.mkdir(parents=True)
+    asked: list[str] = []
+    monkeypatch.setattr(Machines, "down", lambda self, what: asked.append(what))
+    (tmp_path / "machine.json").write_text("{}")
+    lab._remove_that_of_the_other_power()
+    assert machine.exists() is (power == "user-mode")
+    assert asked == (["the machine of another power"] if power == "user-mode" else [])
