@@ -33,7 +33,9 @@ set -eu
 sysctl --quiet --write net.ipv4.ip_forward=1
 ip route replace {pods} via {bridge}
 if ! [ -e {disk} ]; then truncate --size {size} {disk}; fi
-if [ -z "$(losetup --associated {disk})" ]; then losetup --find {disk}; fi
+# Past the memory of the machine: lvm2 does not flush what it writes, and where a power cut followed
+# within half a minute, volumes that had been deleted came back.
+if [ -z "$(losetup --associated {disk})" ]; then losetup --direct-io=on --find {disk}; fi
 device=$(losetup --associated {disk} --noheadings --output NAME | head --lines 1)
 # cadvisor wants to know the processor's clock, which a kernel in user mode does not tell.
 if ! grep --quiet 'cpu MHz' /proc/cpuinfo; then
