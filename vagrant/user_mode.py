@@ -95,11 +95,7 @@ class InUserMode(Power):
             return
         # Its programs are processes of the same session, which nobody would end with it.
         _signal(f"-{os.getpgid(pid)}", signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while self._pid() is not None:
-            if time.monotonic() > deadline:
-                raise GuestError(f"process {pid} of {self.name} does not end")
-            time.sleep(0.1)
+        self._until("shut off", "")
 
     def start_again(self) -> None:
         """Start a machine anew that hangs."""
@@ -109,10 +105,12 @@ class InUserMode(Power):
     def pause(self) -> None:
         """Stop its kernel; a program that runs meanwhile waits at its next system call."""
         _signal(str(self._running()), signal.SIGSTOP)
+        self._until("paused")
 
     def resume(self) -> None:
         """Let its kernel go on."""
         _signal(str(self._running()), signal.SIGCONT)
+        self._until("running")
 
     def remove(self) -> None:
         """End the machine, and remove its disk and its network card."""
@@ -140,6 +138,14 @@ class InUserMode(Power):
         # Another process may have the id by now.
         words = files.read_text(Path(f"/proc/{text}/cmdline")).split("\0")
         return int(text) if f"umid={self.name}" in words else None
+
+    def _until(self, *states: str) -> None:
+        """Wait for what a signal does: it has been sent, and may not have arrived."""
+        deadline = time.monotonic() + 60
+        while (found := self.state()) not in states:
+            if time.monotonic() > deadline:
+                raise GuestError(f"machine {self.name} is {found}, not {states[0]}")
+            time.sleep(0.1)
 
     def _running(self) -> int:
         if (pid := self._pid()) is None:
