@@ -40,7 +40,6 @@ from vagrant import (
     host,
     images,
     machines,
-    machines_in_user_mode,
     node,
 )
 from vagrant.control_plane import ControlPlane, ControlPlaneError
@@ -163,7 +162,7 @@ class Cluster:
         What is there already is left as it is, so that an interrupted `up` goes on where it was.
         libvirt is started last, as it is stopped while it has no machine.
         """
-        machines.prepare(*([machines_in_user_mode.PACKAGE] if _in_user_mode() else []))
+        machines.prepare(in_user_mode=_in_user_mode())
         self.programs.build(
             [
                 *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),

@@ -29,7 +29,8 @@ PACKAGES = (
     "openssh-client",
     "python3-venv",
 )
-# The program of a machine in user mode (user-mode-linux).
+_USER_MODE_PACKAGE = "user-mode-linux"
+# The program in it that a machine in user mode is.
 USER_MODE = "linux.uml"
 # Those of libvirt and its machines, as /proc/PID/comm has them.
 _OF_LIBVIRT = {"libvirtd", "qemu-system-x86"}
@@ -139,9 +140,9 @@ def digest_of(*parts: str) -> str:
     return content.hexdigest()
 
 
-def missing_packages(*more: str) -> list[str]:
-    """Name the packages the lab needs, and those named, that are not installed."""
-    wanted = [*PACKAGES, *more]
+def missing_packages(*, in_user_mode: bool) -> list[str]:
+    """Name the packages the lab needs that are not installed."""
+    wanted = [*PACKAGES, *([_USER_MODE_PACKAGE] if in_user_mode else [])]
     query = ["dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Package}\n", *wanted]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)  # 1: some unknown
     lines = (line.split() for line in answer.stdout.splitlines())

@@ -14,7 +14,7 @@ from pathlib import Path
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vagrant import box, guest, host, machines, machines_in_user_mode
+from vagrant import box, guest, host, machines
 from vagrant.guest import reboot, reset, run, sync
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
@@ -35,7 +35,7 @@ _INSTALLERS = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
 def up() -> None:
     """Bring the machine up with the present tree's Carver in it; quick if all is so already."""
     with machines.locked(_KIND):
-        machines.prepare(*([machines_in_user_mode.PACKAGE] if host.in_user_mode(host.NAME) else []))
+        machines.prepare(in_user_mode=host.in_user_mode(host.NAME))
         _remove_that_of_the_other_power()
         _machines().ensure()
         _provision(only_if_changed=True)

@@ -283,9 +283,9 @@ def _uploaded() -> Path:
     return host.LAB / "uploaded"
 
 
-def prepare(*packages: str) -> None:
-    """Have the host's packages, more that are named, and the box; quick if all is there."""
-    if missing := host.missing_packages(*packages):
+def prepare(*, in_user_mode: bool) -> None:
+    """Have the host's packages and the box; quick if all is there."""
+    if missing := host.missing_packages(in_user_mode=in_user_mode):
         with step(f"install {len(missing)} Debian packages", "apt") as apt:
             host.install_packages(apt, missing)
     box.make_key()

@@ -16,7 +16,6 @@ from vagrant.machines import locked
 from vagrant.progress import Step, step
 from vagrant.user_mode import BRIDGE, BRIDGE_ADDRESS, MADE_OF, InUserMode, folder, ip
 
-PACKAGE = "user-mode-linux"
 _MODULES = Path("/usr/lib/uml/modules")
 # The kernel that a guest's programs see maps each page by itself (mmap(2) on the host), and a Go
 # program of some size has more than the usual 65,530 of them.
@@ -49,12 +48,13 @@ class UserModeMachines:
     def fit(self) -> list[str]:
         """Remove machines that are not described, or are made of another box; name those left."""
         described, made_of = {one.name for one in self.guests}, self._made_of()
+        there = self.there()
         staying = [
             name
-            for name in self.there()
+            for name in there
             if name in described and files.read_json(folder() / name / MADE_OF) == made_of
         ]
-        if gone := [name for name in self.there() if name not in staying]:
+        if gone := [name for name in there if name not in staying]:
             with step(f"remove {', '.join(gone)}: not as it is wanted any more", "down"):
                 for name in gone:
                     _remove(name)
@@ -149,7 +149,7 @@ _PUT_MODULES = """
 mount -o loop "$1" "$2"
 trap 'umount "$2"' EXIT
 mkdir -p "$2/lib/modules"
-cp -a "/usr/lib/uml/modules/$3" "$2/lib/modules/"
+cp -a "$3" "$2/lib/modules/"
 # It makes network units of the kernel's command line.
 mkdir -p "$2/etc/systemd/system/sysinit.target.wants"
 ln -sf /lib/systemd/system/systemd-network-generator.service \\
@@ -162,8 +162,12 @@ def _make_base(making: Step) -> None:
     base = _base()
     if base.exists():
         return
+    # A machine's disk has only what differs from its base: also one that is off needs that.
+    made_of = [files.read_json(one) or {} for one in folder().glob(f"*/{MADE_OF}")]
+    needed = {one.get("base") for one in made_of}
     for old in host.LAB.glob(f"{host.NAME}-*.raw"):
-        old.unlink()
+        if str(old) not in needed:
+            old.unlink()
     part = base.with_suffix(".part")
     image, mounted = base.with_suffix(".img"), base.with_suffix(".mount")
     with image.open("wb") as unpacked:
@@ -172,7 +176,7 @@ def _make_base(making: Step) -> None:
     making.run("qemu-img", "convert", "-O", "raw", image, part)
     image.unlink()
     mounted.mkdir(exist_ok=True)
-    making.run(*host.as_root("sh", "-ec", _PUT_MODULES, "sh", part, mounted, _kernel()))
+    making.run(*host.as_root("sh", "-ec", _PUT_MODULES, "sh", part, mounted, _MODULES / _kernel()))
     mounted.rmdir()
     part.rename(base)
 

@@ -498,46 +498,68 @@ def test_a_process_that_has_an_ended_machine_s_id_is_not_taken_for_it(kernel: In
         other.kill()
 
 
-def test_machines_in_user_mode_that_are_of_another_box_or_not_described_are_made_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a lab without machines, which has no network either."""
     monkeypatch.setattr(host, "LAB", tmp_path)
     monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(host, "has_network", lambda: False)
     monkeypatch.setattr(host, "remove_tree", _remove_tree)
     monkeypatch.setattr(Guest, "disconnect", lambda self: None)
+    return tmp_path
+
+
+def test_machines_in_user_mode_that_are_of_another_box_or_not_described_are_made_anew(
+    monkeypatch: pytest.MonkeyPatch, empty: Path
+) -> None:
     monkeypatch.setattr(machines_in_user_mode, "_base", lambda: Path("/box.raw"))
     for name, base in (
         *(("carver-node-1", "/box.raw"), ("carver-node-2", "/older.raw")),
         *(("carver-node-3", "/box.raw"), ("carver-lab", "/older.raw")),
     ):
-        (tmp_path / "user-mode" / name).mkdir(parents=True)
+        (empty / "user-mode" / name).mkdir(parents=True)
         made_of = json.dumps({"base": base, "memory": 3072})
-        (tmp_path / "user-mode" / name / "made-of.json").write_text(made_of)
+        (empty / "user-mode" / name / "made-of.json").write_text(made_of)
     guests = [guest_of("carver-node-1"), guest_of("carver-node-2")]
     made = UserModeMachines(guests, 3072, "carver-node-")
     assert made.there() == ["carver-node-1", "carver-node-2", "carver-node-3"]
     assert made.fit() == ["carver-node-1"]
     assert made.there() == ["carver-node-1"]
     assert UserModeMachines(guests, 4096, "carver-node-").fit() == []
-    assert (tmp_path / "user-mode" / "carver-lab").exists()
+    assert (empty / "user-mode" / "carver-lab").exists()
 
 
 @pytest.mark.parametrize("power", ["libvirt", "user-mode"])
 def test_a_machine_that_was_made_by_another_power_is_removed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, power: str
+    monkeypatch: pytest.MonkeyPatch, empty: Path, power: str
 ) -> None:
-    monkeypatch.setattr(host, "LAB", tmp_path)
-    monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(host, "has_network", lambda: False)
-    monkeypatch.setattr(host, "remove_tree", _remove_tree)
-    monkeypatch.setattr(Guest, "disconnect", lambda self: None)
     monkeypatch.setenv("CARVER_LAB_POWER", power)
-    machine = tmp_path / "user-mode" / "carver-lab"
+    machine = empty / "user-mode" / "carver-lab"
     machine.mkdir(parents=True)
     asked: list[str] = []
     monkeypatch.setattr(Machines, "down", lambda self, what: asked.append(what))
-    (tmp_path / "machine.json").write_text("{}")
+    (empty / "machine.json").write_text("{}")
     lab._remove_that_of_the_other_power()
     assert machine.exists() is (power == "user-mode")
     assert asked == (["the machine of another power"] if power == "user-mode" else [])
+
+
+def test_a_base_stays_while_a_machine_s_disk_is_built_on_it(
+    monkeypatch: pytest.MonkeyPatch, empty: Path
+) -> None:
+    needed, unused = empty / "carver-lab-old.raw", empty / "carver-lab-older.raw"
+    for base in (needed, unused):
+        base.touch()
+    machine = empty / "user-mode" / "carver-lab"
+    machine.mkdir(parents=True)
+    (machine / "made-of.json").write_text(json.dumps({"base": str(needed), "memory": 2048}))
+    monkeypatch.setattr(machines_in_user_mode, "_base", lambda: empty / "carver-lab-new.raw")
+    monkeypatch.setattr(machines_in_user_mode, "_kernel", lambda: "6.1.0")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    making = Step(empty / "log")
+    # The converter would have made it.
+    monkeypatch.setattr(Step, "run", lambda *_: (empty / "carver-lab-new.part").touch())
+    machines_in_user_mode._make_base(making)
+    assert needed.exists()
+    assert not unused.exists()
+    assert (empty / "carver-lab-new.raw").exists()
