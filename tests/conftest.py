@@ -29,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every",
         action="store_true",
-        help="also the cases that are much like another: those marked long, kills after each step"
-        " and not only before it, and with --real the variations (chosen.kinds)",
+        help="also the cases marked long, which are much like another, kills after each step"
+        " and not only before it, and with --real the variations and what is long on real LVM",
     )
     parser.addoption(
         "--sessions",
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--every"):
         return
-    marks = {"long", "variation"} if config.getoption("--real") else {"long"}
+    marks = {"long", "long_on_lvm", "variation"} if config.getoption("--real") else {"long"}
     left_out = [item for item in items if any(one.name in marks for one in item.iter_markers())]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)

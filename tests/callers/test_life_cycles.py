@@ -293,6 +293,7 @@ def health(machine: Machine, claim: Claim) -> dict[str, str]:
     "running", chosen.kinds([True, False], usual=[True]), ids=["its pod runs", "it has no pod"]
 )
 @pytest.mark.parametrize("kind", chosen.kinds(["plain", "thin", "raw", "two pods"], usual=["thin"]))
+@pytest.mark.long_on_lvm
 def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_made_smaller(
     kind: str, running: bool, cluster: Cluster, machine: Machine
 ) -> None:

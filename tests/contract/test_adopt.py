@@ -101,6 +101,7 @@ def state(host: AnyHost, group: str) -> object:
 
 
 @pytest.mark.parametrize("kind", chosen.kinds(MADE, usual=["topolvm"]))
+@pytest.mark.long_on_lvm
 def test_another_driver_s_volume_is_adopted_with_its_data(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, kind: str
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_raw_volume_keeps_its_data_and_is_erased_when_it_is_deleted(
     assert not any(host.read_bytes(make(host, group, "next"), 8 * MIB, len(MARK)))
 
 
+@pytest.mark.long_on_lvm
 def test_an_inactive_volume_stays_inactive_until_it_is_staged(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -306,6 +308,7 @@ def test_what_cannot_be_adopted_stays_as_it_is(
     assert client.volumes() == []
 
 
+@pytest.mark.long_on_lvm
 def test_what_is_in_use_is_neither_adopted_nor_given_back(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -578,6 +581,7 @@ def test_an_adopted_volume_grows_by_zeroes_where_its_class_promises_them(
 
 
 @pytest.mark.parametrize("own_kib", chosen.kinds([0, 4096], usual=[0]))
+@pytest.mark.long_on_lvm
 def test_an_undone_adoption_leaves_no_bound_of_carver_s_on_a_raid(
     host: AnyHost, config: Config, group: str, own_kib: int
 ) -> None:

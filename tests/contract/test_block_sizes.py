@@ -96,6 +96,7 @@ def test_a_copy_that_is_made_can_be_mounted(
     assert table.read(host.kernel).at(str(staging))
 
 
+@pytest.mark.long_on_lvm
 def test_a_raw_volume_keeps_to_the_blocks_that_its_user_counts_in(
     client: Client, host: AnyHost, four: str
 ) -> None:
@@ -162,6 +163,7 @@ def test_blocks_larger_than_the_nodes_pages_are_refused_at_once(
     assert not client.volumes()
 
 
+@pytest.mark.long_on_lvm
 def test_project_quotas_need_a_file_system_with_projects(client: Client, staging: Path) -> None:
     for parameters, flags in (
         ({"mountOptions": "prjquota"}, []),

@@ -75,6 +75,7 @@ def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]
 
 
 @pytest.mark.parametrize("text", chosen.kinds(["", "newer:1:1:0"], usual=["newer:1:1:0"]))
+@pytest.mark.long_on_lvm
 def test_a_volume_whose_layout_nothing_tells_is_used_and_not_changed(
     client: Client, host: AnyHost, group: str, text: str
 ) -> None:

@@ -95,6 +95,7 @@ def listed(two: Cluster) -> set[str]:
     return found
 
 
+@pytest.mark.long_on_lvm
 def test_a_volume_s_life(two: Cluster) -> None:
     volume = create(two, "pvc-1", "b")
     assert where(volume) == ["b"]
@@ -119,6 +120,7 @@ def test_a_volume_s_life(two: Cluster) -> None:
     assert two.client.volumes() == []
 
 
+@pytest.mark.long_on_lvm
 def test_snapshots_of_one_node_are_taken_together_and_those_of_two_are_refused(
     two: Cluster,
 ) -> None:
@@ -269,6 +271,7 @@ def test_a_volume_that_may_be_anywhere_is_put_where_most_room_is_and_stays_there
     assert create(two, "pvc-2") == volume
 
 
+@pytest.mark.long_on_lvm
 def test_a_node_that_starts_says_that_it_has_not_looked_at_its_disks(two: Cluster) -> None:
     """It listens before: a disk that hangs delays no call about others."""
     volume, b = create(two, "pvc-1", "a"), two.nodes["b"]

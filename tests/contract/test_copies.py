@@ -115,6 +115,7 @@ def test_clone_has_the_source_s_data(
 
 
 @pytest.mark.parametrize("name", chosen.kinds(["striped", "other"], usual=["other"]))
+@pytest.mark.long_on_lvm
 def test_copy_to_another_class_and_group(
     client: Client,
     snapshot: csi.Snapshot,
@@ -146,6 +147,7 @@ def test_zeroes_of_the_source_are_copied(
 
 
 @pytest.mark.parametrize("fs_type", chosen.kinds(filesystem.FILE_SYSTEMS, usual=["btrfs"]))
+@pytest.mark.long_on_lvm
 def test_source_and_copies_are_mounted_together(
     client: Client, host: AnyHost, group: str, fs_type: str
 ) -> None:
@@ -364,6 +366,7 @@ ERRORS = {"medium": errno.EIO, "full pool": errno.ENOSPC, "no answer": errno.ETI
 
 @pytest.mark.parametrize("kind", chosen.kinds(ERRORS, usual=["medium"]))
 @pytest.mark.parametrize("is_clone", chosen.kinds([False, True], usual=[False]))
+@pytest.mark.long_on_lvm
 def test_a_copy_that_meets_an_error_is_completed_by_the_repeated_call(
     client: Client,
     host: AnyHost,

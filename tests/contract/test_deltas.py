@@ -157,6 +157,7 @@ def require_backups_hold_all(disk: Disk) -> None:
     ),
 )
 @pytest.mark.timeout(7200)
+@pytest.mark.long_on_lvm
 def test_random_histories_are_reported_to_the_block(
     client: Client,
     service: Service,
@@ -581,6 +582,7 @@ def ranges_of(answers: Answers) -> list[Extent]:
 
 
 @layouts
+@pytest.mark.long_on_lvm
 def test_written_ranges_are_reported_without_reading_them(
     disk: Disk, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
         assert box.used_extents() == 0
 
 
+@pytest.mark.long_on_lvm
 def test_all_of_the_capacity_can_be_claimed(client: Client) -> None:
     free = client.capacity({"class": "linear"}).available_capacity
     assert free == client.capacity({"class": "plain"}).available_capacity - 4 * MIB
@@ -185,6 +186,7 @@ def test_a_key_that_is_empty_or_too_long_is_refused(box: Box, secrets: dict[str,
         box.stage(volume, secrets)
 
 
+@pytest.mark.long_on_lvm
 def test_a_volume_that_is_not_encrypted_is_never_opened_as_one(client: Client, box: Box) -> None:
     volume = create(client, "plain")
     before = box.host.read_bytes(box.logical(), 0, 4 * MIB)

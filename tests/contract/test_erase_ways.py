@@ -122,6 +122,7 @@ class TestLayouts:
         return configured.carver(tmp_path, group, wipe="discard", classes=classes)
 
     @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid1"]))
+    @pytest.mark.long_on_lvm
     def test_a_deleted_volume_does_not_show(
         self,
         client: Client,

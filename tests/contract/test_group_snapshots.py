@@ -203,6 +203,7 @@ def test_snapshots_are_of_one_moment(
         assert 0 < ahead <= len(written) + 1
 
 
+@pytest.mark.long_on_lvm
 def test_volumes_of_its_snapshots(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -243,6 +244,7 @@ def test_inactive_source(client: Client, pair: list[str], host: AnyHost, group: 
     assert names(host, group) == {"vol-data", "vol-wal"}
 
 
+@pytest.mark.long_on_lvm
 def test_volume_that_lvm2_reads_is_not_suspended(
     client: Client, pair: list[str], host: AnyHost, group: str, staging: Path, target: Path
 ) -> None:
@@ -382,6 +384,7 @@ def test_half_made_one_is_replaced(
     assert len(names(host, group)) == 4
 
 
+@pytest.mark.long_on_lvm
 def test_half_made_one_is_undone_at_start(
     client: Client,
     half: csi.VolumeGroupSnapshot,

@@ -159,6 +159,7 @@ def test_a_device_that_is_listed_later_is_reported_and_not_added(
     assert disks(lvm, name) == [first]
 
 
+@pytest.mark.long_on_lvm
 def test_a_group_of_that_name_on_other_disks_is_refused_unless_carver_made_it(
     host: AnyHost, group: str, tmp_path: Path, name: str
 ) -> None:

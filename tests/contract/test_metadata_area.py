@@ -84,6 +84,7 @@ def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
     assert "GroupMetadataFull" in {one.reason for one in client.storage_health()}
 
 
+@pytest.mark.long_on_lvm
 def test_a_deletion_never_wants_room_for_the_text(
     host: AnyHost, group: str, client: Client, filled: Callable[[int], None]
 ) -> None:

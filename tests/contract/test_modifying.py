@@ -108,6 +108,7 @@ def test_read_ahead_is_set_at_creation_and_changed_while_mounted(
 
 
 @pytest.mark.parametrize("name", chosen.kinds(RAIDS, usual=["raid1"]))
+@pytest.mark.long_on_lvm
 def test_recovery_rates_of_a_raid_are_changed_and_removed(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:

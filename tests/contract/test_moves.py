@@ -657,6 +657,7 @@ class Counted(nodes.Wrapped):
 
 @pytest.mark.parametrize("layout", chosen.kinds(["linear", "thin"], usual=["linear"]))
 @pytest.mark.parametrize("begun", chosen.kinds(["now", "before"], usual=["now"]))
+@pytest.mark.long_on_lvm
 def test_during_the_hold_only_the_last_changes_are_read(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str, begun: str
 ) -> None:
@@ -793,6 +794,7 @@ def test_a_file_system_moves(here: Node, there: Node) -> None:
     move(here, Stand(there), volume).finish()
 
 
+@pytest.mark.long_on_lvm
 def test_what_was_asked_for_moves_with_a_volume(here: Node, there: Node) -> None:
     """A claim's snapshot can be restored at the claim's size, on the other node as well."""
     asked = 10_000_000

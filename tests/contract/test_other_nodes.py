@@ -86,6 +86,7 @@ def shown(seen: status.Overview) -> str:
 
 
 @pytest.mark.parametrize("case", chosen.kinds(CASES, usual=["exported"]))
+@pytest.mark.long_on_lvm
 def test_a_group_of_another_node_is_reported_and_left_alone_until_it_is_given_back(
     client: Client, service: Service, host: AnyHost, config: Config, group: str, case: str
 ) -> None:

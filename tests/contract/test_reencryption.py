@@ -151,6 +151,7 @@ def at_last(call: Callable[[], object]) -> set[str]:
     ("name", "of"), [("shared", "own"), pytest.param("thin", "thin", marks=pytest.mark.variation)]
 )
 @pytest.mark.parametrize("kind", chosen.kinds(["snapshot", "volume"], usual=["snapshot"]))
+@pytest.mark.long_on_lvm
 def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     client: Client, box: Box, source: csi.Volume, of: str, kind: str
 ) -> None:

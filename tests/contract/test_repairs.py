@@ -127,6 +127,7 @@ def until_replaced(client: Client, old: str, new: str) -> None:
     raise AssertionError(message)
 
 
+@pytest.mark.long_on_lvm
 def test_a_disk_that_is_too_small_or_in_use_is_refused(
     client: Client, host: AnyHost, disks: list[str]
 ) -> None:

@@ -80,6 +80,7 @@ def extents(host: AnyHost, group: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("takes_all", [False, True], ids=["a slice", "all that is free"])
+@pytest.mark.long_on_lvm
 def test_a_pool_grows_while_free_extents_are_overwritten(
     client: Client,
     service: Service,
@@ -106,6 +107,7 @@ def test_a_pool_grows_while_free_extents_are_overwritten(
     client.create("pvc-2", EXTENT, block())
 
 
+@pytest.mark.long_on_lvm
 def test_a_cow_store_grows_while_free_extents_are_overwritten(
     client: Client, service: Service, host: AnyHost, group: str, sweep: Sweep
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_cow_store_grows_while_free_extents_are_overwritten(
     assert extents(host, group, "snap-s") > 2
 
 
+@pytest.mark.long_on_lvm
 def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it(
     client: Client, service: Service, host: AnyHost, group: str, sweep: Sweep
 ) -> None:
@@ -135,6 +138,7 @@ def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it
     expect.soon(lambda: not names(host, group))
 
 
+@pytest.mark.long_on_lvm
 def test_a_disk_that_a_move_filled_is_not_swept_though_carver_was_restarted(
     host: AnyHost, config: Config
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_key_rotates_while_the_volume_stays_staged(used: Used) -> None:
     used.opens_by(NEW)
 
 
+@pytest.mark.long_on_lvm
 def test_a_key_rotates_at_a_repeated_stage(used: Used) -> None:
     """As after a restart of kubelet."""
     used.stage(BOTH)

@@ -213,6 +213,7 @@ def test_a_running_node_is_replaced(
     assert asked
 
 
+@pytest.mark.long_on_lvm
 def test_a_lost_node_is_replaced_from_backups(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:

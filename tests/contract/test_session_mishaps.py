@@ -202,6 +202,7 @@ def at_each(name: str, host: AnyHost) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("name", chosen.kinds(NAMES, usual=USUAL))
+@pytest.mark.long_on_lvm
 def test_a_call_repeated_after_a_mishap_of_the_shell_succeeds(
     name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]
 ) -> None:

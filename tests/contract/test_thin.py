@@ -60,6 +60,7 @@ def started(host: AnyHost) -> list[str]:
     return words
 
 
+@pytest.mark.long_on_lvm
 def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
 @pytest.mark.parametrize(
     "is_wanted", chosen.kinds([True, False], usual=[True]), ids=["created", "given up"]
 )
+@pytest.mark.long_on_lvm
 def test_a_half_made_pool_is_made_again_or_removed(
     client: Client, host: AnyHost, group: str, staging: Path, service: Service, is_wanted: bool
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_half_made_pool_is_made_again_or_removed(
         assert not report.read(host.lvm).group(group).volumes
 
 
+@pytest.mark.long_on_lvm
 def test_a_volume_that_lvm2_died_while_making_is_made_anew_or_deleted(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -120,6 +123,7 @@ def test_a_volume_that_lvm2_died_while_making_is_made_anew_or_deleted(
     assert client.create("pvc-1", 40 * MIB, block(), parameters=THIN).volume_id == volume.volume_id
 
 
+@pytest.mark.long_on_lvm
 def test_a_snapshot_that_lvm2_died_while_making_has_what_the_volume_has_when_it_is_repeated(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -143,6 +147,7 @@ def test_a_snapshot_that_lvm2_died_while_making_has_what_the_volume_has_when_it_
         pytest.param(("_tdata", "_tmeta"), id="left in parts"),
     ],
 )
+@pytest.mark.long_on_lvm
 def test_a_volume_whose_pool_is_not_active_is_staged(
     client: Client, host: AnyHost, group: str, staging: Path, parts: tuple[str, ...]
 ) -> None:
@@ -223,6 +228,7 @@ def test_a_volume_in_use_is_not_deleted(client: Client, staging: Path) -> None:
     client.unstage(volume.volume_id, staging)
 
 
+@pytest.mark.long_on_lvm
 def test_dmeventd_watches_neither_a_pool_nor_a_cow_store(
     client: Client, service: Service, host: AnyHost, group: str
 ) -> None:
