@@ -7,9 +7,11 @@ while it has not looked at all its disks since its start. PersistentVolumes name
 PersistentVolumes decide who is called for what exists, if that node claims the group; nothing new
 is made on any node that claims the group; and no order of events counts.
 
-The only claim to a group that no PersistentVolume names counts once it is settled:
+The only claim to a group that no PersistentVolume names counts for what exists once it is settled:
 PersistentVolumes were read after it, and no other member may have the group without anyone knowing.
-Such a member has reported no groups to this controller yet, and no PersistentVolume names it.
+Such a member has reported no groups to this controller yet, and no PersistentVolume names it. For
+new volumes the claim counts without that once such a member has been silent for two minutes: one
+broken node keeps no volume off the others.
 """
 
 import asyncio
@@ -370,16 +372,19 @@ class Nodes:
         """Whether a node's claim to a group counts by itself: from then on, while it is alone."""
         if self._holders(uuid) != {node.name}:
             return False
-        if uuid not in node.settled and not self._unsettled(node, uuid):
+        if uuid not in node.settled and not self._unsettled(node, uuid, self._unreported(node)):
             node.settled.add(uuid)
         return uuid in node.settled
 
-    def _unsettled(self, node: Node, uuid: str) -> str:
-        """Why the only claim to a group does not count yet; empty where it does."""
+    def _unsettled(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+        """Why the only claim to a group does not count yet; empty where it does.
+
+        The group may be that of `others`, which have reported no groups.
+        """
         if not self._record.is_newer(node.claimed.get(uuid, 0.0)):
             self._record.doubt_claim()
             return "PersistentVolumes, which may name another, are being read"
-        if others := self._unreported(node):
+        if others:
             return (
                 f"it may be that of {_several(others)}: no PersistentVolume names such a node, and"
                 " it has not reported its groups to this controller. Start Carver there, or delete"
@@ -393,6 +398,10 @@ class Nodes:
             return ()
         known = {one.name for one in self if one.has_reported} | self._record.named
         return sorted(self._record.members - known - {node.name})
+
+    def _coming(self, node: Node) -> Sequence[str]:
+        """Those of the other members without reported groups that came a moment ago."""
+        return [one for one in self._unreported(node) if self._is_new(one)]
 
     def _must_ask(self, uuid: str) -> bool:
         """Whether nodes are to be asked once more who has a group, before a call is refused."""
@@ -420,8 +429,14 @@ class Nodes:
             if not claiming:
                 raise NoOwner(self._unknown(parsed, what))
             [name] = claiming
-            if not self._is_settled(node := self._nodes[name], uuid):
-                raise unavailable(f"{what}: {self._unproved(node, uuid)}")
+            node = self._nodes[name]
+            if self._is_settled(node, uuid):
+                return node
+            # Its PersistentVolume may be newer than the last reading.
+            own = await self._asked(self._record.node_of, parsed)
+            self._record.doubt()
+            if own != name or self._holders(uuid) != {name}:
+                raise unavailable(f"{what}: {self._unproved(node, uuid, self._unreported(node))}")
             return node
         [name] = named
         node = self._nodes[name]
@@ -445,11 +460,12 @@ class Nodes:
         is_sure = len(claiming) == 1 and all(one.has_all_named for one in others)
         return claiming if is_sure else frozenset()
 
-    def _unproved(self, node: Node, uuid: str) -> str:
-        """Why the only claim to a group does not count yet."""
+    def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+        """Why the only claim to a group, which may be that of `others`, does not count yet."""
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), which no"
-            f" PersistentVolume names, and that does not count yet: {self._unsettled(node, uuid)}"
+            " PersistentVolume names, and that does not count yet:"
+            f" {self._unsettled(node, uuid, others)}"
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
@@ -487,13 +503,15 @@ class Nodes:
         """Why no volume is made on a node; empty if one may be.
 
         Either another node may have one of its groups: which group a class uses, only the node
-        knows. Or each of its groups may be that of a member whose groups are not known.
+        knows. Or each of its groups may be that of a member that came a moment ago, and may report
+        it yet. One that stays silent keeps no volume off another node: if both have the same group,
+        PersistentVolumes name the node that has volumes.
         """
         if problem := self.conflict(node):
             return problem
-        if self._has_own(node) or not self._unreported(node):
+        if self._has_own(node) or not (coming := self._coming(node)):
             return ""
-        return self._unproved(node, min(node.groups))
+        return self._unproved(node, min(node.groups), coming)
 
     def has_no_room(self, node: Node) -> bool:
         """Whether a node's capacity is 0 because no volume is made on it.
@@ -514,7 +532,7 @@ class Nodes:
         """
         if self.conflict(node):
             return not self.conflict(node, is_lasting=True)
-        return any(map(self._is_new, self._unreported(node)))
+        return bool(self._coming(node))
 
     def _is_new(self, name: str) -> bool:
         """Whether a member came a moment ago: one that is not taken over yet, too."""
@@ -524,7 +542,7 @@ class Nodes:
     def require_own(self, node: Node) -> None:
         """Raise Refused for a node that has groups, of which none counts as its own yet."""
         if not self._has_own(node):
-            raise unavailable(self._unproved(node, min(node.groups)))
+            raise unavailable(self._unproved(node, min(node.groups), self._coming(node)))
 
     def _has_own(self, node: Node) -> bool:
         return not node.groups or any(self._is_own(node, uuid) for uuid in node.groups)
@@ -559,7 +577,7 @@ class Nodes:
             raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
         for one in map(self._nodes.__getitem__, holders):
             if uuid in one.groups and not self._is_own(one, uuid):
-                raise unavailable(f"{what}: {self._unproved(one, uuid)}")
+                raise unavailable(f"{what}: {self._unproved(one, uuid, self._coming(one))}")
 
     def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
         """Raise Refused unless another node has the group of an id, and tells of it itself."""
@@ -576,12 +594,19 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a group is a node's: PersistentVolumes name that node, or its claim is settled.
+        """Whether a group is a node's for what is made there from now on, and for what it lists.
 
-        That they may name a node, as it had the group until lately, proves nothing for that node.
+        PersistentVolumes name that node; or they name none, and only this node claims the group,
+        while no member that may have it too is still expected to report. That they may name a
+        node, as it had the group until lately, proves nothing for that node.
         """
         named = self._record.nodes_of(uuid) & self._nodes.keys()
-        return node.name in named if named else self._is_settled(node, uuid)
+        if named:
+            return node.name in named
+        return self._is_settled(node, uuid) or (
+            self._holders(uuid) == {node.name}
+            and not self._unsettled(node, uuid, self._coming(node))
+        )
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
         """The node that has the group of an id by now, if that is another; asks the first again.

@@ -1018,7 +1018,7 @@ def test_nothing_is_forgotten_by_a_node_that_does_not_say_that_it_has_looked(
 
 
 def test_no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node() -> None:
-    """So no PersistentVolume outlasts a theft: it would name the thief for good."""
+    """While that node is waited for: a PersistentVolume would name the thief for good."""
     with asyncio.Runner() as runner:
         history = History(runner.run)
         history.removes("a")
@@ -1072,18 +1072,19 @@ def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() 
             assert owner(history, FIRST, f"vol-pvc-{FIRST}") != "b"
 
 
-def assert_no_room_later(history: History, node: Node) -> None:
-    """A 0 would be kept for minutes, and c, which came a moment ago, may report in a moment."""
+def assert_waits_for_c(history: History, node: Node) -> None:
+    """For two minutes c, which came a moment ago, may report; a 0 would be kept for minutes."""
     with pytest.raises(Refused, match="it may be that of c"):
         history.known.has_no_room(node)
     silent = history.known.get("c")
     assert silent is not None
     silent.joined_seconds -= 120
-    assert history.known.has_no_room(node)
+    assert not history.known.has_no_room(node)
+    assert not history.known.no_new(node)
 
 
 def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only() -> None:
-    """What it costs that a claim must be settled, and what ends it."""
+    """New volumes for two minutes, calls for what no PersistentVolume names until it is known."""
     with asyncio.Runner() as runner:
         history = History(runner.run)
         history.removes("b")
@@ -1104,10 +1105,16 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
             history.known.no_new(b)
         )
         assert not history.known.conflict(b)
-        assert_no_room_later(history, b)
+        assert_waits_for_c(history, b)
         assert not history.known.has_no_room(a)
         said = owner(history, uuid_of(1), "vol-1")
         assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
+        assert "it may be that of c: no PersistentVolume names such a node" in said
+        assert history.known.places(b) == {f"data@{uuid_of(1)}"}
+        # Its PersistentVolume is newer than the last reading.
+        history._memory.volumes["pvc-1"] = {"spec": spec_of(f"data@{uuid_of(1)}/vol-pvc-1", "b")}
+        assert owner(history, uuid_of(1), "vol-pvc-1") == "b"
+        assert owner(history, uuid_of(1), "vol-1").startswith("UNAVAILABLE: ")
         history.act("node_goes", "c")
         assert not history.known.no_new(b)
         assert not history.known.has_no_room(b)
@@ -1131,7 +1138,7 @@ def test_a_member_that_came_a_moment_ago_makes_no_capacity_0_of_a_node_that_came
         history._memory.nodes["c"] = {TOPOLOGY_KEY: "c"}
         history.claims["b"] = {uuid_of(1)}
         history.settle()
-        assert_no_room_later(history, b)
+        assert_waits_for_c(history, b)
 
 
 def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0_and_no_alarm(
