@@ -115,6 +115,7 @@ def known() -> set[str]:
     }
 
 
+@pytest.mark.long
 def test_no_process_has_a_secret_in_an_argument_or_a_variable(
     sender: SecretSender,
     secret: str,
