@@ -3,7 +3,7 @@
 User-mode Linux is the kernel built for its own processes: a guest's programs run on the host's
 processor as they are, and only their system calls are its kernel's. So it needs no virtualization,
 and where there is none a guest computes twenty times as fast as one that qemu emulates; a new
-process costs as much in both. Device-mapper, loop devices, overlays, cgroups and netfilter are
+process costs a third. Device-mapper, loop devices, overlays, cgroups and netfilter are
 those of Debian's kernel. A guest has one processor, and no controller `cpuset`.
 
 `InUserMode` runs one; machines_in_user_mode.py makes and removes them. See
@@ -72,7 +72,8 @@ class InUserMode(Power):
         # A kernel whose id another one has left takes an id of its own invention.
         host.remove_tree(self._ids)
         words = [
-            *("setsid", "env", f"TMPDIR={_memory()}", host.USER_MODE),
+            *("setsid", "env", f"TMPDIR={_memory()}"),
+            *("taskset", "--cpu-list", str(processor(self._number)), host.USER_MODE),
             *(f"umid={self.name}", f"uml_dir={folder() / 'ids'}", f"mem={made_of['memory']}M"),
             *(f"ubd0={self.folder / 'disk.cow'},{made_of['base']}", "root=/dev/ubda", "rw"),
             f"vec0:transport=tap,ifname={self._tap},depth=128,gro=1,mac={self._mac}",
@@ -156,6 +157,16 @@ class InUserMode(Power):
 def folder() -> Path:
     """Where the machines are."""
     return host.LAB / "user-mode"
+
+
+def processor(number: int) -> int:
+    """The host's processor on which a machine of that number runs.
+
+    Its kernel and its programs take turns at each system call: on one processor that is a switch,
+    on two an interrupt, and a new process takes three times as long.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[number % len(usable)]
 
 
 def _memory() -> str:

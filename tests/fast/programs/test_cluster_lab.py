@@ -30,6 +30,7 @@ from vagrant import (
     machines,
     node,
     programs,
+    user_mode,
     venv,
 )
 from vagrant.control_plane import ControlPlaneError
@@ -907,3 +908,11 @@ def test_of_calls_that_repeat_by_the_hundred_two_of_each_kind_are_kept() -> None
         made[3],
         made[4],
     ]
+
+
+def test_machines_in_user_mode_are_shared_out_to_the_processors_one_to_each() -> None:
+    """On two of them a machine's kernel and programs would interrupt each other at each call."""
+    usable = os.sched_getaffinity(0)
+    found = [user_mode.processor(number) for number in range(len(usable))]
+    assert set(found) == usable
+    assert user_mode.processor(len(usable)) == found[0]
