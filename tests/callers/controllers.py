@@ -101,9 +101,18 @@ class Volumes(Record):
             if one.node in self._cluster.nodes
         )
 
-    def node_of(self, identity: VolumeId) -> str:
+    def names_deleted(self, group_uuid: str) -> bool:
+        return any(
+            (parsed := VolumeId.parse(one.id)) is not None
+            and parsed.group_uuid == group_uuid
+            and one.node not in self._cluster.nodes
+            for one in self._cluster.volumes()
+        )
+
+    def node_of(self, identity: VolumeId) -> str | None:
         every = self._cluster.volumes()
-        return next((one.node for one in every if one.id == str(identity)), "")
+        named = next((one.node for one in every if one.id == str(identity)), None)
+        return named if named is None or named in self._cluster.nodes else ""
 
 
 class Controller:

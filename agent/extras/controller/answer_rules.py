@@ -68,6 +68,8 @@ class Asked:
     places: Set[str]
     # Whether an id is in a volume group that is another node's.
     is_elsewhere: Callable[[VolumeId], bool]
+    # Whether an id's own PersistentVolume names another node, where several have the group.
+    is_anothers: Callable[[VolumeId], bool]
     # The answer, and that message of it which has the field to be judged.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
@@ -89,9 +91,9 @@ def its_own(prefix: str) -> Rule:
     begins = f"{prefix}-", f"{prefix}."
 
     def judge(value: str, asked: Asked) -> str:
-        place, _, name = value.partition("/")
-        if place not in asked.places:
-            return _not_there(asked)
+        name = value.partition("/")[2]
+        if problem := _not_there(value, asked):
+            return problem
         if not name.startswith(begins) or not ids.is_name(name):
             return f"it must be the id of a {prefix!r}"
         return ""
@@ -105,7 +107,7 @@ def the_asked(key: str) -> Rule:
     def judge(value: str, asked: Asked) -> str:
         if value != (wanted := getattr(asked.request, key)):
             return f"asked for was {wanted!r}"
-        return "" if _place(value) in asked.places else _not_there(asked)
+        return _not_there(value, asked)
 
     return judge
 
@@ -126,8 +128,8 @@ def named_as_asked(prefix: str, sources: str = "") -> Rule:
 
     def judge(value: str, asked: Asked) -> str:
         place, _, name = value.partition("/")
-        if place not in asked.places:
-            return _not_there(asked)
+        if problem := _not_there(value, asked):
+            return problem
         if name != (wanted := names.logical_volume(prefix, asked.request.name)):
             return f"the name that was asked for gives {wanted!r}"
         if sources and place not in map(_place, routes.ids_in(asked.request, sources)):
@@ -174,7 +176,7 @@ def group_snapshot_or_none(value: str, asked: Asked) -> str:
     """
     parsed = VolumeId.parse(value)
     if not value or (parsed and names.is_of(ids.GROUP_SNAPSHOT_PREFIX, parsed.name)):
-        return _not_there(asked) if parsed and asked.is_elsewhere(parsed) else ""
+        return _in_no_group(asked) if parsed and asked.is_elsewhere(parsed) else ""
     return f"it must be the id of a {ids.GROUP_SNAPSHOT_PREFIX!r}"
 
 
@@ -320,7 +322,16 @@ def _place(identity: str) -> str:
     return identity.partition("/")[0]
 
 
-def _not_there(asked: Asked) -> str:
+def _not_there(identity: str, asked: Asked) -> str:
+    """Why an id is not the node's; empty if it may be."""
+    if _place(identity) not in asked.places:
+        return _in_no_group(asked)
+    if (parsed := VolumeId.parse(identity)) is not None and asked.is_anothers(parsed):
+        return f"its PersistentVolume names another node than {asked.node}"
+    return ""
+
+
+def _in_no_group(asked: Asked) -> str:
     return f"it is in no volume group of node {asked.node}"
 
 
@@ -508,8 +519,8 @@ class Row:
         """Raise Untrue where the node has carried out what is about another's volume."""
         for one in [value] if isinstance(value, str) else value:
             # What is no id is no volume's: to delete it is done.
-            if _place(one) not in asked.places and VolumeId.parse(one) is not None:
-                raise Untrue(f"the request's {key}", one, _not_there(asked))
+            if VolumeId.parse(one) is not None and (problem := _not_there(one, asked)):
+                raise Untrue(f"the request's {key}", one, problem)
 
 
 def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> None:

@@ -4,6 +4,7 @@ The caller gets the bytes that the node sent, with the fields that this version 
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -41,14 +42,16 @@ class Answers:
         data: bytes,
         timeout: float | None,
         *,
+        owned: Sequence[str] = (),
         in_part: bool = False,
     ) -> tuple[bytes, Any]:
         """Call a node with the bytes of a request: the bytes of its answer, and the answer.
 
+        `owned` are the request's ids that the call goes to this node for.
         Raises AioRpcError, Refused; the latter also where what another node is to tell was left out
         and none does.
         """
-        asked = self.asked(node, request)
+        asked = self.asked(node, request, owned)
         try:
             answer = await unary(node, path, data, timeout)
         except Untrue as error:
@@ -58,7 +61,7 @@ class Answers:
             self._nodes.require_elsewhere(node, one, "the answer")
         return answer, found
 
-    def asked(self, node: Node, request: Message) -> Asked:
+    def asked(self, node: Node, request: Message, owned: Sequence[str] = ()) -> Asked:
         """By what the answers of a node to a request are read; to be had before it is sent.
 
         What the node had then is its own, even if a group is moved to another node meanwhile.
@@ -67,8 +70,9 @@ class Answers:
             request,
             node.name,
             csi.Topology(segments=node.segments),
-            self._nodes.places(node),
+            self._nodes.places(node).union(one.rpartition("/")[0] for one in owned if one),
             lambda one: self._nodes.is_elsewhere(node, one),
+            lambda one: self._nodes.is_anothers(node, one),
         )
 
     async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:
@@ -86,7 +90,8 @@ class Answers:
                 return _judged(path, asked, data)
             except Untrue as error:
                 problem = error
-        if isinstance(problem.value, str) and (parsed := VolumeId.parse(problem.value)):
+        parsed = VolumeId.parse(problem.value) if isinstance(problem.value, str) else None
+        if parsed is not None and self._nodes.may_have(node, parsed):
             self._nodes.require_undisputed(parsed, "the answer")
         raise _refused(node, path, problem)
 

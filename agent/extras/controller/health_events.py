@@ -206,7 +206,7 @@ class HealthEvents(Extra):
     def _of_volume(
         self, node: Node, parsed: VolumeId, health: csi.VolumeHealth
     ) -> Sequence[_Condition]:
-        is_there = parsed.group_uuid in node.groups
+        is_there = parsed.group_uuid in node.groups and not self._nodes.is_anothers(node, parsed)
         segment = "" if is_there else node.segments.get(self._config.topology_key, _NOWHERE)
         return [
             _Condition(

@@ -70,6 +70,14 @@ class Record:
         """The nodes with a Node object that PersistentVolumes of a group name."""
         return frozenset()
 
+    def names_deleted(self, group_uuid: str) -> bool:
+        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        return False
+
+    def names_another(self, identity: VolumeId, node: str) -> bool:
+        """Whether the last reading names another node for a volume of a group that several have."""
+        return False
+
     def now(self) -> float:
         """A moment, for `is_newer`."""
         return 0.0
@@ -84,12 +92,13 @@ class Record:
     def doubt_claim(self) -> None:
         """Have PersistentVolumes read soon: a claim counts only after that."""
 
-    def node_of(self, identity: VolumeId) -> str:
-        """The node that a volume's own PersistentVolume names; empty if there is none. Blocks.
+    def node_of(self, identity: VolumeId) -> str | None:
+        """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
 
-        Of a snapshot it is that of its volume. Raises ClusterRefused, ClusterSilent.
+        Empty for a node without a Node object. Of a snapshot it is that of its volume. Raises
+        ClusterRefused, ClusterSilent.
         """
-        return ""
+        return None
 
     def deleted(self, identity: VolumeId) -> Deleted | None:
         """Whether an id's node was deleted; None if it is not known to be. Blocks.
@@ -121,14 +130,15 @@ class _Seen:
     labelled: frozenset[str] = frozenset()
     # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # Of groups for which they name several: the segment by the volume's id.
+    # Of groups for which they name several, and of those that do not have the name that follows
+    # from the volume's: the segment by the volume's id.
     segments: Mapping[str, str] = field(default_factory=dict)
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def every_named(self) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes name."""
+        """The nodes with a Node object that PersistentVolumes name, for any group."""
         return self.names(frozenset[str]().union(*self.named.values()))
 
     def names(self, segments: Collection[str]) -> frozenset[str]:
@@ -253,18 +263,29 @@ class ClusterRecord(Record):
         begun = self._clock()
         named: dict[str, frozenset[str]] = {}
         found = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
-        places = [(one["id"], one["segment"]) for one in found.items if one]
-        for handle, segment in places:
-            uuid = handle.group_uuid
-            named[uuid] = named.get(uuid, frozenset()) | {segment}
-        segments = {str(one): at for one, at in places if len(named[one.group_uuid]) > 1}
+        places = [one for one in found.items if one]
+        for one in places:
+            uuid = one["id"].group_uuid
+            named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
+        segments = {
+            str(one["id"]): one["segment"]
+            for one in places
+            if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
+        }
         self._take(replace(self._seen, named=named, segments=segments))
         self._volumes_read = begun
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """The id and the topology segment of a PersistentVolume; empty where it names none."""
+        """The id and the topology segment of a PersistentVolume; empty where it names none.
+
+        And whether its name is another than that by which `_segment_of` finds it.
+        """
         handle, segment = self._parsed(volume)
-        return {} if handle is None else {"id": handle, "segment": segment}
+        if handle is None:
+            return {}
+        name = (volume.get("metadata") or {}).get("name")
+        is_renamed = name != ids.readable_name(str(handle))
+        return {"id": handle, "segment": segment, "is_renamed": is_renamed}
 
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
         """The id in a PersistentVolume and its topology segment; None unless it has one of each."""
@@ -297,6 +318,15 @@ class ClusterRecord(Record):
         """The nodes with a Node object that PersistentVolumes of a group name."""
         return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
 
+    def names_deleted(self, group_uuid: str) -> bool:
+        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
+
+    def names_another(self, identity: VolumeId, node: str) -> bool:
+        """Whether the last reading names another node for a volume of a group that several have."""
+        segment = self._seen.segments.get(str(identity), "")
+        return self._seen.nodes.get(segment, node) != node
+
     def now(self) -> float:
         """A moment, for `is_newer`."""
         return self._clock()
@@ -313,9 +343,10 @@ class ClusterRecord(Record):
         """Have PersistentVolumes read soon: a claim counts only after that."""
         self._claimed = self._clock()
 
-    def node_of(self, identity: VolumeId) -> str:
-        """The node that a volume's own PersistentVolume names; empty if there is none. Blocks."""
-        return self._seen.nodes.get(self._segment_of(identity), "")
+    def node_of(self, identity: VolumeId) -> str | None:
+        """The node that a volume's own PersistentVolume names; None if there is none. Blocks."""
+        segment = self._segment_of(identity)
+        return self._seen.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId) -> str:
         """The segment in the PersistentVolume of a volume, or of a snapshot's volume; or empty.
@@ -338,11 +369,8 @@ class ClusterRecord(Record):
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
         """The volume of a snapshot, by the content that the snapshotter made for it.
 
-        None for one that was imported, for the member of a group snapshot, and where all volumes of
-        the group are on one node.
+        None for one that was imported, and for the member of a group snapshot.
         """
-        if len(self._seen.named.get(identity.group_uuid, ())) < 2:
-            return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         try:
             name, kind = f"{_CONTENT}{uid}", "VolumeSnapshotContent"

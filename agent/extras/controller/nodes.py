@@ -360,17 +360,17 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The only node that claims a group, if PersistentVolumes name it or its claim counts."""
-        claiming, named = self._claims.get(uuid, ()), self._named(uuid)
-        if len(claiming) != 1 or not named.issubset(claiming):
-            return None
-        [name] = claiming
-        node = self._nodes[name]
-        return node if named or self._is_settled(node, uuid) else None
+        """The node that has a group with all that is in it, where that is certain."""
+        claiming = self._claims.get(uuid, ())
+        node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
+        return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
-        """Whether a node's claim to a group counts by itself: from then on, while it is alone."""
-        if self._holders(uuid) != {node.name}:
+        """Whether all that is in a group is certainly on a node: from then on, while it is alone.
+
+        No other node claims the group, and PersistentVolumes name no other, not even a deleted one.
+        """
+        if self._holders(uuid) != {node.name} or self._record.names_deleted(uuid):
             return False
         if uuid not in node.settled and not self._unsettled(node, uuid, self._unreported(node)):
             node.settled.add(uuid)
@@ -381,27 +381,30 @@ class Nodes:
 
         The group may be that of `others`, which have reported no groups.
         """
-        if not self._record.is_newer(node.claimed.get(uuid, 0.0)):
+        is_named = node.name in self._record.nodes_of(uuid)
+        if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
             self._record.doubt_claim()
             return "PersistentVolumes, which may name another, are being read"
         if others:
             return (
-                f"it may be that of {_several(others)}: no PersistentVolume names such a node, and"
-                " it has not reported its groups to this controller. Start Carver there, or delete"
-                " its Node if it will not come back"
+                f"it may be that of {_several(others)}, without any report of its groups to this"
+                " controller. Start Carver there, or delete its Node if it will not come back"
             )
         return ""
 
     def _unreported(self, node: Node) -> Sequence[str]:
-        """The other members that may have any group: it was never reported, nor is one known."""
-        if not self._record.has_volumes:
-            return ()
-        known = {one.name for one in self if one.has_reported} | self._record.named
+        """The other members that may have any group: they have reported none to this controller."""
+        known = {one.name for one in self if one.has_reported}
         return sorted(self._record.members - known - {node.name})
 
     def _coming(self, node: Node) -> Sequence[str]:
-        """Those of the other members without reported groups that came a moment ago."""
-        return [one for one in self._unreported(node) if self._is_new(one)]
+        """Those of the other members without reported groups that came a moment ago.
+
+        Not those that PersistentVolumes name: at a controller's start they keep no volume off a
+        node whose groups are new.
+        """
+        others = (one for one in self._unreported(node) if one not in self._record.named)
+        return [one for one in others if self._is_new(one)]
 
     def _must_ask(self, uuid: str) -> bool:
         """Whether nodes are to be asked once more who has a group, before a call is refused."""
@@ -411,61 +414,71 @@ class Nodes:
         return any(not self._nodes[one].problem for one in named - claiming)
 
     async def _owner(self, parsed: VolumeId, what: str) -> Node:
-        """The node that an id belongs to. Raises Refused where that is not certain."""
-        uuid = parsed.group_uuid
-        named = self._named(uuid)
-        if len(named) > 1:
-            own = await self._asked(self._record.node_of, parsed)
-            # Nodes may have left meanwhile.
-            every = self._named(uuid)
-            named = every & ({own} if own else self._only_holder(uuid, every))
-            if not named:
-                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        claiming = self._claims.get(uuid, set())
-        if not named:
-            if len(claiming) > 1:
-                self._record.doubt()
-                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-            if not claiming:
-                raise NoOwner(self._unknown(parsed, what))
-            [name] = claiming
-            node = self._nodes[name]
-            if self._is_settled(node, uuid):
-                return node
-            # Its PersistentVolume may be newer than the last reading.
-            own = await self._asked(self._record.node_of, parsed)
-            self._record.doubt()
-            if own != name or self._holders(uuid) != {name}:
-                raise unavailable(f"{what}: {self._unproved(node, uuid, self._unreported(node))}")
-            return node
-        [name] = named
-        node = self._nodes[name]
-        if name not in claiming:
-            self._record.doubt()
-            if not node.problem and node.is_whole is False:
-                raise unavailable(
-                    f"{what}: node {name} has not looked at all its disks since its start, and"
-                    f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
-                )
-            if not node.problem and claiming:
-                raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-            if not node.problem:
-                raise NoOwner(self._unknown(parsed, what))
-        return node
+        """The node that an id belongs to. Raises Refused where that is not certain.
 
-    def _only_holder(self, uuid: str, named: frozenset[str]) -> frozenset[str]:
-        """The one of several nodes that are named which has a group, if all others have it not."""
-        claiming = named & self._claims.get(uuid, set())
-        others = [self._nodes[one] for one in named - claiming]
-        is_sure = len(claiming) == 1 and all(one.has_all_named for one in others)
-        return claiming if is_sure else frozenset()
+        Where more than one node may have the group, its own PersistentVolume decides, or that of a
+        snapshot's volume.
+        """
+        uuid = parsed.group_uuid
+        if (agreed := self._agreed(uuid)) is not None:
+            return agreed
+        own = await self._asked(self._record.node_of, parsed)
+        # Nodes may have come or left meanwhile.
+        named, claiming = self._named(uuid), self._claims.get(uuid, set())
+        self._record.doubt()
+        if own is None and not claiming and len(named) == 1:
+            [own] = named
+        if own is None and not self._record.names_deleted(uuid):
+            return self._only_holder(parsed, what)
+        if not own:
+            raise NoOwner(self._deleted(parsed, what))
+        if (node := self._nodes.get(own)) is None:
+            raise unavailable(f"{what}: node {own}, which has {parsed}, is not known yet")
+        if own in claiming or node.problem:
+            return node
+        if node.is_whole is False:
+            raise unavailable(
+                f"{what}: node {own} has not looked at all its disks since its start, and"
+                f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
+            )
+        if claiming:
+            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+        raise NoOwner(self._unknown(parsed, what))
+
+    def _only_holder(self, parsed: VolumeId, what: str) -> Node:
+        """The node of what no PersistentVolume names: that which alone can have its group.
+
+        Raises Refused where another may have it, too.
+        """
+        uuid = parsed.group_uuid
+        named, claiming = self._named(uuid), self._claims.get(uuid, set())
+        if not named and not claiming:
+            raise NoOwner(self._unknown(parsed, what))
+        is_possible = len(claiming) == 1 and (not named or claiming <= named)
+        if not is_possible or not all(self._nodes[one].has_all_named for one in named - claiming):
+            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+        node = self._nodes[next(iter(claiming))]
+        if self._unsettled(node, uuid, others := self._unreported(node)):
+            raise unavailable(f"{what}: {self._unproved(node, uuid, others)}")
+        return node
 
     def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
         """Why the only claim to a group, which may be that of `others`, does not count yet."""
         return (
-            f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), which no"
-            " PersistentVolume names, and that does not count yet:"
+            f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
+            " does not count yet where no PersistentVolume names the node:"
             f" {self._unsettled(node, uuid, others)}"
+        )
+
+    def _deleted(self, parsed: VolumeId, what: str) -> str:
+        """What is wrong with an id whose PersistentVolume names a node that was deleted."""
+        found = sorted(self._claims.get(parsed.group_uuid, ()))
+        if not found:
+            return self._unknown(parsed, what)
+        return (
+            f"{what}: the node that PersistentVolumes name for {parsed} was deleted, and its volume"
+            f" group is on node {' and '.join(found)} by now: write its PersistentVolumes anew"
+            " (docs/operations.md, Move a group to another node)"
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
@@ -624,9 +637,22 @@ class Nodes:
         return other if other is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Whether the group of an id is, or may be, another node's; False if no node has it."""
+        """Whether what an id names is, or may be, another node's; False if no node has its group.
+
+        Of a group that PersistentVolumes of two nodes name, each volume is its own one's.
+        """
         uuid = identity.group_uuid
-        return bool(self._holders(uuid)) and not self._is_own(node, uuid)
+        if bool(self._holders(uuid)) and not self._is_own(node, uuid):
+            return True
+        return self.is_anothers(node, identity)
+
+    def is_anothers(self, node: Node, identity: VolumeId) -> bool:
+        """Whether a volume's own PersistentVolume names another node, by the last reading."""
+        return self._record.names_another(identity, node.name)
+
+    def may_have(self, node: Node, identity: VolumeId) -> bool:
+        """Whether the group of an id may be a node's: it claims it, or is named for it."""
+        return node.name in self._holders(identity.group_uuid)
 
     async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
         """Raise Forgotten for what was on a deleted node; Refused while that is not certain.
@@ -652,11 +678,13 @@ class Nodes:
             )
         uuid = parsed.group_uuid
         former = self._former.get(uuid, {})
-        if self._claims.get(uuid) or not all(map(self._record.is_newer, former.values())):
+        if self._claims.get(uuid):
+            raise unavailable(problem)
+        if not all(map(self._record.is_newer, former.values())):
             self._record.doubt_claim()
             raise unavailable(
-                f"node {found.segment} was deleted, but volume group {parsed.group} ({uuid}) is on"
-                f" another node, or was until a moment ago: {_several(sorted(former))}"
+                f"node {found.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
+                f" another node until a moment ago: {_several(sorted(former))}"
             )
         if found.seconds:
             raise unavailable(

@@ -159,7 +159,7 @@ class Router:
                         await self._nodes.require_no_snapshots(identities[0])
                     _log.warning("%s", error)
                 return b""
-            return await self._send(call, node, path, request, data, (*identities, "")[0], field)
+            return await self._send(call, node, path, request, data, identities, field)
 
         return answer
 
@@ -179,7 +179,7 @@ class Router:
         placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
         if (node := await placement.given(request)) is not None:
             identity, field = routes.source_of(request)
-            return await self._send(call, node, path, request, data, identity, field)
+            return await self._send(call, node, path, request, data, [identity], field)
         # Neither a source nor the scheduler says where it is to be.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
@@ -195,7 +195,7 @@ class Router:
         _name(call, request)
         node = await attachments.to_attach(self._nodes, request)
         path = f"/{_CONTROLLER}/ControllerPublishVolume"
-        return await self._send(call, node, path, request, data, request.volume_id, "volume_id")
+        return await self._send(call, node, path, request, data, [request.volume_id], "volume_id")
 
     async def _detach(self, call: Call, data: bytes) -> bytes:
         request = csi.ControllerUnpublishVolumeRequest.FromString(data)
@@ -204,7 +204,8 @@ class Router:
         path = f"/{_CONTROLLER}/ControllerUnpublishVolume"
         if node is None:
             return b""
-        passed_on, _ = await self._once(call, node, path, request, data)
+        owned = [request.volume_id]
+        passed_on, _ = await self._once(call, node, path, request, data, owned)
         return passed_on
 
     def _placement(self, call: Call) -> Placement:
@@ -221,7 +222,7 @@ class Router:
                     if VolumeId.parse(identity) is None:
                         return b""
                     node = await self._nodes.owner(identity, field)
-                    return await self._send(call, node, path, request, data, identity, field)
+                    return await self._send(call, node, path, request, data, [identity], field)
             ask = self._asking(call)
             page: Message = await lists.page(
                 self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
@@ -248,33 +249,40 @@ class Router:
         path: str,
         request: Message,
         data: bytes,
-        identity: str,
+        owned: Sequence[str],
         field: str,
     ) -> bytes:
-        """Send a call to a node; if the group of the id has moved on meanwhile, to that node.
+        """Send a call to the node of some ids; if their group has moved on meanwhile, to that one.
 
-        `identity` was read from `field`, and may be empty.
+        They were read from `field`, and may be empty.
         """
         try:
-            passed_on, _ = await self._once(call, node, path, request, data)
+            passed_on, _ = await self._once(call, node, path, request, data, owned)
         except grpc.aio.AioRpcError as error:
+            identity = next(iter(owned), "")
             if not identity or error.code() not in _MAY_HAVE_MOVED:
                 raise
             other = await self._nodes.moved_on(node, identity, field)
             if other is None:
                 raise
-            passed_on, _ = await self._once(call, other, path, request, data)
+            passed_on, _ = await self._once(call, other, path, request, data, owned)
         return passed_on
 
     async def _once(
-        self, call: Call, node: Node, path: str, request: Message, data: bytes
+        self,
+        call: Call,
+        node: Node,
+        path: str,
+        request: Message,
+        data: bytes,
+        owned: Sequence[str] = (),
     ) -> tuple[bytes, Any]:
         """Call a node: the bytes of its answer, to be passed on, and the answer."""
         node.require_answering()
         call.node, begun = node.name, time.monotonic()
         try:
             remaining = call.context.time_remaining()
-            return await self._answers.of(node, path, request, data, remaining)
+            return await self._answers.of(node, path, request, data, remaining, owned=owned)
         except grpc.aio.AioRpcError as error:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)
@@ -300,7 +308,7 @@ class Router:
             call.node, begun = node.name, time.monotonic()
             send: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
             send = node.connected.unary_stream(path)
-            asked = self._answers.asked(node, request)
+            asked = self._answers.asked(node, request, [call.subject])
             answers = send(data, timeout=call.context.time_remaining())
             try:
                 async for message in answers:

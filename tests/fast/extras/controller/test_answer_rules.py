@@ -36,7 +36,10 @@ def asked(request: Any) -> Asked:
     def is_elsewhere(one: VolumeId) -> bool:
         return str(one).startswith(FOREIGN)
 
-    return Asked(request, NODE, HERE, frozenset((OWN, SECOND)), is_elsewhere)
+    def is_anothers(one: VolumeId) -> bool:
+        return one.name == "vol-anothers"
+
+    return Asked(request, NODE, HERE, frozenset((OWN, SECOND)), is_elsewhere, is_anothers)
 
 
 def volume(name: str = "vol-1", place: str = OWN, **more: Any) -> csi.Volume:

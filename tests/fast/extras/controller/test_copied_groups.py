@@ -31,8 +31,8 @@ class Volumes(Record):
             if (parsed := VolumeId.parse(handle)) and parsed.group_uuid == group_uuid
         )
 
-    def node_of(self, identity: VolumeId) -> str:
-        return self.nodes.get(str(identity), "")
+    def node_of(self, identity: VolumeId) -> str | None:
+        return self.nodes.get(str(identity))
 
 
 @pytest.fixture

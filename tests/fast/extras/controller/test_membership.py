@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import api_server
 import chosen
@@ -26,6 +26,7 @@ from enrolled import (
     spec_of,
 )
 from hypothesis import strategies as st
+from member_histories import FIRST, GRACE, NAMES, Clock, History, owner
 from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors, ids
@@ -40,22 +41,10 @@ from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
-from agent.extras.kubernetes.objects import Keep, Listing, Lists, Objects
+from agent.extras.kubernetes.objects import Lists, Objects
 from proto import csi_pb2 as csi
 
 UUID = GROUP.partition("@")[2]
-GRACE = 600.0
-T = TypeVar("T")
-
-
-class Clock:
-    """Seconds that go by as a test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -254,7 +243,7 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     api.objects[api_server.VOLUMES][0]["spec"] |= change
     record.look()
     assert record.nodes_of(UUID) == frozenset()
-    assert record.node_of(identity("vol-pvc-1")) == ""
+    assert record.node_of(identity("vol-pvc-1")) is None
     assert record.deleted(identity("vol-pvc-1")) is None
 
 
@@ -638,7 +627,6 @@ def test_a_controller_that_starts_knows_silent_members(site: Site, tmp_path: Pat
 # Histories
 
 
-NAMES = ("a", "b", "c")
 _names = st.sampled_from(NAMES)
 _actions = st.one_of(
     st.tuples(st.sampled_from(("node_comes", "node_goes", "breaks", "mends")), _names),
@@ -648,261 +636,6 @@ _actions = st.one_of(
     st.tuples(st.just("restart")),
     st.tuples(st.just("wait"), st.sampled_from((1, 60, 700))),
 )
-
-
-class Memory:
-    """An API server's Nodes and PersistentVolumes, in place of Objects and Lists."""
-
-    def __init__(self) -> None:
-        # The labels of the Nodes, and the PersistentVolumes, by name.
-        self.nodes: dict[str, dict[str, str]] = {}
-        self.volumes: dict[str, Mapping[str, Any]] = {}
-        # VolumeSnapshotContents.
-        self.contents: dict[str, Mapping[str, Any]] = {}
-
-    def metadata(self, _path: str) -> Listing:
-        about = [
-            {"name": name, "uid": f"uid-of-{name}", "labels": labels}
-            for name, labels in self.nodes.items()
-        ]
-        return Listing([{"metadata": one} for one in about], "1")
-
-    def whole(self, _path: str, _kind: str, *, keep: Keep) -> Listing:
-        return Listing([keep(one) for one in self.volumes.values()], "1")
-
-    def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
-        return {**self.volumes, **self.contents}.get(path.rpartition("/")[2])
-
-
-class History:
-    """Three nodes, what happens to them, and what must be so whatever happened.
-
-    Each node has a group of its own, of number 0, 1 or 2. `copies` gives a node the group of the
-    next, as a machine template does; `steals` has it claim all groups. A node whose Carver
-    `restarts` names none until it `looks`.
-    """
-
-    def __init__(self, run: Callable[[Coroutine[Any, Any, T]], T]) -> None:
-        """`run` runs what is asynchronous, in one loop for all histories."""
-        self._run: Any = run
-        self._memory, self.clock = Memory(), Clock()
-        self.simulated = {one: SimulatedNode(at, name=one) for at, one in enumerate(NAMES)}
-        # The Nodes, and those that had Carver.
-        self.nodes: set[str] = set()
-        self.labelled: set[str] = set()
-        self.broken: set[str] = set()
-        self.looking: set[str] = set()
-        # Those that have told this controller what they have, and the claims that count by
-        # themselves, of groups that no PersistentVolume names.
-        self.told: set[str] = set()
-        self.settled: set[tuple[str, str]] = set()
-        self.claims = {name: {uuid_of(number)} for number, name in enumerate(NAMES)}
-        # Which node a group's only volume is on, as its PersistentVolume says.
-        self.volumes: dict[str, str] = {}
-        self.deleted_since: dict[str, float] = {}
-        for name in NAMES:
-            self.node_comes(name)
-        self.restart()
-        for name in NAMES:
-            self.makes(name)
-
-    def restart(self) -> None:
-        """Another controller, which knows nothing; all nodes that can enrol there and answer."""
-        self.record = ClusterRecord(
-            *(cast(Any, self._memory), cast(Any, self._memory), DRIVER_NAME),
-            grace_seconds=GRACE,
-            clock=self.clock,
-        )
-        self.known = Nodes(DRIVER_NAME, self._connect, self.record)
-        self.told, self.settled = set(), set()
-        self.deleted_since = dict.fromkeys(self.deleted_since, self.clock.now)
-        self.settle()
-
-    def _connect(self, name: str, _address: str) -> Any:
-        return _Line(self, name)
-
-    # What happens
-
-    def node_comes(self, name: str) -> None:
-        if name not in self.nodes:
-            self.nodes.add(name)
-            self._memory.nodes[name] = {}
-            self.broken.discard(name)
-
-    def node_goes(self, name: str) -> None:
-        self.nodes.discard(name)
-        self.labelled.discard(name)
-        self._memory.nodes.pop(name, None)
-
-    def breaks(self, name: str) -> None:
-        self.broken.add(name)
-
-    def mends(self, name: str) -> None:
-        self.broken.discard(name)
-
-    def restarts(self, name: str) -> None:
-        self.looking.add(name)
-
-    def looks(self, name: str) -> None:
-        self.looking.discard(name)
-
-    def loses_disks(self, name: str) -> None:
-        self.claims[name] = set()
-
-    def steals(self, name: str) -> None:
-        self.claims[name] = {uuid_of(number) for number in range(len(NAMES))}
-
-    def copies(self, name: str) -> None:
-        self.claims[name].add(uuid_of((NAMES.index(name) + 1) % len(NAMES)))
-
-    def makes(self, name: str) -> None:
-        """A volume on a node's own group, if it has none yet, as the controller would have it."""
-        uuid = uuid_of(NAMES.index(name))
-        if uuid in self.volumes or name not in self.labelled or name in self.broken:
-            return
-        node = self.known.get(name)
-        if node is None or node.problem or self.known.no_new(node):
-            return
-        if f"data@{uuid}" not in self.known.places(node):
-            return
-        self.volumes[uuid] = name
-        self._write()
-
-    def removes(self, name: str) -> None:
-        if self.volumes.pop(uuid_of(NAMES.index(name)), None):
-            self._write()
-            self.record.doubt()
-
-    def _write(self) -> None:
-        self._memory.volumes = {
-            f"pvc-{uuid}": {"spec": spec_of(f"data@{uuid}/vol-pvc-{uuid}", name)}
-            for uuid, name in self.volumes.items()
-        }
-
-    def wait(self, seconds: int) -> None:
-        self.clock.now += seconds
-
-    def act(self, name: str, *arguments: Any) -> None:
-        getattr(self, name)(*arguments)
-        self.settle()
-
-    def settle(self) -> None:
-        """Let two minutes go by: nodes enrol and are asked, and lists are read."""
-        for name in self.nodes - self.broken:
-            self.labelled.add(name)
-            self._memory.nodes[name] = {TOPOLOGY_KEY: name}
-        for _ in range(3):
-            self.clock.now += 120
-            for name in self.nodes - self.broken:
-                self.record.enrol(name, "its address")
-            if self.record.is_due:
-                self.record.look()
-            self._run(self._ask())
-            self._note()
-        for name in NAMES:
-            if name in self.nodes:
-                self.deleted_since.pop(name, None)
-            elif name in self.volumes.values() or name in self.deleted_since:
-                self.deleted_since.setdefault(name, self.clock.now)
-
-    async def _ask(self) -> None:
-        self.known.set(self.record.addresses)
-        for one in self.known:
-            if one.address:
-                await self.known._ask(one)
-
-    def _note(self) -> None:
-        """Note who has told what it has, and which claims are settled by that."""
-        members = self.record.members
-        self.told = (self.told & members) | (members - self.broken - self.looking)
-        for uuid in map(uuid_of, range(len(NAMES))):
-            claiming = {one.name for one in self.known if uuid in one.groups}
-            for name in NAMES:
-                if name not in claiming:
-                    self.settled.discard((uuid, name))
-            unknown = members - self.told - self.record.named - claiming
-            if len(claiming) == 1 and not self.record.nodes_of(uuid) and not unknown:
-                self.settled.add((uuid, next(iter(claiming))))
-
-    # What must be so
-
-    def judge(self) -> None:
-        members = {one.name: one for one in self.known}
-        # Silence changes nothing in who belongs.
-        assert members.keys() == self.labelled & self.nodes
-        for name, node in members.items():
-            is_down = name in self.broken
-            assert bool(node.problem) is is_down
-        for uuid in map(uuid_of, range(len(NAMES))):
-            self._judge(uuid, members.keys())
-
-    def _judge(self, uuid: str, members: Any) -> None:
-        claiming = {one for one in members if uuid in self.known.get(one).groups}  # type: ignore[union-attr]
-        named = {self.volumes[uuid]} & members if uuid in self.volumes else set()
-        called, code = self._run(self._owner(uuid))
-        if named:
-            # No other node is ever called for what a PersistentVolume names.
-            assert called in (None, *named)
-            [name] = named
-            if name in claiming and name not in self.broken:
-                assert called == name
-        elif len(claiming) != 1:
-            assert called is None
-        else:
-            [name] = claiming
-            is_settled = (uuid, name) in self.settled
-            assert called == (name if is_settled and name not in self.broken else None)
-        if called is not None:
-            assert called not in self.broken
-        holders = claiming | named
-        for name in claiming:
-            node = self.known.get(name)
-            assert node is not None
-            if len(holders) > 1:
-                assert uuid in self.known.conflict(node)
-            # A node may answer about those groups only for which it may be called.
-            is_settled = claiming == {name} and (uuid, name) in self.settled
-            is_own = name in named if named else is_settled
-            assert (f"data@{uuid}" in self.known.places(node)) is is_own
-            assert self.known.is_elsewhere(node, VolumeId("data", uuid, "any")) is not is_own
-        if code is grpc.StatusCode.NOT_FOUND:
-            # Forgotten: its Node is gone for long, and all members answer that they have it not.
-            name = self.volumes[uuid]
-            assert name not in self.nodes
-            assert not claiming
-            assert not (self.broken | self.looking) & members
-            assert self.clock.now - self.deleted_since[name] >= GRACE - 360
-
-    async def _owner(self, uuid: str) -> tuple[str | None, grpc.StatusCode | None]:
-        try:
-            found = await self.known.owner(f"data@{uuid}/vol-pvc-{uuid}", "volume_id")
-        except Refused as error:
-            return None, error.code
-        return found.name, None
-
-
-class _Line:
-    """The way to a node of a history."""
-
-    def __init__(self, history: History, name: str) -> None:
-        self._history, self._name = history, name
-
-    def unary_unary(self, _path: str) -> Any:
-        async def call(_request: bytes, timeout: float | None = None) -> bytes:
-            if self._name in self._history.broken or self._name not in self._history.nodes:
-                nothing = grpc.aio.Metadata()
-                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "down")
-            node = self._history.simulated[self._name]
-            looks = self._name not in self._history.looking
-            groups = self._history.claims[self._name] if looks else ()
-            node.groups = dict.fromkeys(groups, "data")
-            node.whole = {routes.IS_WHOLE: routes.YES if looks else ""}
-            return await node._info(b"", None)
-
-        return call
-
-    async def close(self, _grace_seconds: float | None = None) -> None:
-        """Nothing is open."""
 
 
 @pytest.mark.parametrize(
@@ -958,21 +691,6 @@ def test_the_rule_holds_in_histories_that_could_do_harm(actions: list[tuple[Any,
             history.judge()
 
 
-def owner(history: History, uuid: str, name: str) -> str:
-    """The node that a call about an id goes to, or what it is refused with."""
-
-    async def asked() -> str:
-        try:
-            return (await history.known.owner(f"data@{uuid}/{name}", "volume_id")).name
-        except Refused as error:
-            return f"{error.code.name}: {error}"
-
-    return str(history._run(asked()))
-
-
-FIRST = uuid_of(0)
-
-
 def test_a_group_that_a_node_gave_up_a_moment_ago_is_not_forgotten() -> None:
     with asyncio.Runner() as runner:
         history = History(runner.run)
@@ -980,13 +698,15 @@ def test_a_group_that_a_node_gave_up_a_moment_ago_is_not_forgotten() -> None:
         history.claims["b"].add(FIRST)
         for _ in range(2):
             history.act("wait", 700)
-        assert owner(history, FIRST, f"vol-pvc-{FIRST}") == "b"
+        said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+        assert said.startswith("UNAVAILABLE: ")
+        assert "its volume group is on node b by now: write its PersistentVolumes anew" in said
         history.claims["b"].discard(FIRST)
         history.clock.now += 5
         history._run(history._ask())
         said = owner(history, FIRST, f"vol-pvc-{FIRST}")
         assert said.startswith("UNAVAILABLE: ")
-        assert "was until a moment ago: b" in said
+        assert "was on another node until a moment ago: b" in said
         history.settle()
         assert owner(history, FIRST, f"vol-pvc-{FIRST}").startswith("NOT_FOUND: ")
 
@@ -1101,15 +821,13 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
         assert a is not None
         assert b is not None
         assert not history.known.no_new(a)
-        assert "it may be that of c: no PersistentVolume names such a node" in (
-            history.known.no_new(b)
-        )
+        assert "it may be that of c, without any report of its groups" in history.known.no_new(b)
         assert not history.known.conflict(b)
         assert_waits_for_c(history, b)
         assert not history.known.has_no_room(a)
         said = owner(history, uuid_of(1), "vol-1")
         assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
-        assert "it may be that of c: no PersistentVolume names such a node" in said
+        assert "it may be that of c, without any report of its groups" in said
         assert history.known.places(b) == {f"data@{uuid_of(1)}"}
         # Its PersistentVolume is newer than the last reading.
         history._memory.volumes["pvc-1"] = {"spec": spec_of(f"data@{uuid_of(1)}/vol-pvc-1", "b")}

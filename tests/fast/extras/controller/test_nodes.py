@@ -36,7 +36,7 @@ UNKNOWN = b"\xa2\x38\x05newer"
 
 
 class Named(Record):
-    """What PersistentVolumes name, as the test says."""
+    """What PersistentVolumes name, as the test says: of each volume in a group, or of some."""
 
     def __init__(self) -> None:
         # The nodes by groups, and by volumes where a group has several.
@@ -50,8 +50,9 @@ class Named(Record):
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         return frozenset(self.groups.get(group_uuid, ()))
 
-    def node_of(self, identity: VolumeId) -> str:
-        return self.volumes.get(str(identity), "")
+    def node_of(self, identity: VolumeId) -> str | None:
+        every = self.groups.get(identity.group_uuid, ())
+        return self.volumes.get(str(identity), next(iter(every)) if len(every) == 1 else None)
 
     def doubt(self) -> None:
         self.doubts += 1

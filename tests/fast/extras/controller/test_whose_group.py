@@ -1,0 +1,219 @@
+"""Where two nodes may have a group, an id's own PersistentVolume decides, or nothing is called.
+
+Node `a` has the group FIRST. Node `b` has a copy of it, as by a machine template, or the holder of
+its stolen key claims it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from enrolled import spec_of
+from member_histories import FIRST, GRACE, History, owner
+from simulated import uuid_of
+
+from agent.core.settings import DRIVER_NAME
+from agent.extras.controller.answer_rules import Row, Untrue
+from agent.extras.controller.answers import Answers
+from agent.extras.controller.nodes import Node, Refused
+from proto import csi_pb2 as csi
+
+VOLUME = f"data@{FIRST}/vol-pvc-{FIRST}"
+SNAPSHOT = "snap-snapshot-uid-1"
+DELETE = "/csi.v1.Controller/DeleteVolume"
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture
+def history(runner: asyncio.Runner) -> History:
+    return History(runner.run)
+
+
+def node(history: History, name: str) -> Node:
+    found = history.known.get(name)
+    assert found is not None
+    return found
+
+
+def outlives(history: History) -> None:
+    """A snapshot of `a`, as of a thin volume, whose volume and PersistentVolume are gone."""
+    history.removes("a")
+    history._memory.contents["snapcontent-uid-1"] = {
+        "spec": {"driver": DRIVER_NAME, "source": {"volumeHandle": f"data@{FIRST}/vol-pvc-old"}}
+    }
+    history.settle()
+
+
+def copies(history: History) -> None:
+    history.claims["b"].add(FIRST)
+    history.settle()
+
+
+def waits(history: History) -> None:
+    """Two minutes go by, after which new volumes no longer wait for silent members."""
+    for one in history.known:
+        one.joined_seconds -= 121
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_snapshot_is_deleted_on_its_node_or_nowhere(history: History, restarts: bool) -> None:
+    """DeleteSnapshot is OK where there is none: then nothing would ever erase it."""
+    outlives(history)
+    assert owner(history, FIRST, SNAPSHOT) == "a"
+    history.act("breaks", "a")
+    if restarts:
+        history.act("restart")
+    copies(history)
+    waits(history)
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: ")
+    if not history.known.no_new(node(history, "b")):
+        # The next claim is scheduled to b, and has its volume in b's copy.
+        history.volumes[FIRST] = "b"
+        history._write()
+        history.record.doubt()
+        history.settle()
+        assert owner(history, FIRST, f"vol-pvc-{FIRST}") == "b"
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: ")
+    history.act("mends", "a")
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: ")
+    history.claims["b"].discard(FIRST)
+    history.removes("a")
+    history.settle()
+    assert owner(history, FIRST, SNAPSHOT) == "a"
+
+
+def test_a_silent_node_keeps_its_snapshots_though_another_group_of_its_is_named(
+    history: History,
+) -> None:
+    outlives(history)
+    history._memory.volumes["pvc-h"] = {"spec": spec_of("other@hhhhhhhh/vol-pvc-h", "a")}
+    history.act("breaks", "a")
+    history.act("restart")
+    copies(history)
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("copied_before", [True, False])
+def test_the_volumes_of_a_deleted_node_go_to_no_node_that_claims_its_group(
+    history: History, runner: asyncio.Runner, forgets: bool, copied_before: bool
+) -> None:
+    """A Node that is deleted may be made again by its kubelet, with its data."""
+    if not forgets:
+        history.record._grace_seconds, history.record.forgets = None, False
+    if copied_before:
+        copies(history)
+        assert owner(history, FIRST, f"vol-pvc-{FIRST}") == "a"
+    begun = history.clock.now
+    history.act("node_goes", "a")
+    if not copied_before:
+        history.claims["b"].add(FIRST)
+        history.clock.now += 21
+        runner.run(history._ask())
+        history.record.look()
+    assert history.clock.now - begun < GRACE
+    said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+    assert said.startswith("UNAVAILABLE: ")
+    assert "write its PersistentVolumes anew" in said
+    # Nor what no PersistentVolume names, while the group's others name a deleted node.
+    assert owner(history, FIRST, "vol-new").startswith("UNAVAILABLE: ")
+    history.volumes[FIRST] = "b"
+    history._write()
+    history.record.doubt()
+    history.settle()
+    assert owner(history, FIRST, f"vol-pvc-{FIRST}") == "b"
+    assert owner(history, FIRST, "vol-new") == "b"
+
+
+def test_the_answer_about_a_volume_passes_that_was_asked_for_by_its_own_persistentvolume(
+    history: History, runner: asyncio.Runner
+) -> None:
+    """Also while the group does not count as the node's for lists and new volumes."""
+    for one in ("b", "c"):
+        history.removes(one)
+    history.settle()
+    history.act("breaks", "c")
+    history.act("restart")
+    volume = f"data@{uuid_of(1)}/vol-pvc-1"
+    # Made at another controller, after this one read PersistentVolumes.
+    history._memory.volumes["pvc-1"] = {"spec": spec_of(volume, "b")}
+    assert owner(history, uuid_of(1), "vol-pvc-1") == "b"
+    answers, request = Answers(history.known), csi.DeleteVolumeRequest(volume_id=volume)
+    asked = answers.asked(node(history, "b"), request, [volume])
+    runner.run(answers.read(node(history, "b"), DELETE, asked, b""))
+    asked = answers.asked(node(history, "b"), request)
+    with pytest.raises(Refused):
+        runner.run(answers.read(node(history, "b"), DELETE, asked, b""))
+
+
+def named_on_two(history: History) -> None:
+    """Of one group the volume `pvc-1` is a's, and `pvc-2` is b's, as where half was moved."""
+    history.volumes.clear()
+    history._memory.volumes = {
+        "pvc-1": {"spec": spec_of(f"data@{FIRST}/vol-pvc-1", "a")},
+        "pvc-2": {"spec": spec_of(f"data@{FIRST}/vol-pvc-2", "b")},
+    }
+    history.record.doubt()
+    copies(history)
+
+
+@pytest.mark.parametrize(("name", "its"), [("a", 1), ("b", 2)])
+def test_a_node_lists_no_volume_whose_persistentvolume_names_another(
+    history: History, name: str, its: int
+) -> None:
+    named_on_two(history)
+    one = node(history, name)
+    asked = Answers(history.known).asked(one, csi.ListVolumesRequest())
+
+    def judge(number: int) -> None:
+        volume = csi.Volume(
+            volume_id=f"data@{FIRST}/vol-pvc-{number}",
+            accessible_topology=[csi.Topology(segments=one.segments)],
+        )
+        entry = csi.ListVolumesResponse.Entry(volume=volume)
+        entry.status.SetInParent()
+        data = csi.ListVolumesResponse(entries=[entry]).SerializeToString()
+        Row.of("csi.v1.Controller", "ListVolumes").judge(asked, data)
+
+    judge(its)
+    with pytest.raises(Untrue, match="its PersistentVolume names another node"):
+        judge(3 - its)
+
+
+def test_a_node_says_nothing_of_the_health_of_a_volume_that_is_another_s(history: History) -> None:
+    named_on_two(history)
+    asked = Answers(history.known).asked(
+        node(history, "b"), csi.ControllerListVolumeHealthRequest()
+    )
+    entries = []
+    for number in (1, 2):
+        health = csi.VolumeHealth(volume_id=f"data@{FIRST}/vol-pvc-{number}")
+        health.health_statuses.add(reason="Lost", message="all is lost")
+        entries.append(health)
+    data = csi.ControllerListVolumeHealthResponse(entries=entries).SerializeToString()
+    answer = Row.of("csi.v1.Controller", "ControllerListVolumeHealth").judge(asked, data)
+    assert [one.volume_id for one in answer.entries] == [f"data@{FIRST}/vol-pvc-2"]
+
+
+def test_a_lie_about_a_group_that_others_contest_is_counted_for_the_liar(
+    history: History, runner: asyncio.Runner
+) -> None:
+    history.claims["c"].add(FIRST)
+    history.settle()
+    liar = node(history, "b")
+    answers = Answers(history.known)
+    asked = answers.asked(liar, csi.CreateVolumeRequest(name="evil"))
+    made = csi.Volume(
+        volume_id=f"data@{FIRST}/vol-evil",
+        accessible_topology=[csi.Topology(segments=liar.segments)],
+    )
+    data = csi.CreateVolumeResponse(volume=made).SerializeToString()
+    with pytest.raises(Refused, match="node b") as raised:
+        runner.run(answers.read(liar, "/csi.v1.Controller/CreateVolume", asked, data))
+    assert (raised.value.code, liar.refused_answers) == (grpc.StatusCode.INTERNAL, 1)
