@@ -18,6 +18,7 @@ FILES = {
     "membership": "tests/fast/extras/controller/test_membership.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
+    "whose_group": "tests/fast/extras/controller/test_whose_group.py",
 }
 TESTS = {
     "With a controller nodes also serve it over TCP": (
@@ -142,10 +143,14 @@ TESTS = {
         "membership: whatever_happens_to_nodes_and_controllers_the_rule_holds",
         "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
     ),
-    "Such a claim counts only if": (
-        "membership: no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node",
-        "membership: what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading",
+    "Such a claim counts only for new volumes": (
         "membership: a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only",
+        "membership: no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node",
+    ),
+    "Calls for what was there never go to the attacker's node": (
+        "whose_group: a_snapshot_is_deleted_on_its_node_or_nowhere",
+        "whose_group: a_silent_node_keeps_its_snapshots_though_another_group_of_its_is_named",
+        "whose_group: the_volumes_of_a_deleted_node_go_to_no_node_that_claims_its_group",
     ),
     "With certificates from files, where no PersistentVolume is known": (
         "nodes: with_nodes_from_files_the_claim_of_one_alone_counts_at_once",
