@@ -72,7 +72,7 @@ _PARTS_OF_IMAGE = (
 _SNAPSHOT_CLIENT = "github.com/kubernetes-csi/external-snapshotter/client/v8"
 # What is in the names of images that pods of Kubernetes' storage tests use, among all that
 # `e2e.test --list-images` prints.
-_WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nonroot")
+_WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nginx", "nonroot")
 # An emulated guest's clock ran four times as fast once. A guest is reset where its clock is sure to
 # run slower or faster than this.
 _CLOCK_RATES = (0.5, 2.0)
