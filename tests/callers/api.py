@@ -42,11 +42,10 @@ class Api:
     def whole(self, path: str, query: Mapping[str, str]) -> Listing:
         self._ask(path)
         items = [made for _, made in self._named(path.rpartition("/")[2])]
-        if query.get("fieldSelector") == "spec.nodeName=":
-            items = [one for one in items if not one["spec"]["nodeName"]]
-        if label := query.get("labelSelector"):
-            key, _, value = label.partition("=")
-            items = [one for one in items if one["metadata"]["labels"].get(key) == value]
+        if field := query.get("fieldSelector"):
+            where, _, value = field.partition("=")
+            section, _, key = where.partition(".")
+            items = [one for one in items if one[section][key] == value]
         return Listing(items, "1")
 
     def _ask(self, path: str) -> None:
@@ -90,6 +89,9 @@ class _Lists(Lists):
 
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
         return self._api.whole(path, query)
+
+    def metadata(self, path: str) -> Listing:
+        return self._api.whole(path, {})
 
 
 def _about(name: str, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.controller.nodes import unavailable
 from agent.extras.kubernetes.objects import (
@@ -87,16 +87,16 @@ class Claims:
         self._driver_name, self.topology_key = driver_name, topology_key
 
     def has_node(self, segment: str) -> bool:
-        """Whether the cluster has a Node with this topology segment, ready or not.
+        """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
 
-        One request for a few bytes; where no Node has the label, the whole list as well, since a
-        Node that was just made has no label yet.
+        Labels do not count: root on a node can write those of its Node. One request for a few
+        bytes; for the segment of a shortened name the list of all Nodes' metadata.
         """
-        label = f"{self.topology_key}={segment}"
-        if self._lists.whole(NODES, "NodeList", labelSelector=label).items:
-            return True
-        every = self._lists.whole(NODES, "NodeList").items
-        return segment in references.names_of_nodes(every, self.topology_key)
+        if ids.looks_shortened(segment):
+            found = self._lists.metadata(NODES)
+        else:
+            found = self._lists.whole(NODES, "NodeList", fieldSelector=f"metadata.name={segment}")
+        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in found.items)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
         """Whether the scheduler chose a node for a claim, as it does for a class that waits.

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import claims
 from agent.extras.controller.claims import ClaimName, Claims, OtherVolume, Questions
@@ -23,6 +23,7 @@ CLAIMS, PODS = "/api/v1/namespaces/shop/persistentvolumeclaims", "/api/v1/namesp
 SNAPSHOTS = "/apis/snapshot.storage.k8s.io/v1/namespaces/shop/volumesnapshots"
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 VOLUMES, NODES = "/api/v1/persistentvolumes", "/api/v1/nodes"
+FIELD = "fieldSelector=metadata.name"
 FRESH = ClaimName("shop", "wal")
 
 
@@ -32,6 +33,7 @@ class Server(Objects, Lists):
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
         self.lists: dict[str, list[Object]] = {}
+        self.nodes: list[Object] = []
         self.asked: list[str] = []
         self.waits = threading.Event()
         self.waits.set()
@@ -44,7 +46,13 @@ class Server(Objects, Lists):
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
         asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
         self.asked.append(asked)
-        return Listing(self.lists.get(asked, []), "1")
+        if path == NODES and not query:
+            return Listing(self.nodes, "1")
+        named = [one for one in self.nodes if asked == f"{NODES}&{FIELD}={one['metadata']['name']}"]
+        return Listing([*self.lists.get(asked, []), *named], "1")
+
+    def metadata(self, path: str) -> Listing:
+        return self.whole(path, "PartialObjectMetadataList")
 
     def pod(self, *names: str, **more: Any) -> dict[str, Any]:
         """A pod that waits for a node, with these claims."""
@@ -280,16 +288,34 @@ def test_a_claim_that_is_gone_is_not_made_anywhere(known: Claims) -> None:
     assert known.is_scheduled(FRESH)
 
 
-def test_a_node_is_known_by_its_label_and_before_it_has_that_by_its_name(
-    server: Server, known: Claims
+def node(name: str, **labels: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "uid": name, "labels": labels}}
+
+
+@pytest.mark.parametrize("name", ["b", "node-b.example.com", "n" * 70, f"{'n' * 46}-{'0' * 16}"])
+def test_a_node_is_known_by_the_segment_that_follows_from_its_name(
+    name: str, server: Server, known: Claims
 ) -> None:
-    labelled = {"metadata": {"name": "a", "labels": {KEY: "segment-a"}}}
-    server.lists[f"{NODES}&labelSelector={KEY}=segment-a"] = [labelled]
-    assert known.has_node("segment-a")
-    assert len(server.asked) == 1
-    server.lists[NODES] = [labelled, {"metadata": {"name": "new"}}]
-    assert known.has_node("new")
-    assert not known.has_node("b")
+    """Also before it has the label; and whether it is shortened, as it may look, or not."""
+    segment = ids.node_segment(name)
+    server.nodes = [node("other")]
+    assert not known.has_node(segment)
+    server.nodes.append(node(name))
+    assert known.has_node(segment)
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("gone", ["b", "n" * 70])
+@pytest.mark.parametrize("key", [KEY, "kubernetes.io/hostname"])
+def test_no_node_s_label_keeps_claims_waiting_for_a_node_that_is_gone(
+    key: str, gone: str, server: Server, known: Claims
+) -> None:
+    """Root on a node can write the labels of its own Node."""
+    segment = ids.node_segment(gone)
+    thief = node("thief", **{key: segment})
+    server.nodes = [thief]
+    server.lists[f"{NODES}&labelSelector={key}={segment}"] = [thief]
+    assert not known.has_node(segment)
 
 
 def test_the_provisioner_names_the_claim() -> None:

@@ -159,6 +159,10 @@ TESTS = {
         "nodes: of_two_that_claim_a_group_none_is_called_but_the_one_that_is_named",
         "nodes: nothing_is_made_where_a_group_is_claimed_by_two",
     ),
+    "A Node's labels, which root on that node can write": (
+        "claims: no_node_s_label_keeps_claims_waiting_for_a_node_that_is_gone",
+        "membership: the_labels_of_a_node_do_not_make_it_another",
+    ),
     "Neither side logs secrets": (
         "cluster: secrets_are_in_no_log_of_either_side",
         "enrolment: a_node_enrols_and_is_reached",
