@@ -12,7 +12,8 @@ A class that binds immediately has no such choice, and the preferred nodes of it
 are in the order of a hash: it is the node with the most room of those that answer and are allowed,
 and that one again until it says how the call ended: if it no longer answers the volume may be
 there. Another controller does not know that. So one that starts waits two minutes for nodes that
-have not answered it yet. Asked at the same time, or later while that node does not answer, it may
+have not answered it yet, and asks all that answer whether they have the volume, also those on which
+no other is made by now. Asked at the same time, or later while that node does not answer, it may
 choose another node, and one volume is an orphan.
 """
 
@@ -34,12 +35,8 @@ from proto import csi_pb2 as csi
 
 # After these a volume is on the node that was called, or on none.
 _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
-# After these, of ControllerGetVolume, a volume may be there, or be on its way.
-_UNKNOWN = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.ABORTED,
-)
+# After these, of ControllerGetVolume, a volume may be there.
+_UNKNOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # How long a node is waited for that is asked what it has.
 _PATIENCE_SECONDS = 5.0
 # The largest number of the field, which nodes may reach together.
@@ -154,8 +151,9 @@ class Placement:
         Only one call about a volume may be under way.
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
+        node = self._undisputed(node)
         self._attempts.begin(request.name, node.name)
-        return self._undisputed(node)
+        return node
 
     def _undisputed(self, node: Node) -> Node:
         """The node, unless another may have its groups. Raises Refused."""
@@ -171,7 +169,7 @@ class Placement:
         """
         if problem := self._nodes.no_new(node):
             name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-            if await self._has(node, name, must_know=True):
+            if await self._has(node, name):
                 raise unavailable(problem)
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, problem)
         self._nodes.require_own(node)
@@ -233,7 +231,7 @@ class Placement:
         if not apart or len(apart) < len({one.pod for one in others}):
             return None
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-        is_there = await self._has(node, name, must_know=True)
+        is_there = await self._has(node, name)
         return None if is_there else next(iter(apart.values()))
 
     async def _place(self, other: OtherVolume) -> frozenset[str]:
@@ -246,22 +244,33 @@ class Placement:
         return frozenset(one.name for one in self._nodes if uuid in one.groups)
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
-        """The node that has the volume from an earlier call, or else the one with the most room."""
+        """The node that has the volume from an earlier call, or else the one with the most room.
+
+        It may have it, too, though no other volume is made there by now. Raises Refused.
+        """
         allowed = [dict(one.segments) for one in request.accessibility_requirements.requisite]
         nodes = [
             one
             for one in self._nodes.answering()
             if not allowed or any(each.items() <= one.segments.items() for each in allowed)
-            if not self._nodes.no_new(one)
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
         self._nodes.require_asked()
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-        seen = await asyncio.gather(*(self._has(one, name) for one in nodes))
+        asked = (self._has(one, name) for one in nodes)
+        # One that has it counts, whatever others do not say.
+        seen = await asyncio.gather(*asked, return_exceptions=True)
         for node, has in zip(nodes, seen, strict=True):
-            if has:
+            if has is True:
                 return node
+        for unknown in seen:
+            if isinstance(unknown, BaseException):
+                raise unknown
+        problems = [self._nodes.no_new(one) for one in nodes]
+        nodes = [one for one, problem in zip(nodes, problems, strict=True) if not problem]
+        if not nodes:
+            raise unavailable(f"no volume is made on any node that is allowed: {problems[0]}")
         wanted = csi.GetCapacityRequest(
             volume_capabilities=request.volume_capabilities, parameters=request.parameters
         )
@@ -271,11 +280,12 @@ class Placement:
             raise unavailable("none of the nodes said how much room it has")
         return node
 
-    async def _has(self, node: Node, name: str, *, must_know: bool = False) -> bool:
-        """Whether one of a node's groups has a logical volume of that name.
+    async def _has(self, node: Node, name: str) -> bool:
+        """Whether one of a node's groups has a logical volume of that name, also an unfinished one.
 
-        With `must_know` Refused is raised where it may be there, or on its way.
+        Raises Refused where it may be there.
         """
+        unknown: Refused | None = None
         for uuid, group in node.groups.items():
             wanted = csi.ControllerGetVolumeRequest(volume_id=str(VolumeId(group, uuid, name)))
             try:
@@ -288,15 +298,17 @@ class Placement:
                 ) from None
             except (Exception, asyncio.CancelledError) as error:
                 problem = problem_of(error)
-                if must_know and _code(error) in _UNKNOWN:
-                    raise unavailable(
+                if _code(error) in _UNKNOWN:
+                    unknown = unavailable(
                         f"node {node.name} does not say whether it has {name!r}: {problem}; ask"
                         " again"
-                    ) from None
+                    )
                 if _code(error) is not grpc.StatusCode.ABORTED:
                     continue
                 # It is there, and is being filled.
             return True
+        if unknown is not None:
+            raise unknown
         return False
 
     async def _room(self, node: Node, wanted: csi.GetCapacityRequest) -> int:

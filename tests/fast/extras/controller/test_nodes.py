@@ -351,6 +351,78 @@ def test_a_volume_that_may_be_anywhere_goes_on_where_it_is_being_filled(in_clust
     in_cluster(test)
 
 
+def has_it(node: SimulatedNode) -> None:
+    node.created.add("vol-new-1")
+
+
+def fails_with(code: grpc.StatusCode) -> Callable[[SimulatedNode], None]:
+    return lambda node: node.fails.update({"ControllerGetVolume": code})
+
+
+@pytest.mark.parametrize("out_of", ["nothing", "a claim of two", "what another is named for"])
+@pytest.mark.parametrize(
+    "says",
+    [
+        has_it,
+        *map(fails_with, (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)),
+        fails_with(grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
+    ids=["has it", "fills it", "silent disk", "slow"],
+)
+@pytest.mark.parametrize("is_another_unsure", [True, False])
+def test_a_volume_that_may_be_anywhere_is_made_on_no_other_while_it_may_be_on_one(
+    in_cluster: Run,
+    says: Callable[[SimulatedNode], None],
+    out_of: str,
+    is_another_unsure: bool,
+) -> None:
+    """As one that an earlier controller made, before the node's group was in doubt."""
+
+    async def test(cluster: Cluster) -> None:
+        first, other = cluster.nodes[1:3]
+        says(first)
+        if out_of == "a claim of two":
+            other.groups = dict(first.groups)
+        elif out_of == "what another is named for":
+            cluster.record.groups[uuid_of(1)] = {other.name}
+        if is_another_unsure:
+            fails_with(grpc.StatusCode.UNAVAILABLE)(cluster.nodes[3])
+        before = [set(one.created) for one in cluster.nodes]
+        await cluster.ask()
+        [said] = await asyncio.gather(cluster.create("new-1"), return_exceptions=True)
+        if isinstance(said, grpc.aio.AioRpcError):
+            assert said.code() is grpc.StatusCode.UNAVAILABLE
+            assert [one.created for one in cluster.nodes] == before
+        else:
+            assert (said, out_of) == (first.name, "nothing")
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("allowed", [(1, 2), (0, 1, 2)])
+def test_a_volume_that_may_be_anywhere_and_is_not_there_is_made_where_no_group_is_in_doubt(
+    in_cluster: Run, allowed: tuple[int, ...]
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.nodes[2].groups = dict(cluster.nodes[1].groups)
+        await cluster.ask()
+        request = csi.CreateVolumeRequest(name="new-1")
+        for one in allowed:
+            request.accessibility_requirements.requisite.append(topology(name_of(one)))
+        call: Any = cluster.channel.unary_unary("/csi.v1.Controller/CreateVolume")
+        asked = call(request.SerializeToString(), timeout=20)
+        if 0 in allowed:
+            await asked
+            assert "vol-new-1" in cluster.nodes[0].created
+        else:
+            code, why = await _ended(asked)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert why.startswith("no volume is made on any node that is allowed: nodes ")
+            assert f"both claim volume group data ({uuid_of(1)})" in why
+
+    in_cluster(test)
+
+
 def test_a_volume_that_may_be_anywhere_waits_for_nodes_that_have_not_answered_yet(
     in_cluster: Run,
 ) -> None:
