@@ -135,7 +135,7 @@ class Placement:
             return node
         if not preferred or not await self._is_scheduled(request, claim):
             return None
-        node = await self._preferred(preferred[0].segments)
+        node = await self._preferred(preferred[0].segments, claim)
         await self._require_new(node, request)
         if apart := await self._apart(request, claim, node):
             raise Refused(
@@ -184,15 +184,16 @@ class Placement:
         several = len(request.accessibility_requirements.preferred) > 1
         if self._questions is None or claim is None or not several:
             return True
-        return await self._questions.ask(self._questions.claims.is_scheduled, claim) is not False
+        is_scheduled = self._questions.claims.is_scheduled
+        return await self._questions.ask(claim.namespace, is_scheduled, claim) is not False
 
-    async def _preferred(self, segments: Mapping[str, str]) -> Node:
+    async def _preferred(self, segments: Mapping[str, str], claim: ClaimName | None) -> Node:
         """The node that the scheduler chose. Raises Refused if it is silent, or has left."""
         try:
             return self._nodes.of_segments(segments)
         except Refused as error:
             named = ", ".join(segments.values())
-            if await self._has_left(segments):
+            if await self._has_left(segments, claim):
                 raise Refused(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"node {named} has left the cluster: the scheduler is to choose another",
@@ -202,12 +203,14 @@ class Placement:
                 " delete its Node object, and the scheduler chooses another"
             ) from None
 
-    async def _has_left(self, segments: Mapping[str, str]) -> bool:
+    async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
         """Whether the cluster has no such node: no Node object, or none in the file of nodes."""
         if self._questions is not None:
             claims = self._questions.claims
-            segment = segments.get(claims.topology_key, "")
-            return bool(segment) and await self._questions.ask(claims.has_node, segment) is False
+            if not (segment := segments.get(claims.topology_key, "")):
+                return False
+            namespace = claim.namespace if claim is not None else ""
+            return await self._questions.ask(namespace, claims.has_node, segment) is False
         known = list(self._nodes)
         is_one_of_them = any(segments.items() <= one.segments.items() for one in known)
         return bool(known) and all(one.segments for one in known) and not is_one_of_them
@@ -222,7 +225,8 @@ class Placement:
         """
         if self._questions is None or claim is None:
             return None
-        others = await self._questions.ask(self._questions.claims.others, claim) or ()
+        asked = self._questions.claims.others
+        others = await self._questions.ask(claim.namespace, asked, claim) or ()
         apart: dict[str, _Apart] = {}
         for one in others:
             place = await self._place(one)

@@ -236,7 +236,7 @@ class Connection:
     """One connection; answers are limited in time and size."""
 
     def __init__(self, server: Server, silence_seconds: float) -> None:
-        self._server = server
+        self._server, self._silence_seconds = server, silence_seconds
         where, port = server.host, server.port
         self._http = http.client.HTTPConnection(where, port, timeout=silence_seconds)
         if (tls := server.tls) is not None:
@@ -260,10 +260,15 @@ class Connection:
     ) -> tuple[int, bytes]:
         """Send a request; return status and body. `content` are headers of `body`, or others.
 
-        Raises TimeoutError, Unproved, what http.client raises.
+        No wait is longer than what is left until then. Raises TimeoutError, Unproved, what
+        http.client raises.
         """
-        if time.monotonic() >= until:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
+        self._http.timeout = min(self._silence_seconds, remaining)
+        if self._http.sock is not None:
+            self._http.sock.settimeout(self._http.timeout)
         headers = {"Accept": "application/json", "User-Agent": "carver", **(content or {})}
         if self._server.token is not None:
             headers["Authorization"] = f"Bearer {self._server.token()}"

@@ -1,4 +1,7 @@
-"""Read complete lists of objects from the Kubernetes API; read and change single objects."""
+"""Read complete lists of objects from the Kubernetes API; read and change single objects.
+
+All of it heeds the time limit of its thread (mount/command.py).
+"""
 
 import http.client
 import json
@@ -14,6 +17,7 @@ from urllib.parse import urlencode
 
 from agent.core import errors
 from agent.extras.kubernetes.access import Connection, Server, Unproved
+from mount import command
 
 _log = logging.getLogger(__name__)
 
@@ -94,11 +98,11 @@ class Lists:
         return self._whole(path, _Question(_METADATA, {}, _labels, {"Accept": _AS_METADATA}))
 
     def _whole(self, path: str, asked: "_Question") -> Listing:
-        until = time.monotonic() + _LIST_SECONDS
+        until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
-                sleep(_PAUSE_SECONDS * attempt)
+                sleep(command.patience_seconds(_PAUSE_SECONDS * attempt))
             try:
                 return self._read(path, asked, until)
             except _PROBLEMS as error:
@@ -220,7 +224,7 @@ class Objects:
         problem, is_refusal = "", False
         for attempt in range(_ATTEMPTS):
             if attempt:
-                sleep(_OBJECT_PAUSE_SECONDS)
+                sleep(command.patience_seconds(_OBJECT_PAUSE_SECONDS))
             try:
                 status, answer = self._ask("GET", path)
             except _PROBLEMS as error:
@@ -277,7 +281,7 @@ class Objects:
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         with Connection(self._server, _SECONDS) as connection:
-            until = time.monotonic() + _SECONDS
+            until = time.monotonic() + command.patience_seconds(_SECONDS)
             status, content_bytes = connection.request(method, path, until, body, content)
         try:
             answer = json.loads(content_bytes)

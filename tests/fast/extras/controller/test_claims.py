@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from agent.extras.controller import claims
 from agent.extras.controller.claims import ClaimName, Claims, OtherVolume, Questions
 from agent.extras.controller.nodes import Refused
 from agent.extras.kubernetes.objects import Listing, Lists, Object, Objects
+from mount import command
 from proto import csi_pb2 as csi
 
 DRIVER, KEY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
@@ -39,13 +41,13 @@ class Server(Objects, Lists):
         self.waits.set()
 
     def find(self, path: str, kind: str) -> Object | None:
-        self.asked.append(path)
+        self._note(path)
         self.waits.wait(10)
         return self.objects.get(path)
 
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
         asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
-        self.asked.append(asked)
+        self._note(asked)
         if path == NODES and not query:
             return Listing(self.nodes, "1")
         named = [one for one in self.nodes if asked == f"{NODES}&{FIELD}={one['metadata']['name']}"]
@@ -53,6 +55,9 @@ class Server(Objects, Lists):
 
     def metadata(self, path: str) -> Listing:
         return self.whole(path, "PartialObjectMetadataList")
+
+    def _note(self, path: str) -> None:
+        self.asked.append(path)
 
     def pod(self, *names: str, **more: Any) -> dict[str, Any]:
         """A pod that waits for a node, with these claims."""
@@ -351,7 +356,7 @@ def test_what_the_api_server_refuses_is_not_known_and_logged(
     refusing = Refusing(error)
     questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(questions.ask(questions.claims.others, FRESH)) is None
+        assert asyncio.run(questions.ask("shop", questions.claims.others, FRESH)) is None
     assert "cannot look up shop/wal" in caplog.text
     questions.stop()
 
@@ -367,7 +372,7 @@ def test_what_the_api_server_does_not_answer_is_asked_again(error: Exception) ->
     refusing = Refusing(error)
     questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
     with pytest.raises(Refused, match="cannot look up shop/wal") as raised:
-        asyncio.run(questions.ask(questions.claims.others, FRESH))
+        asyncio.run(questions.ask("shop", questions.claims.others, FRESH))
     assert raised.value.code is grpc.StatusCode.UNAVAILABLE
     questions.stop()
 
@@ -379,7 +384,142 @@ def test_a_slow_api_server_is_asked_again(
     server.waits.clear()
     questions = Questions(known)
     with pytest.raises(Refused, match="does not answer in time") as raised:
-        asyncio.run(questions.ask(known.is_scheduled, FRESH))
+        asyncio.run(questions.ask("shop", known.is_scheduled, FRESH))
     assert raised.value.code is grpc.StatusCode.UNAVAILABLE
     server.waits.set()
     questions.stop()
+
+
+class Slow:
+    """Questions that end once they may: how many are asked, and of which namespaces."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+        self._guard = threading.Lock()
+        self.asked: list[str] = []
+        self.now = self.most = 0
+
+    def __call__(self, namespace: str) -> str:
+        with self._guard:
+            self.asked.append(namespace)
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.end.wait(30)
+        with self._guard:
+            self.now -= 1
+        return namespace
+
+
+@pytest.mark.parametrize("count", [20, 100])
+@pytest.mark.parametrize("question", ["others", "is_scheduled", "has_node"])
+def test_what_takes_long_in_one_namespace_delays_no_claim_of_another(
+    count: int, question: str, known: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 2.0)
+    questions, slow = Questions(known), Slow()
+    about = "b" if question == "has_node" else FRESH
+
+    async def asked() -> object:
+        theirs = [
+            asyncio.ensure_future(questions.ask("tenant", slow, "tenant")) for _ in range(count)
+        ]
+        await asyncio.sleep(0.05)
+        answer = await questions.ask("shop", getattr(known, question), about)
+        for one in theirs:
+            one.cancel()
+        await asyncio.gather(*theirs, return_exceptions=True)
+        return answer
+
+    try:
+        assert asyncio.run(asked()) is not None
+        assert slow.asked == ["tenant"]
+    finally:
+        slow.end.set()
+        questions.stop()
+
+
+def test_a_question_that_nobody_waits_for_any_more_keeps_its_turn_until_it_ends(
+    known: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of callers that repeat it: the API server is not asked by ever more threads."""
+    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 0.1)
+    questions, slow = Questions(known), Slow()
+
+    async def asked() -> None:
+        with pytest.raises(Refused, match="does not answer in time"):
+            await questions.ask("shop", slow, "shop")
+        with pytest.raises(Refused, match="other questions about namespace 'shop' come first"):
+            await questions.ask("shop", slow, "shop")
+        waiting = asyncio.ensure_future(questions.ask("shop", slow, "shop"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert slow.asked == ["shop"]
+        monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 20.0)
+        slow.end.set()
+        assert await questions.ask("shop", slow, "shop") == "shop"
+        assert (slow.asked, slow.most) == (["shop"] * 2, 1)
+
+    asyncio.run(asked())
+    questions.stop()
+
+
+@pytest.mark.parametrize("names", [("shop", "shop"), ("shop", "other")])
+def test_a_question_s_time_begins_with_it_and_not_while_others_come_first(
+    names: tuple[str, str], known: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(claims, "_AT_ONCE", 1)
+    questions = Questions(known)
+
+    def takes_long(name: str) -> str:
+        time.sleep(1.2)
+        return name
+
+    async def asked() -> list[str | None]:
+        every = [questions.ask(one, takes_long, str(number)) for number, one in enumerate(names)]
+        return await asyncio.gather(*every)
+
+    assert asyncio.run(asked()) == ["0", "1"]
+    questions.stop()
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_more_namespaces_than_are_asked_at_once_take_turns(
+    many: int, known: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_AT_ONCE", 2)
+    questions, slow = Questions(known), Slow()
+    names = [f"tenant-{number}" for number in range(5)] * many
+
+    async def asked() -> list[str | None]:
+        every = asyncio.gather(*(questions.ask(one, slow, one) for one in names))
+        while len(slow.asked) < 2:
+            await asyncio.sleep(0.01)
+        assert sorted(slow.asked) == ["tenant-0", "tenant-1"]
+        slow.end.set()
+        found = await every
+        while questions._turns:
+            await asyncio.sleep(0.01)
+        return found
+
+    assert asyncio.run(asked()) == names
+    assert slow.most <= 2
+    questions.stop()
+
+
+@pytest.mark.parametrize("question", ["others", "is_scheduled", "has_node"])
+def test_each_request_of_a_question_has_its_time_limit(
+    question: str, known: Claims, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it heeds (tests/fast/extras/kubernetes/test_lists.py)."""
+    left: list[float | None] = []
+    monkeypatch.setattr(
+        Server, "_note", lambda _self, path: left.append(command.remaining_seconds())
+    )
+    questions = Questions(known)
+    about = "b" if question == "has_node" else FRESH
+    asyncio.run(questions.ask("shop", getattr(known, question), about))
+    questions.stop()
+    assert left
+    assert all(one is not None and 0 < one <= 20 for one in left)

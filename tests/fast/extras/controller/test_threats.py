@@ -54,6 +54,10 @@ TESTS = {
         "claims: what_is_not_known_or_no_volume_of_carver_s_has_no_place",
         "claims: the_name_of_a_source_is_one_part_of_a_path",
     ),
+    "delay claims of other namespaces by what is in one": (
+        "claims: what_takes_long_in_one_namespace_delays_no_claim_of_another",
+        "claims: a_question_that_nobody_waits_for_any_more_keeps_its_turn_until_it_ends",
+    ),
     "name a volume, snapshot, node or topology of another": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
         "nodes: a_stream_ends_where_a_node_lies",

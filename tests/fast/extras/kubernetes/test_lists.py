@@ -1,7 +1,8 @@
 """A list is complete or refused, whatever the API server does."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import api_server
 import pytest
@@ -10,7 +11,8 @@ from api_server import VOLUMES, ApiServer, Lie, body, changed, cut_off, hang_up,
 from agent.core import errors
 from agent.extras.kubernetes import objects
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.objects import Lists
+from agent.extras.kubernetes.objects import Lists, Objects
+from mount import command
 
 
 @pytest.fixture
@@ -126,6 +128,47 @@ def test_a_slow_list_is_given_up(api: ApiServer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(objects, "_LIST_SECONDS", 0.0)
     with pytest.raises(errors.ClusterSilent, match="in time"):
         read(api)
+
+
+def list_whole(server: Server) -> object:
+    return Lists(server).whole(VOLUMES, "PersistentVolumeList")
+
+
+def list_metadata(server: Server) -> object:
+    return Lists(server).metadata(VOLUMES)
+
+
+def find_one(server: Server) -> object:
+    return Objects(server).find(VOLUMES, "PersistentVolumeList")
+
+
+@pytest.mark.parametrize("question", [list_whole, list_metadata, find_one])
+@pytest.mark.parametrize("how", ["silent", "not there", "always wrong"])
+def test_a_server_is_given_up_by_the_time_limit_of_the_thread(
+    api: ApiServer,
+    question: Callable[[Server], object],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "sleep", time.sleep)
+    monkeypatch.setattr(objects, "_PAUSE_SECONDS", 5.0)
+    monkeypatch.setattr(objects, "_OBJECT_PAUSE_SECONDS", 5.0)
+    server, goes_on = Server("tests", "127.0.0.1", api.port), threading.Event()
+
+    def is_silent(_handler: api_server.Handler, _document: api_server.Object) -> None:
+        goes_on.wait(8)
+
+    if how == "silent":
+        api.lie(VOLUMES, *[is_silent] * 3)
+    elif how == "not there":
+        api.stop()
+    else:
+        api.lie(VOLUMES, *[status(503)] * 3)
+    begun = time.monotonic()
+    with command.time_limit(0.3), pytest.raises((errors.ClusterSilent, errors.ClusterRefused)):
+        question(server)
+    assert time.monotonic() - begun < 4
+    goes_on.set()
 
 
 def test_a_restarted_server_is_asked_again(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
