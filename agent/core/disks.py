@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from agent.core import errors
+from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
@@ -62,6 +63,42 @@ def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
                 "bears its name, and nothing else proves that it is the group's: if so, name it in"
                 " `devices`, or restart Carver where the group moved to other disks",
             )
+
+
+def unknown(
+    found: Mapping[str, Found], uuids: Collection[str], own: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The disks that may have volumes of Carver's in a group with none of these UUIDs, and why.
+
+    `own` are disks that are known to be of such a group, whatever they say now. Left out are groups
+    without Carver's tags, as the operator's, and disks of guests and other drivers (Kind.FOREIGN),
+    where no group is ever found.
+    """
+    labels = {path: one for path, one in _labels(found).items() if one.kind is not Kind.FOREIGN}
+    members = {uuid for one in labels.values() if one.group for uuid in one.group.disk_uuids}
+    for path, one in sorted(found.items()):
+        if isinstance(one, PhysicalLabel):
+            why = _unknown_group(one, uuids, members) if path in labels else ""
+        elif isinstance(one, Excluded) and one.why is not Why.UNKNOWN:
+            why = ""
+        else:
+            why = str(one)
+        is_of_another = isinstance(one, PhysicalLabel) and one.group is not None
+        if why and (is_of_another or path not in own):
+            yield path, why
+
+
+def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collection[str]) -> str:
+    """Why a disk may be of a group of Carver's with none of these UUIDs; empty if it is not.
+
+    `members` are the disks that some group names as its own.
+    """
+    if (group := label.group) is not None:
+        is_known = group.uuid in uuids or not group.has_own_tags
+        return "" if is_known else f"volume group {group.name} ({group.uuid}) is not in use here"
+    may_be_used = label.is_used or bool(label.damage)
+    is_unknown = may_be_used and label.uuid not in members
+    return "it does not say of which volume group it is" if is_unknown else ""
 
 
 def locate(

@@ -108,6 +108,12 @@ class MetadataCache:
         """Whether that path was a disk of the group when it was read last."""
         return self._location is not None and disk in self._location.disks
 
+    @property
+    def attached(self) -> Mapping[str, str]:
+        """By which number each of its disks was attached when it was located last, by the paths."""
+        every = self._location.attached.values() if self._location is not None else ()
+        return {path: sequence for _, sequence, path in every}
+
     def forget(self) -> None:
         """Drop the report, and that of a read under way: a command may have done anything."""
         self._generation = object()

@@ -12,7 +12,7 @@ from functools import partial
 
 from agent.core import locks
 from agent.core.background import run_all
-from agent.core.disks import names_of
+from agent.core.disks import names_of, unknown
 from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup
 from lvm import blockdevices, lvm2
@@ -164,8 +164,24 @@ class VolumeGroups:
         finally:
             held.release()
 
-    def scan(self) -> Mapping[str, Found]:
-        """The labels of the disks that lvm2 may see on this node."""
+    def unknown_disks(self) -> Sequence[tuple[str, str]]:
+        """The disks that may have volumes in a group that is not among `uuids`, each with why.
+
+        Also those that are only missing from the devices file, as what was just attached; not those
+        that `devices` or filters keep from lvm2.
+        """
+        found = self.scan(with_unlisted=True)
+        every = list(self._volume_groups.values())
+        before = {path: at for one in every for path, at in one.metadata.attached.items()}
+        now = self._disks.sequences(before)
+        own = {path for path, at in before.items() if now.get(path) == at}
+        return list(unknown(found, set(self.uuids().values()), own))
+
+    def scan(self, *, with_unlisted: bool = False) -> Mapping[str, Found]:
+        """The labels of the disks that lvm2 may see on this node.
+
+        Or would see if they were in its devices file, `with_unlisted`.
+        """
         # A disk that does not answer, perhaps another group's, leaves time for the rest.
         patience = command.patience_seconds(PATIENCE_SECONDS, 0.5)
         paths = {os.path.realpath(one) for one in self.node.devices}
@@ -177,12 +193,15 @@ class VolumeGroups:
             return found
         if (listed := lvm2.listed_disks(root)) is not None:
             # lvm2 ignores filters then. A copied disk has the listed UUID, too.
-            every = {p: one for p, one in found.items() if _is_listed(one, listed)}
-            return {p: _trusted(one, Kind.ATTACHED) for p, one in every.items()}
+            own = {p for p, one in found.items() if _is_listed(one, listed)}
+            every = {p: one for p, one in found.items() if with_unlisted or p in own}
+            return {
+                p: _trusted(one, Kind.ATTACHED) if p in own else one for p, one in every.items()
+            }
         if (accepts := blockdevices.read(root)) is None:
             return found
-        own = self._every_listed()
-        return {p: one for p, one in found.items() if p in own or accepts(p)}
+        named = self._every_listed()
+        return {p: one for p, one in found.items() if p in named or accepts(p)}
 
     def _every_listed(self) -> frozenset[str]:
         """The disks that the operator named for any group; filters do not apply to them."""

@@ -210,8 +210,8 @@ class Claims:
 class Questions:
     """Asks `Claims` from the event loop, for each namespace one question at a time.
 
-    So whoever makes claims and pods that take long to look up holds up claims of that namespace
-    only. A question that nobody waits for any more keeps its turn until it ends.
+    So claims and pods that take long to look up hold up claims of their namespace only. A question
+    that no call waits for any more keeps its turn until it ends.
 
     What the API server does not say in time is asked again, by the provisioner: a volume that was
     made on a wrong node stays there, and its pod never starts. The provisioner could not go on
@@ -264,7 +264,7 @@ class Questions:
     def _begin(
         self, turn: asyncio.Lock, question: Callable[..., _T], *about: object
     ) -> "asyncio.Future[_T]":
-        """Ask in a thread; the turn ends with that, whoever waits for the answer."""
+        """Ask in a thread; the turn ends with that, also if no call waits for it."""
         loop = asyncio.get_running_loop()
 
         def release() -> None:

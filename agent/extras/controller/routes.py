@@ -13,7 +13,8 @@ from proto import csi_pb2 as csi
 
 # Keys of GetPluginInfoResponse.manifest, in which a node says of itself what the controller needs.
 NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
-# Whether these are all groups on its disks: YES once it has looked at each disk since its start.
+# Whether these are all groups of Carver's on its disks: YES if by the last look no disk may have
+# another.
 IS_WHOLE, YES = "groups-whole", "yes"
 
 # By service and call: the field with the id of the volume, snapshot or group snapshot.

@@ -20,7 +20,6 @@ from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
-from lvm.disks import Unanswered
 from lvm.labels import PhysicalLabel
 from mount import errors as mount_errors
 from proto import csi_pb2 as csi
@@ -44,7 +43,7 @@ class NotListening(errors.AgentError):
 
 
 class OtherGroups(errors.AgentError):
-    """Some volume groups cannot be read."""
+    """Some volume groups cannot be read, or some disks may have one that is not known."""
 
 
 class Listener(Extra):
@@ -56,7 +55,7 @@ class Listener(Extra):
         self._address = config.controller_address
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
-        failure = "cannot look for volume groups that no class names: %s"
+        failure = "not all volume groups on this node's disks are known: %s"
         # A disk that hangs delays neither the start nor enrolment.
         self._tasks = [
             PeriodicTask(
@@ -67,8 +66,8 @@ class Listener(Extra):
         ]
         # Where it listens, after its start.
         self.port = 0
-        # Whether a look at the disks has succeeded, so that each group there is known.
-        self._has_looked = False
+        # Whether by the last look at the disks each group of Carver's there is known.
+        self._is_whole = False
         if self._address is None:
             return
         if config.controllers is not None:
@@ -116,7 +115,7 @@ class Listener(Extra):
             options=certificates.SERVER_OPTIONS,
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(
-            _Routed(service, lambda: self._has_looked), server
+            _Routed(service, lambda: self._is_whole), server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(service.controller, server)
         csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
@@ -142,23 +141,30 @@ class Listener(Extra):
         """Locate groups with Carver's tags that are not known, so that calls reach them, too.
 
         Such as no class names, and such as a class names but are not recovered yet. Raises
-        OtherGroups with those that cannot be read, and the disks that do not answer.
+        OtherGroups with those that cannot be read, and the disks of which it is not known whether
+        they have such a group: then the node does not say that it has looked at all its disks.
         """
+        is_whole = False
+        try:
+            self._find_other_groups()
+            is_whole = True
+        finally:
+            self._is_whole = is_whole
+
+    def _find_other_groups(self) -> None:
         groups, problems = self._service.volume_groups, []
-        for path, one in groups.scan().items():
-            if isinstance(one, Unanswered):
-                problems.append(f"{path}: {one}")
+        for one in groups.scan().values():
             found = one.group if isinstance(one, PhysicalLabel) else None
-            if found is None or not found.has_own_tags or found.name in groups.uuids():
+            if found is None or not found.has_own_tags or found.uuid in groups.uuids().values():
                 continue
             try:
                 if (volume_group := groups.of(found.name)) is not None:
                     volume_group.state()
             except (errors.AgentError, mount_errors.CommandError) as error:
                 problems.append(f"{found.name}: {error}")
+        problems += [f"{path}: {why}" for path, why in groups.unknown_disks()]
         if problems:
             raise OtherGroups("; ".join(sorted(set(problems))))
-        self._has_looked = True
 
 
 def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
@@ -171,8 +177,8 @@ def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enrol
 class _Routed(Identity):
     """Identity, which also says what the controller must know of a node."""
 
-    def __init__(self, service: Service, has_looked: Callable[[], bool]) -> None:
-        self._config, self._has_looked = service.context.config, has_looked
+    def __init__(self, service: Service, is_whole: Callable[[], bool]) -> None:
+        self._config, self._is_whole = service.context.config, is_whole
         self._volume_groups = service.volume_groups
         super().__init__(service.readiness, self._config.driver_name, service.offered)
 
@@ -184,7 +190,7 @@ class _Routed(Identity):
         answer.manifest[routes.NODE_ID] = self._config.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
         # Before the groups, which may become more meanwhile.
-        answer.manifest[routes.IS_WHOLE] = routes.YES if self._has_looked() else ""
+        answer.manifest[routes.IS_WHOLE] = routes.YES if self._is_whole() else ""
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 

@@ -9,11 +9,11 @@ import pytest
 from fakes.images import DASHED, GROUP_UUID, UUIDS, Area, Image, metadata
 
 from agent.core import errors
-from agent.core.disks import Location, claims, locate
+from agent.core.disks import Location, claims, locate, unknown
 from lvm import labels
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
-from lvm.labels import Group, Kind, PhysicalLabel
+from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
 DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"
 TWIN = "AAAAAA-0000-1111-0000-0000-0000-000000"
@@ -560,3 +560,50 @@ def test_the_device_below_a_failed_one_is_not_that_disk_until_it_is_gone() -> No
 
 def test_a_disk_attached_again_beside_its_dead_device_is_back() -> None:
     failing(known_sequence=44, other_sequence=45).found_on("sda", "sdc")
+
+
+# Disks that may have groups that are not known
+
+
+def tagged(disk: str, *disks: str, uuid: str = TWIN, name: str = "data") -> PhysicalLabel:
+    """A disk of a group that has something of Carver's."""
+    made = pv(disk, *disks, uuid=uuid, name=name)
+    assert made.group is not None
+    return replace(made, group=replace(made.group, has_own_tags=True))
+
+
+# What is seen beside the group that is known, and whether it may have volumes of Carver's.
+MAY_HAVE: Mapping[str, tuple[Found, bool]] = {
+    "another of its name": (tagged("9"), True),
+    "one of another name": (tagged("9", name="other"), True),
+    "one that a network may have": (replace(tagged("9"), kind=Kind.ATTACHED), True),
+    "unreadable": (Unreadable("Input/output error"), True),
+    "silent": (Unanswered(), True),
+    "a damaged label": (Damaged("wrong checksum"), True),
+    "metadata that are elsewhere": (bare("9"), True),
+    "damaged metadata": (replace(empty("9"), damage=("wrong checksum",)), True),
+    "not known what it is over": (Excluded(Why.UNKNOWN, "loop0"), True),
+    "the group's own": (tagged("9", "1", "9", uuid=DATA), False),
+    "the group's without metadata": (bare("2"), False),
+    "the operator's": (pv("9", uuid=TWIN, name="root"), False),
+    "in no group": (empty("9"), False),
+    "a guest's or another driver's": (replace(tagged("9"), kind=Kind.FOREIGN), False),
+    "a guest's damaged": (replace(bare("9"), kind=Kind.FOREIGN), False),
+    **{f"no disk: {why.name}": (Excluded(why, "x"), why is Why.UNKNOWN) for why in Why},
+}
+
+
+@pytest.mark.parametrize("one", MAY_HAVE.values(), ids=MAY_HAVE)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_disk_may_have_volumes_that_are_not_known(one: tuple[Found, bool], is_own: bool) -> None:
+    """A disk that is known to be the group's own may be broken; it is no other group's for that."""
+    seen, may_have = one
+    found = at(sda=tagged("1", "1", "2", uuid=DATA), sdz=seen)
+    named = [path for path, why in unknown(found, {DATA}, {"/dev/sdz"} if is_own else ()) if why]
+    is_another_s = isinstance(seen, PhysicalLabel) and seen.group is not None
+    assert named == (["/dev/sdz"] if may_have and (is_another_s or not is_own) else [])
+
+
+def test_no_guest_s_disk_says_of_which_group_another_is() -> None:
+    guest = replace(tagged("8", "8", "9", uuid=DATA), kind=Kind.FOREIGN)
+    assert [path for path, _ in unknown(at(nbd0=guest, sdz=bare("9")), {DATA}, ())] == ["/dev/sdz"]

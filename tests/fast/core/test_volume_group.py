@@ -21,8 +21,8 @@ from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
-from lvm import report, volumes
-from lvm.disks import Fingerprint, Found
+from lvm import report, tags, volumes
+from lvm.disks import Fingerprint, Found, Unreadable
 from mount import errors as mount_errors
 from mount.command import Result
 
@@ -471,6 +471,63 @@ def test_a_filter_rejects_disks_but_those_that_the_operator_named(
     assert not named.allows("/dev/other")
     conf.write_text("")
     assert rejected.allows("/dev/other")
+
+
+OTHER = "/dev/fake-other-0"
+
+
+@pytest.fixture
+def other(fake: FakeHost) -> FakeHost:
+    """With a group of another node's beside, which has a volume of Carver's."""
+    fake.lvm2.add_group("other", [60]).tags = {tags.format_one("origin", "x")}
+    return fake
+
+
+def test_a_group_that_was_asked_for_is_known(other: FakeHost) -> None:
+    groups = VolumeGroups(other.lvm, other.disks, other.devices, ["data"])
+    assert [path for path, _ in groups.unknown_disks()] == [OTHER]
+    found = groups.of("other")
+    assert found is not None
+    found.state()
+    assert groups.unknown_disks() == []
+
+
+def test_a_disk_that_is_only_missing_from_the_devices_file_is_looked_at(
+    other: FakeHost, tmp_path: Path
+) -> None:
+    """So is one that was just attached, on a node that has such a file."""
+    own = other.lvm2.groups["data"].disks[0].name
+    with other.listing(tmp_path, own) as node:
+        groups = VolumeGroups(node, other.disks, other.devices, ["data"])
+        assert list(groups.scan()) == [own]
+        assert [path for path, _ in groups.unknown_disks()] == [OTHER]
+
+
+@pytest.mark.parametrize("how", ["filter", "devices"])
+def test_a_disk_that_the_operator_keeps_from_lvm2_is_not_looked_at(
+    other: FakeHost, tmp_path: Path, how: str
+) -> None:
+    node = replace(other.lvm, devices=(other.lvm2.groups["data"].disks[0].name,))
+    if how == "filter":
+        conf = tmp_path / "etc/lvm/lvm.conf"
+        conf.parent.mkdir(parents=True)
+        conf.write_text('devices { global_filter = [ "r|other|" ] }')
+        node = replace(other.lvm, root=tmp_path)
+    assert VolumeGroups(node, other.disks, other.devices, ["data"]).unknown_disks() == []
+
+
+def test_a_broken_disk_of_a_known_group_is_no_other_group_s_unless_it_is_attached_anew(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
+    next(iter(groups)).state()
+    own = fake.lvm2.groups["data"].disks[0].name
+    monkeypatch.setattr(fake.disks, "scan", lambda *_: {own: Unreadable("Input/output error")})
+    assert groups.unknown_disks() == []
+    started = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
+    assert started.unknown_disks() == [(own, "Input/output error")]
+    monkeypatch.setattr(fake.disks, "sequences", lambda paths: dict.fromkeys(paths, "another"))
+    assert groups.unknown_disks() == [(own, "Input/output error")]
 
 
 # Several groups

@@ -438,7 +438,7 @@ def test_what_takes_long_in_one_namespace_delays_no_claim_of_another(
         questions.stop()
 
 
-def test_a_question_that_nobody_waits_for_any_more_keeps_its_turn_until_it_ends(
+def test_a_question_that_no_call_waits_for_any_more_keeps_its_turn_until_it_ends(
     known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of callers that repeat it: the API server is not asked by ever more threads."""

@@ -56,7 +56,7 @@ TESTS = {
     ),
     "delay claims of other namespaces by what is in one": (
         "claims: what_takes_long_in_one_namespace_delays_no_claim_of_another",
-        "claims: a_question_that_nobody_waits_for_any_more_keeps_its_turn_until_it_ends",
+        "claims: a_question_that_no_call_waits_for_any_more_keeps_its_turn_until_it_ends",
     ),
     "name a volume, snapshot, node or topology of another": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
