@@ -149,29 +149,32 @@ def is_clean(status: Sequence[Status]) -> bool:
     )
 
 
-def is_copy(tag_value: str) -> bool:
-    """Whether a cache, by its tag, holds nothing that is not on the slow disks as well."""
-    return tag_value.startswith(f"{CACHE}:{WRITETHROUGH}:")
-
-
-def can_be_origin(tag_value: str) -> bool:
-    """Whether a copy-on-write snapshot can be taken of a volume with such a cache.
+def can_be_origin(volume: LogicalVolume) -> bool:
+    """Whether a copy-on-write snapshot can be taken of a volume, by the cache that it has now.
 
     Not with a dm-cache. Below a snapshot's origin lvm2 2.03.16 gives the two parts of its cachevol
     tables twice as long as they are, and so overlapping: what is read changes from read to read. It
     stops before that only because it has cache_check(8) look at metadata that are in use.
     """
-    return not tag_value.startswith(f"{CACHE}:")
+    return CACHE not in volume.layout
 
 
 def is_cached(volume: LogicalVolume) -> bool:
-    """Whether the volume, or the pool, has a cache now."""
+    """Whether the volume, or the pool, has a cache now.
+
+    What is done to data goes by this alone: a tag says what was wanted, and an operator may have
+    attached a cache, or taken it away (lvconvert(8)).
+    """
     return not volume.layout.isdisjoint(KINDS)
 
 
 def attached(volume: LogicalVolume) -> str:
-    """The name that the cache has once it is parted; empty where there is none."""
-    return volume.cachevol.removesuffix(_HIDDEN)
+    """The name that the cache has once it is parted; empty where there is none.
+
+    Also for a cache pool, as only others make: its parts cannot be overwritten.
+    """
+    is_one = volume.cachevol.endswith(_HIDDEN)
+    return volume.cachevol.removesuffix(_HIDDEN) if is_one else ""
 
 
 def parted(group: Group, name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Generic, Self, TypeVar
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
 from agent.core.requests import BLOCK, MOUNT
-from lvm import layout, names, report, tags
+from lvm import caches, layout, names, report, tags
 from lvm.layout import Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
@@ -79,6 +79,17 @@ class Volume:
         """Whether it lies in a pool: by lvm2's report, or by its tag while it is newer."""
         logical = self.group.volumes.get(self.name)
         return bool(logical.pool) if logical is not None else self.layout.is_thin
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a cache holds data of it, be it parted: by lvm2, or by its tag while it is newer.
+
+        The tag says what was wanted; an operator may have given it a cache, or taken that away.
+        """
+        logical = self.group.volumes.get(self.name)
+        if logical is None:
+            return tag.CACHE in self.own_tags
+        return caches.is_cached(logical) or bool(caches.parted(self.group, self.name))
 
     @property
     def made_bytes(self) -> int:

@@ -435,9 +435,15 @@ class Eraser:
         After a kill the volume has no cache, and the resumed job finds the detached one.
         """
         group = volume.group
-        if tag.CACHE not in volume.own_tags or not caches.is_cached(group.volume(volume.name)):
+        logical = group.volumes.get(volume.name)
+        if logical is None or not caches.is_cached(logical):
             return _detached_caches(volume)
-        logical = group.volume(volume.name)
+        if not caches.attached(logical):
+            raise errors.NotOverwritten(
+                str(volume.id),
+                "its cache is a pool, whose parts cannot be overwritten. Part it from the volume by"
+                f" `lvconvert --splitcache {group.name}/{volume.name}`",
+            )
         self._write_back(job, volume)
         with self._volume_groups.hold(group.name):
             caches.split(self._lvm(group.name), logical)
@@ -543,7 +549,7 @@ def _unused(volume: Volume) -> Iterator[None]:
 
 def _detached_caches(volume: Volume) -> list[str]:
     """The cache that a killed job detached, if there is one."""
-    found = caches.parted(volume.group, volume.name) if tag.CACHE in volume.own_tags else ""
+    found = caches.parted(volume.group, volume.name)
     return [found] if found else []
 
 

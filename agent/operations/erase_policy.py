@@ -87,7 +87,7 @@ class ErasePolicy:
         is_volume = any(
             names.is_of(one, volume.name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
         )
-        if not volume.is_encrypted or tag.CACHE in volume.own_tags or not is_volume:
+        if not volume.is_encrypted or volume.has_cache or not is_volume:
             return classes.ERASE_ZERO
         if not self.zeroes:
             return classes.ERASE_CRYPTO

@@ -422,11 +422,12 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     remedy = "restore the volume from a backup"
-    cache = holder.own_tags.get(tag.CACHE, "")
     if raid.level(volume.group.volume(volume.name).layout) is not None:
         remedy = f"replace it: `{VGEXTEND}`, then `lvconvert --repair`"
-    elif caches.is_copy(cache) and gone and all(one.fast for one in gone):
-        remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost"
+    elif caches.CACHE in holder.layout and gone and all(one.fast for one in gone):
+        # Its mode may have been changed by hand since it was made, and the report has it not.
+        remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost if its cache is"
+        remedy += f" {caches.WRITETHROUGH}"
     why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"
     return Condition(reason, f"{partial}: {why}")
 

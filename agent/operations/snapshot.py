@@ -158,14 +158,14 @@ class Snapshotter:
         `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
         """
         require_settled(volume)
-        if not caches.can_be_origin(volume.own_tags.get(tag.CACHE, "")):
+        group, allocator = volume.group, self._allocators.of_volume(volume)
+        if not caches.can_be_origin(group.volume(volume.name)):
             raise errors.NotSnapshotted(
                 str(volume.id),
                 f"it has a cache of the kind {caches.CACHE}, and lvm2 cannot take one of it without"
                 f" damage to its data. Of volumes with a {caches.WRITECACHE}, and of thin ones, it"
                 " can",
             )
-        group, allocator = volume.group, self._allocators.of_volume(volume)
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
             needed, room = volume.size_bytes, allocator.maximum_bytes(group)

@@ -55,13 +55,17 @@ def config(config: Config, group: str) -> Config:
         DeviceClass(**{**vars(one), "name": f"{one.name}-luks2", "encryption": "luks2"})
         for one in classes
     ]
+    shredded = [
+        DeviceClass(f"{name}-shredded", group, cache=cache, encryption="luks2", erase="crypto")
+        for name, cache in (("plain", None), ("writeback", CACHES["writeback"]))
+    ]
     pool, shape = Policy(size=Reserve(size_bytes=40 * MIB)), Layout("thin")
     pools = [
         DeviceClass(name, group, layout=shape, pool=pool, cache=cache)
         for name, cache in POOL_CACHES.items()
     ]
     hot = DeviceClass("hot", group, cache=Cache(size=Reserve(size_bytes=sum(FAST) * EXTENT)))
-    classes += [*sealed, *pools, plain, striped, thin, hot]
+    classes += [*sealed, *shredded, *pools, plain, striped, thin, hot]
     return Config(**{**vars(config), "classes": tuple(classes)})
 
 
@@ -342,6 +346,76 @@ def test_a_volume_with_a_dm_cache_is_a_copy_but_never_a_source(
         client.create("pvc-3", 0, block(), source=of_volume(copy.volume_id))
     with expect.code("FAILED_PRECONDITION", "lvm2 cannot", "writecache"):
         client.snapshot("snapshot-1", copy.volume_id)
+
+
+HOW = pytest.mark.parametrize(
+    "how", chosen.kinds(["by its class", "its tag is lost", "by hand"], usual=["by hand"])
+)
+
+
+def with_dm_cache(client: Client, host: AnyHost, group: str, how: str, kind: str) -> csi.Volume:
+    """A volume that has a dm-cache in writeback mode, whatever its tags say."""
+    name = "plain" if how == "by hand" else "writeback"
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": name + kind})
+    if how == "by hand":
+        now = report.read(host.lvm).group(group)
+        caches.attach(host.lvm, now, "vol-pvc-1", CACHES["writeback"], 5)
+    elif how == "its tag is lost":
+        lost = f"carver.cache={logical(host, group).own_tags['cache']}"
+        host.lvm("lvchange", "--deltag", lost, "--", f"{group}/vol-pvc-1")
+    assert logical(host, group).layout == {"cache"}
+    return volume
+
+
+@HOW
+@pytest.mark.long_on_lvm
+def test_what_has_a_dm_cache_by_lvm2_is_no_source_whatever_its_tags_say(
+    client: Client, host: AnyHost, group: str, how: str
+) -> None:
+    volume = with_dm_cache(client, host, group, how, "")
+    with expect.code("FAILED_PRECONDITION", "without damage to its data"):
+        client.snapshot("snapshot-1", volume.volume_id)
+    with expect.code("FAILED_PRECONDITION", "without damage to its data"):
+        client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
+    # And it is one as soon as it has none.
+    caches.split(host.lvm, logical(host, group))
+    client.snapshot("snapshot-1", volume.volume_id)
+
+
+@HOW
+@pytest.mark.long_on_lvm
+def test_the_contents_of_a_cache_that_lvm2_reports_are_overwritten_whatever_the_tags_say(
+    client: Client, host: AnyHost, group: str, how: str
+) -> None:
+    volume = with_dm_cache(client, host, group, how, "")
+    secret = b"tenant's secret\n" * 256
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, secret)
+    zeroed = tiers.erased(client, host, group, volume, "vol-pvc-1", secret[:4096])
+    assert zeroed in (None, [(0, 5 * EXTENT)])
+
+
+@HOW
+@pytest.mark.long_on_lvm
+def test_a_parted_cache_is_overwritten_with_its_volume_whatever_the_tags_say(
+    client: Client, host: AnyHost, group: str, how: str
+) -> None:
+    """As one is that an earlier deletion was killed over."""
+    volume = with_dm_cache(client, host, group, how, "")
+    caches.split(host.lvm, logical(host, group))
+    client.delete(volume.volume_id)
+    assert report.read(host.lvm).group(group).volumes == {}
+
+
+@HOW
+@pytest.mark.long_on_lvm
+def test_a_key_does_not_stand_for_the_contents_where_a_cache_may_have_its_header(
+    client: Client, host: AnyHost, group: str, how: str
+) -> None:
+    volume = with_dm_cache(client, host, group, how, "-shredded")
+    secret = b"not encrypted at all".ljust(4096)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 36 * MIB, secret)
+    zeroed = tiers.erased(client, host, group, volume, "vol-pvc-1", secret)
+    assert zeroed is None or (0, 5 * EXTENT) in zeroed
 
 
 @pytest.mark.variation

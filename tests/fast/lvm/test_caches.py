@@ -1,6 +1,7 @@
 """The arithmetic of two tiers: what is reported can be made with its cache, and no more."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from fakes.known import inventory, machine
@@ -89,8 +90,9 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
-        (Cache(), "no data are lost"),
-        (Cache(mode="writeback"), "from a backup"),
+        # Which of the two it is now lvm2's report has not.
+        (Cache(), "no data are lost if its cache is writethrough"),
+        (Cache(mode="writeback"), "no data are lost if its cache is writethrough"),
         (Cache("writecache", "writeback"), "from a backup"),
     ],
 )
@@ -120,6 +122,16 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
         assert what in problem.message
+
+
+def test_a_cache_pool_is_no_cache_that_can_be_overwritten() -> None:
+    lvm, fake = machine(40, 40)
+    fake.groups["data"].disks[1].tags = {report.FAST}
+    group = inventory(fake, "data").state().group("data")
+    caches.create(lvm, group, New("vol-pvc-1", 40 << 20, {}), Cache())
+    made = report.read(lvm).group("data").volume("vol-pvc-1")
+    assert caches.attached(made) == "vol-pvc-1_cache"
+    assert caches.attached(replace(made, cachevol="by-hand_cpool")) == ""
 
 
 def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
