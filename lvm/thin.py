@@ -25,6 +25,8 @@ _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
 _TENTH = Reserve(percent=10)
+# lvm2's own repair of a pool may lose what could still be read before it.
+DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def refusal(
     if status is None:
         return ""
     if status.mode not in ("rw", "out_of_data_space") or status.needs_check:
-        return f"pool {pool.name} needs a repair (`lvconvert --repair {group.name}/{pool.name}`)"
+        return f"pool {pool.name} needs a repair; {DAMAGED}"
     extent = group.extent_size_bytes
     largest = (pool.data_extents + growth_extents(group, pool, kept_extents)) * extent
     used = status.used_data_blocks * pool.chunk_size_bytes

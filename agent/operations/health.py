@@ -423,7 +423,7 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     remedy = "restore the volume from a backup"
     if raid.level(volume.group.volume(volume.name).layout) is not None:
-        remedy = f"replace it: `{VGEXTEND}`, then `lvconvert --repair`"
+        remedy = f"replace it: `{VGEXTEND}`, then `carver volume repair`"
     elif caches.CACHE in holder.layout and gone and all(one.fast for one in gone):
         # Its mode may have been changed by hand since it was made, and the report has it not.
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost if its cache is"
@@ -480,7 +480,7 @@ def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
             Reason.RAID_DEGRADED if seen.survives else Reason.RAID_FAILED,
             f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
             f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
-            f" replace it: `{VGEXTEND}`, then `lvconvert --repair {name}`",
+            f" replace it: `{VGEXTEND}`, then `carver volume repair`",
         )
     elif seen.is_syncing:
         yield Condition(
@@ -500,8 +500,7 @@ def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition
     if pool.mode == FAILED or pool.needs_check:
         yield Condition(
             Reason.POOL_DATA_LOST,
-            f"{named} failed ({pool.mode}): look at `dmesg`; take the pool's volumes out of use,"
-            " and run `lvconvert --repair` on it",
+            f"{named} failed ({pool.mode}): look at `dmesg`, and {thin.DAMAGED}",
         )
         return
     for what, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):

@@ -44,13 +44,14 @@ def test_a_failed_cache_under_a_pool_is_the_pools(status: Status, kind: str) -> 
 
 
 POOL = "of the thin pool under the volume are"
-VOLUME, REPAIR = "logical volume vol-a", "lvconvert --repair"
+VOLUME, REPAIR = "logical volume vol-a", "carver volume repair"
+DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
 @pytest.mark.parametrize(
     ("status", "reason", "wrong", "remedy"),
     [
-        (raid("AD"), "RaidDegraded", "1 of the 2 images of its raid1 failed", f"{REPAIR} vol-a"),
+        (raid("AD"), "RaidDegraded", "1 of the 2 images of its raid1 failed", REPAIR),
         (raid("-A"), "RaidDegraded", "1 of the 2 images", "lvchange --refresh vol-a"),
         (raid("DD"), "RaidFailed", "2 of the 2 images", REPAIR),
         (raid("Aa", "recover", 84), "RaidResyncing", "resyncing (recover, 42 % done)", "wait"),
@@ -59,8 +60,8 @@ VOLUME, REPAIR = "logical volume vol-a", "lvconvert --repair"
         (pool(metadata=99), "PoolNearlyFull", f"metadata {POOL} 99 %", "lvextend"),
         (pool("out_of_data_space"), "PoolFull", "no more writes (out_of_data_space)", "make room"),
         (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
-        (pool("fail"), "PoolDataLost", "the thin pool under the volume", REPAIR),
-        (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
+        (pool("fail"), "PoolDataLost", "the thin pool under the volume", DAMAGED),
+        (pool(check=True), "PoolDataLost", "the thin pool under the volume", DAMAGED),
         (Snapshot(MIB, "Invalid"), "SnapshotOverflowed", "any more (Invalid)", "its data are lost"),
         (Cache(MIB, "ro"), "CacheFailing", f"cache of {VOLUME} failed (ro)", "--uncache vol-a"),
         (Cache(MIB, "rw", needs_check=True), "CacheFailing", "failed (rw)", "--uncache"),

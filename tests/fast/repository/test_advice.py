@@ -18,6 +18,7 @@ _VERBS = (
 _ADVICE = re.compile(
     rf"(?:^|[;:.(] ?|, |\b(?:or|and|then|first) )(?:{_VERBS})\b(?![-:;=])"
     rf"|\b(?:{_VERBS}) (?:it|them)\b"
+    r"|\blvconvert\b.*--repair"
     r"|wipefs (?!--no-act)|\bmkfs\.|\b(?:lv|vg|pv)remove\b|\bpvcreate\b|--wipe",
     re.IGNORECASE,
 )
@@ -101,6 +102,7 @@ def test_the_table_of_errors_advises_no_such_thing() -> None:
         "exists and is not a file; remove it, it is not Carver's",
         "if nothing on it is needed, empty it with `wipefs --all /dev/sdb`",
         "format the device again",
+        "pool {} needs a repair (`lvconvert --repair {}/{}`)",
     ],
 )
 def test_such_advice_is_recognized(sentence: str) -> None:
