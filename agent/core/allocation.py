@@ -4,7 +4,7 @@ Capacity is computed as volumes are created and extended. The extents that a poo
 not yet got stay free.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,13 +56,13 @@ def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
 
 
 def is_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made the pool, be it with tags that this version does not understand.
+    """Whether Carver made the pool, be some of its tags lost, changed or not understood.
 
-    What its volumes were promised is theirs in any case.
+    What its volumes were promised is theirs in any case, and it grows, since their writers wait for
+    that. New volumes are made only in what `is_own_pool` finds.
     """
-    if not {"thin", "pool"} <= pool.layout:
-        return False
-    return pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
+    is_called_so = names.is_of(ids.POOL_PREFIX, pool.name) and bool(pool.own_tags)
+    return is_called_so and {"thin", "pool"} <= pool.layout
 
 
 def chunk_bytes(pool: report.LogicalVolume) -> int:
@@ -423,21 +423,28 @@ class Allocators:
 
         A class may be gone, or have no pool, or another group: its volumes are used all the same.
         """
-        made = (one.own_tags[tag.CLASS] for one in records.every(group) if is_pool(one))
-        return [self._of_pool(one, group.name) for one in made]
+        return [self._of_pool(one, group.name) for one in self._pooled(group)]
 
     def growing(self, group: str, seen: report.Group | None) -> list[Thin]:
         """The allocators of the pools that may have to grow: those of a state that may be old.
 
-        And those of the group's classes, whose pools may be newer. Without those that only a newer
-        version knows.
+        And those of the group's classes, whose pools may be newer.
         """
         own = {one.name for one in self._classes if one.pool is not None and one.group == group}
         if seen is not None:
-            made = [one for one in records.every(seen) if is_pool(one)]
-            own |= {one.own_tags[tag.CLASS] for one in made}
-            own -= {one.own_tags[tag.CLASS] for one in made if not records.is_usable(seen, one)}
+            own |= {*self._pooled(seen)}
         return [self._of_pool(one, group) for one in sorted(own)]
+
+    def _pooled(self, group: report.Group) -> Iterator[str]:
+        """The class of each pool of Carver's in a group.
+
+        By its name, which is what it is found by: its tag may be lost, or there twice.
+        """
+        for pool in filter(is_pool, records.every(group)):
+            tagged = tags.values(pool.tags, tag.CLASS)
+            known = (one.name for one in self._classes)
+            named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
+            yield from [one for one in named if pool_name(one) == pool.name][:1]
 
     def _of_pool(self, name: str, group: str) -> Thin:
         """The allocator of a class's pool in a group; with the defaults of a class that is gone."""
@@ -445,14 +452,13 @@ class Allocators:
         one = next(found, DeviceClass(name, group, pool=Policy()))
         return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._inventory)
 
-    def beside_bytes(self, volume: Volume) -> int:
-        """The bytes for snapshots of a volume, beside the reserve and the pools' promises."""
-        group = volume.group
+    def beside_bytes(self, group: report.Group, device_class: str) -> int:
+        """The bytes for snapshots of a class's volumes, beside its reserve and pools' promises."""
         if closed(group):
             return 0
         kept = self.promised_extents(group)
         for one in self._classes:
-            if one.name == volume.own_tags.get(tag.CLASS):
+            if one.name == device_class:
                 kept += one.reserve.extents(group)
         return layout.maximum_bytes(group, reserve_extents=kept)
 

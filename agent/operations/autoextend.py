@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.core import errors, ids, states, tag
+from agent.core import errors, ids, tag
 from agent.core.allocation import pool_name
 from agent.core.background import GroupTasks
 from agent.core.context import Context
@@ -204,16 +204,21 @@ class Autoextender:
             self._counts[part.kind, outcome] += 1
 
     def _extend_area(self, name: str, lvm: Lvm, group: report.Group, percent: float) -> int | None:
-        """Extend the COW store of a snapshot, at most to what it can use."""
-        known = states.fresh([group])
-        found = (one for one in self._inventory.all_snapshots(known) if one.name == name)
-        if (snapshot := next(found, None)) is None:
+        """Extend the COW store of a snapshot, at most to what it can use.
+
+        What it is and whose snapshot, lvm2 reports: a damaged tag of it, or of its origin, must not
+        lose it. Tags give the reserve alone.
+        """
+        found = group.volumes.get(name)
+        if found is None or not found.own_tags or erase.is_deleted(found):
             return None
-        extent, present = group.extent_size_bytes, snapshot.area_bytes
-        useful = layout.copy_on_write_bytes(snapshot.size_bytes, _ALL_OF_IT, group)
+        if not found.is_copy_on_write or (origin := group.volumes.get(found.origin)) is None:
+            return None
+        extent, present = group.extent_size_bytes, found.size_bytes
+        useful = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
         wanted = thin.wanted_extents(present // extent, percent, _OF_SNAPSHOTS)
-        origin = self._inventory.get(known, str(snapshot.source_id))
-        room = min(self._allocators.beside_bytes(origin), useful - present)
+        beside_bytes = self._allocators.beside_bytes(group, origin.own_tags.get(tag.CLASS, ""))
+        room = min(beside_bytes, useful - present)
         more = max(0, min(wanted * extent, room))
         if more:
             size, disks = present + more, layout.anywhere(group)

@@ -170,10 +170,10 @@ class Snapshotter:
         if is_thin:
             needed, room = volume.size_bytes, allocator.maximum_bytes(group)
         else:
-            one = self._config.device_class(volume.own_tags.get(tag.CLASS, ""))
+            one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            room = 0 if closed_to_new(group) else self._allocators.beside_bytes(volume)
+            room = 0 if closed_to_new(group) else self._allocators.beside_bytes(group, called)
         room = max(0, room - beside_bytes)
         if needed > room:
             why = f"for a snapshot of {volume.name} {closed_to_new(group)}".rstrip()

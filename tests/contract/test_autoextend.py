@@ -132,3 +132,67 @@ def test_the_store_of_a_snapshot_is_extended_in_time_up_to_what_it_can_use(
     assert host.read_bytes(taken, 15 * MIB, 4096) == b"before  " * 512
     assert host.read_bytes(path, 15 * MIB, 4096) == b"after   " * 512
     assert service.autoextender.counts()["snapshot", "extended"] >= 2
+
+
+def retag(host: AnyHost, path: str, lost: set[str], added: set[str]) -> None:
+    words = [word for one in lost for word in ("--deltag", one)]
+    host.lvm("lvchange", *words, *(word for one in added for word in ("--addtag", one)), "--", path)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize(
+    ("name", "lost", "added"),
+    [
+        ("vol-pvc-1", {"carver.state=ready"}, {"carver.state=odd"}),
+        ("vol-pvc-1", {"carver.name=pvc-1"}, set()),
+        ("vol-pvc-1", set(), {"carver.needs=something"}),
+        ("snap-1", set(), {"carver.class=other"}),
+    ],
+)
+def test_a_snapshot_is_not_lost_by_what_became_of_a_tag(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    service: Service,
+    name: str,
+    lost: set[str],
+    added: set[str],
+) -> None:
+    """Neither of its own nor of its origin's: lvm2 knows whose snapshot it is."""
+    volume = client.create("pvc-1", 4 * EXTENT, block())
+    client.snapshot("1", volume.volume_id, {"size": "4MiB"})
+    retag(host, f"{group}/{name}", lost, added)
+    path = device(host, group, "vol-pvc-1")
+    for at in range(16):
+        host.write_bytes(path, at * MIB, b"after   " * (MIB // 8))
+        while service.autoextender.step(at * 11):
+            pass
+    assert logical(host, group, "snap-1").overflowed is False
+    retag(host, f"{group}/{name}", added, lost)
+    assert client.snapshots()[0].ready_to_use
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize(
+    ("lost", "added"),
+    [
+        ({"carver.class=thin"}, set()),
+        (set(), {"carver.class=other"}),
+        (set(), {"carver.chunk=131072"}),
+        (set(), {"carver.needs=something"}),
+    ],
+)
+def test_a_pool_is_not_left_full_by_what_became_of_a_tag(
+    client: Client, host: AnyHost, group: str, service: Service, lost: set[str], added: set[str]
+) -> None:
+    client.create("pvc-1", 8 * EXTENT, block(), parameters={"class": "thin"})
+    room = client.capacity().available_capacity
+    retag(host, f"{group}/pool-thin", lost, added)
+    # What it has promised stays its own, too.
+    assert client.capacity().available_capacity == room
+    path = device(host, group, "vol-pvc-1")
+    for at in range(14):
+        host.write_bytes(path, at * MIB, b"contents" * (MIB // 8))
+    assert service.autoextender.step(0)
+    assert logical(host, group, "pool-thin").size_bytes > 4 * EXTENT
+    retag(host, f"{group}/pool-thin", added, lost)

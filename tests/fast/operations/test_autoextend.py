@@ -205,6 +205,59 @@ def test_an_overflowed_or_a_foreign_snapshot_is_left_alone(
     assert started(fake) == ["fullreport"]
 
 
+def damages(own: set[str]) -> dict[str, set[str]]:
+    """What can become of tags: each of them lost, each there twice, and one of a newer version."""
+    found = {"needs": own | {"carver.needs=something"}}
+    for one in own:
+        found[f"no {one}"] = own - {one}
+        found[f"{one} twice"] = own | {f"{one}-other"}
+    return found
+
+
+@pytest.mark.parametrize("name", ["vol-pvc-1", "snap-snap-1"])
+def test_the_store_of_a_snapshot_grows_whatever_became_of_a_tag(
+    client: Client, service: Service, fake: FakeHost, name: str
+) -> None:
+    """Its own, or its origin's: what is full is lost."""
+    client.snapshot("snap-1", client.create("pvc-1", 20 * EXTENT, block()).volume_id)
+    group = fake.lvm2.groups["data"]
+    store, before = group.volumes["snap-snap-1"], set(group.volumes[name].tags)
+    assert len(damages(before)) > 12
+    for now, (damage, own) in enumerate(damages(before).items()):
+        group.volumes[name].tags, group.seqno = set(own), group.seqno + 1
+        length, known, store.data_percent = store.length, dict(store.extents), 80
+        assert service.autoextender.step(100 * now), damage
+        assert store.length > length
+        store.data_percent, store.extents, group.seqno = 0, known, group.seqno + 1
+    group.volumes[name].tags, group.seqno = before, group.seqno + 1
+
+
+def test_the_store_of_a_snapshot_grows_while_its_origin_has_another_name(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    client.snapshot("snap-1", client.create("pvc-1", 20 * EXTENT, block()).volume_id)
+    fake.lvm("lvrename", "--", "data", "vol-pvc-1", "by-hand")
+    fake.lvm2.groups["data"].volumes["snap-snap-1"].data_percent = 80
+    assert service.autoextender.step(0)
+
+
+def test_a_pool_grows_and_keeps_its_promise_whatever_became_of_a_tag(
+    client: Client, service: Service, fake: FakeHost, pool: FakePool
+) -> None:
+    group, before, room = fake.lvm2.groups["data"], set(pool.tags), client.capacity()
+    assert len(damages(before)) == 7
+    for now, (damage, own) in enumerate(damages(before).items()):
+        pool.tags, group.seqno = set(own), group.seqno + 1
+        assert client.capacity() == room, damage
+        length, known = pool.length, dict(pool.extents)
+        fill(pool, 75)
+        assert service.autoextender.step(100 * now), damage
+        assert pool.length > length
+        fill(pool, 0)
+        pool.extents, group.seqno = known, group.seqno + 1
+    pool.tags, group.seqno = before, group.seqno + 1
+
+
 @given(extents=st.integers(1, 10**6), percent=st.floats(0, 100), threshold=st.integers(1, 99))
 def test_an_extension_brings_a_part_below_the_threshold(
     extents: int, percent: float, threshold: int

@@ -109,6 +109,9 @@ class GroupCommands(Machine):
         with self._renamed(group, volume):
             volume.name = new
         group.volumes[new] = volume
+        for one in group.volumes.values():
+            if one.origin == old:
+                one.origin = new
         return ""
 
     def _vgrename(self, arguments: Arguments) -> str:
