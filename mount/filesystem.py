@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mount import errors, table
+from mount.blocks import By
 from mount.command import Result, Run
 from mount.kernel import OLDEST, Kernel, Version
 
@@ -23,6 +24,21 @@ class Feature:
     option: str
     name: str
     kernel: Version
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What of a superblock, at a device's beginning, says that mkfs has not ended."""
+
+    magic: bytes
+    uuid_at: int
+    flag_at: int
+
+    def is_on(self, block: bytes, identity: str) -> bool:
+        """Whether a first block says so of the file system with this UUID."""
+        own = uuid.UUID(identity).bytes
+        is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(own)
+        return is_own and block[self.flag_at] == 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,8 @@ class FileSystem:
     block_options: tuple[tuple[str, str], ...] = ()
     least_block_bytes: int = 0
     needs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # How to know it before its mkfs has ended, where libblkid finds it by then.
+    unfinished: Unfinished | None = None
     # What the kernel refuses of a mount: the values that an option may have, as a pattern; options
     # without another; two together; and those of a file system that is written to.
     values: Mapping[str, str] = field(default_factory=dict)
@@ -175,6 +193,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
         only_with=(("sunit", "swidth"), ("swidth", "sunit")),
         only_read=frozenset({"norecovery"}),
+        # struct xfs_dsb, fs/xfs/libxfs/xfs_format.h: sb_magicnum, sb_uuid, sb_inprogress.
+        unfinished=Unfinished(b"XFSB", uuid_at=32, flag_at=126),
         # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
@@ -305,6 +325,29 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     except OSError as error:
         raise errors.ProbeFailed(device, str(error.strerror)) from error
     return probe(kernel, device)
+
+
+_FIRST_BYTES = 4096
+
+
+def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str) -> bool:
+    """Zero the superblock that a killed mkfs left; whether there was one, with that UUID.
+
+    The kernel mounts no such file system, so no user has written to it. For a device that was never
+    formatted by its tags, is no copy, and was given that UUID by its own mkfs alone. Raises
+    ProbeFailed, also where the device is in use.
+    """
+    unfinished = known(fs_type).unfinished
+    try:
+        if unfinished is None:
+            return False
+        if not unfinished.is_on(kernel.read(device, 0, _FIRST_BYTES), identity):
+            return False
+        kernel.zero_out(device, 0, _FIRST_BYTES, by=By.WRITES)
+        kernel.flush(device)
+    except OSError as error:
+        raise errors.ProbeFailed(device, str(error.strerror)) from error
+    return True
 
 
 def _signature(device: str, tags: Mapping[str, str]) -> Signature | None:

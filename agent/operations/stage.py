@@ -201,6 +201,10 @@ class Stager:
         find = partial(filesystem.find, self._kernel, path, fs_type)
         found, words = find(), call.parameters.mkfs_options
         # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
+        if found is not None and self._is_unfinished(volume, device, found):
+            # Crash point: amid mkfs; or here, where the volume is blank.
+            _log.warning("volume %s is formatted anew: its mkfs was killed", volume.id)
+            found = find()
         is_own = formatted or volume.is_copied or (found and found.uuid == _own_uuid(device))
         if found is None or not is_own:
             # Only what was never formatted is judged by all that may be on it.
@@ -228,6 +232,19 @@ class Stager:
             check = partial(filesystem.check, self._run, path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {tag.FORMATTED: fs_type}
+
+    def _is_unfinished(self, volume: Volume, device: Device, found: filesystem.Signature) -> bool:
+        """Whether a killed mkfs left this, whose superblock is zeroed then; raises ProbeFailed.
+
+        By all that says so: no tag that it was in use or is of others, the UUID that no other mkfs
+        gave, and the mark in the superblock, with which the kernel mounts none.
+        """
+        if volume.own_tags.keys() & _USED or found.uuid != _own_uuid(device):
+            return False
+        self._inventory.require_same(volume, device)
+        return filesystem.discard_unfinished(
+            self._kernel, device.path, found.fs_type, _own_uuid(device)
+        )
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
         """What is on a volume that has no file system by its tags; None if it is blank."""

@@ -1,6 +1,8 @@
 """The Node's answers to right and wrong requests, and after changes that others make."""
 
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Mode, block, mounted
 from lvm import report
 from mount import filesystem, loop, table
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -147,6 +150,30 @@ def test_a_damaged_file_system_is_not_mounted(
     with expect.code("FAILED_PRECONDITION", "is damaged", "e2fsck -f"):
         client.stage(formatted, staging)
     assert mounts(host, staging) == ()
+
+
+@pytest.mark.long_on_lvm
+def test_xfs_is_made_anew_where_its_mkfs_was_killed(
+    client: Client, host: AnyHost, staging: Path
+) -> None:
+    """What that left has the volume's own UUID, by libblkid; the kernel never mounts it."""
+    volume = client.create("pvc-1", 320 * MIB, mounted("xfs"))
+
+    def killed(words: Sequence[str]) -> Result | None:
+        if words[0] != "mkfs.xfs":
+            return None
+        host.intercept = lambda _words: None
+        assert host.run(*words).exit_code == 0
+        host.unfinish(words[-1])
+        with pytest.raises(OSError, match=os.strerror(errno.EUCLEAN)):
+            host.kernel.mount(words[-1], str(host.directory), "xfs", frozenset(), ())
+        return Result(-9, "", "Killed")
+
+    host.intercept = killed
+    with expect.code("INTERNAL", "Killed"):
+        client.stage(volume, staging, mounted("xfs"))
+    client.stage(volume, staging, mounted("xfs"))
+    assert mounts(host, staging) != ()
 
 
 @pytest.mark.variation

@@ -1,14 +1,18 @@
 """Which volumes may be staged and published."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import expect
+import grpc
 import pytest
 from fakes.host import FakeHost
 
 from agent.core import tag
 from agent.csi.client import Client, block, mounted
-from mount import table
+from mount import filesystem, table
+from mount.command import Result
+from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
 
@@ -53,3 +57,84 @@ def test_a_file_system_that_another_mount_namespace_has_mounted_is_staged_as_it_
     fake.block.get(device.path).mounted = 1
     client.stage(volume, tmp_path / "staging")
     assert table.read(fake.kernel).at(str(tmp_path / "staging"))
+
+
+XFS = mounted("xfs")
+
+
+@pytest.fixture
+def unfinished(
+    fake: FakeHost, client: Client, tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[csi.Volume, str]:
+    """A volume over whose mkfs.xfs the node was lost, and its device."""
+    volume = client.create("db", 320 << 20, XFS)
+
+    def killed(words: Sequence[str]) -> Result | None:
+        if words[0] != "mkfs.xfs":
+            return None
+        fake.intercept = lambda _words: None
+        assert fake.run(*words).exit_code == 0
+        fake.unfinish(words[-1])
+        return Result(-9, "", "Killed")
+
+    fake.intercept = killed
+    with expect.code("INTERNAL"):
+        client.stage(volume, tmp_path / "staging", XFS)
+    device = fake.devices.find("data", "vol-db")
+    assert device is not None
+    return volume, device.path
+
+
+def no_longer_marked(fake: FakeHost, path: str) -> None:
+    fake.block.get(path).media.damage = "much"
+    fake.block.get(path).media.blocks.pop(0)
+
+
+def of_others(fake: FakeHost, path: str) -> None:
+    made = filesystem.probe(fake.kernel, path)
+    assert made is not None
+    fake.block.get(path).contents = None
+    filesystem.make(fake.run, path, "xfs")
+    fake.unfinish(path)
+
+
+def tagged(*own: str) -> Callable[[FakeHost, str], None]:
+    def add(fake: FakeHost, _path: str) -> None:
+        fake.lvm(
+            "lvchange", *(word for one in own for word in ("--addtag", one)), "--", "data/vol-db"
+        )
+
+    return add
+
+
+def in_use(fake: FakeHost, path: str) -> None:
+    fake.block.get(path).held += 1
+
+
+@pytest.mark.parametrize(
+    "but",
+    [
+        no_longer_marked,
+        of_others,
+        in_use,
+        tagged("carver.formatted=xfs"),
+        tagged("carver.from=data/vol-other"),
+        tagged("carver.received=data/vol-other"),
+        tagged("carver.adopted=by-hand"),
+    ],
+)
+def test_what_a_killed_mkfs_left_is_not_zeroed_where_anything_speaks_against_it(
+    fake: FakeHost,
+    client: Client,
+    tmp_path: Path,
+    unfinished: tuple[csi.Volume, str],
+    but: Callable[[FakeHost, str], None],
+) -> None:
+    volume, path = unfinished
+    but(fake, path)
+    fake.block.get(path).media.zeroed.clear()
+    before = filesystem.probe(fake.kernel, path)
+    with pytest.raises(grpc.RpcError):
+        client.stage(volume, tmp_path / "staging", XFS)
+    assert filesystem.probe(fake.kernel, path) == before
+    assert fake.block.get(path).media.zeroed == []

@@ -321,6 +321,9 @@ class FakeHost:
         """Break the ext4 on a device so that no program mends it unasked."""
         self.block.get(device).media.damage = "much"
 
+    def unfinish(self, device: str) -> None:
+        filesystems.unfinish(self.block.get(device))
+
     def lose_disk(self, group: str, number: int) -> None:
         """A disk of a group is not there any more; volumes that are active notice."""
         found = self.lvm2.groups[group]

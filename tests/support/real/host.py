@@ -512,6 +512,19 @@ class RealHost:
         for request in ("clri <2>", "set_super_value state 2"):
             self._require("debugfs", "-w", "-R", request, device)
 
+    def unfinish(self, device: str) -> None:
+        """Leave the XFS on a device as mkfs.xfs does that is killed before its last write."""
+        block = bytearray(self.read_bytes(device, 0, _BLOCK_BYTES))
+        # struct xfs_dsb, fs/xfs/libxfs/xfs_format.h: sb_sectsize, sb_inprogress, sb_crc (crc32c).
+        sector = int.from_bytes(block[102:104], "big")
+        block[126], block[224:228], value = 1, bytes(4), 0xFFFFFFFF
+        for byte in block[:sector]:
+            value ^= byte
+            for _ in range(8):
+                value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        block[224:228] = (value ^ 0xFFFFFFFF).to_bytes(4, "little")
+        self.write_bytes(device, 0, bytes(block))
+
     def mark_free(self, group: str, mark: bytes) -> None:
         """Have a mark at the start of each block of all free extents, as of an earlier owner."""
         self.lvm("lvcreate", "--yes", "--extents", "100%FREE", "--name", "earlier", "--", group)
