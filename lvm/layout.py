@@ -150,16 +150,36 @@ def recognize(volume: LogicalVolume) -> Layout | None:
 
 
 def _recognized(volume: LogicalVolume) -> Layout | None:
+    match _kind(volume):
+        case "":
+            return None
+        case "striped" as kind:
+            return Layout(kind, stripes=volume.stripes or len(volume.disks))
+        case kind if kind in RAIDS:
+            return Layout(kind, *raid.LEVELS[kind].spread(volume.stripes or len(volume.images)))
+        case kind:
+            return Layout(kind)
+
+
+def _kind(volume: LogicalVolume) -> str:
+    """The kind of a volume by lvm2's report; empty for one that Carver makes none of."""
     if volume.pool:
-        return Layout("thin") if volume.layout == {"thin", "sparse"} else None
-    if volume.layout == {"linear"}:
-        return LINEAR
-    if volume.layout == {"striped"}:
-        return Layout("striped", stripes=len(volume.disks))
-    kind = raid.level(volume.layout)
-    if kind is None or kind.by_hand:
-        return None
-    return Layout(kind.name, *kind.spread(len(volume.images)))
+        return "thin" if volume.layout == {"thin", "sparse"} else ""
+    if volume.layout in ({"linear"}, {"striped"}):
+        return next(iter(volume.layout))
+    level = raid.level(volume.layout)
+    return "" if level is None or level.by_hand else level.name
+
+
+def actual(volume: LogicalVolume, recorded: Layout | None) -> Layout | None:
+    """The layout that a volume has, which was made with the `recorded` one; None if not known.
+
+    Where lvm2 reports another it counts: a volume may have been converted by hand (lvconvert(8)).
+    What is recorded tells more where both agree, as of the size of stripes.
+    """
+    if recorded is None or recorded.kind != _kind(volume):
+        return recognize(volume)
+    return recorded if volume.stripes in (0, recorded.disks) else recognize(volume)
 
 
 def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:

@@ -119,6 +119,9 @@ class LogicalVolume:
     # the last of each piece. Of what lies on disks itself.
     ranges: tuple[str, ...] = ()
 
+    # How many stripes each of its pieces has, of a RAID how many images; 0 where pieces differ, or
+    # where it lies on nothing itself.
+    stripes: int = 0
     # Of a RAID: the UUIDs of the disks that each image lies on, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
 
@@ -286,8 +289,9 @@ _COLUMNS = {
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # Where each piece of a volume begins, of the volume and on a disk; a thin one's numbers.
-    "seg": "lv_name,seg_start,seg_pe_ranges,thin_id,transaction_id",
+    # Where each piece of a volume begins, of the volume and on a disk; its stripes or images; a
+    # thin one's numbers.
+    "seg": "lv_name,seg_start,seg_pe_ranges,stripes,thin_id,transaction_id",
 }
 
 # What of lvm.conf(5) changes the rows of a JSON report with columns that are named: which of them
@@ -338,11 +342,12 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     unclean = own_tags.get(SWEEP_DISKS, "").split(BETWEEN)
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
-    ranges = _ranges(part["seg"])
+    ranges, stripes = _ranges(part["seg"]), _stripes(part["seg"])
     thin = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
     images = _images(part["pvseg"])
     volumes = [
-        _logical_volume(name, volume, disks, cached, ranges, thin, images) for volume in part["lv"]
+        _logical_volume(name, volume, disks, cached, ranges, stripes, thin, images)
+        for volume in part["lv"]
     ]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
@@ -417,6 +422,14 @@ def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
     return found
 
 
+def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
+    """How many stripes, or images, the pieces of each volume have."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for row in segments:
+        found[row["lv_name"]].add(int(row["stripes"] or 0))
+    return found
+
+
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
     """The pools whose data have a cache, and its kind: lvm2 tells of it by their parts only."""
     found = {}
@@ -445,6 +458,7 @@ def _logical_volume(
     disks: Mapping[str, set[str]],
     cached_pools: Mapping[str, str],
     ranges: Mapping[str, Sequence[str]],
+    stripes: Mapping[str, set[int]],
     thin: Mapping[str, Row],
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
@@ -473,6 +487,7 @@ def _logical_volume(
         ranges=tuple(ranges.get(name, ())),
         thin_id=_number(thin.get(name), "thin_id"),
         transaction_id=_number(thin.get(name), "transaction_id"),
+        stripes=max(stripes[name]) if len(stripes.get(name, ())) == 1 else 0,
         images=images.get(name, ()),
     )
     # Where a cached property is kept: decoded once for each report.

@@ -270,7 +270,7 @@ def _volume(
         name=own_tags[tag.NAME],
         group=one.group.name,
         size_bytes=one.size_bytes,
-        layout=one.layout.kind,
+        layout=_layout(one),
         contents=raw or own_tags.get(tag.FORMATTED, ""),
         state=own_tags.get(tag.STATE, ""),
         claim=one.claim,
@@ -282,6 +282,14 @@ def _volume(
         renewal=_renewal(kernel, one, device),
         limits=io_max.words() if io_max else "",
     )
+
+
+def _layout(one: records.Volume) -> str:
+    """Its kind; lvm2's words for one that Carver makes none of, or that lies below a cache."""
+    try:
+        return one.layout.kind
+    except errors.LayoutUnknown:
+        return ",".join(sorted(one.group.volume(one.name).layout))
 
 
 def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:

@@ -537,15 +537,16 @@ LEFT_ALONE = (NeedsOther, TagsDamaged)
 
 
 class LayoutUnknown(AgentError):
-    """How a volume lies on its disks is known neither by its tag nor by lvm2's report."""
+    """How a volume lies on its disks lvm2's report does not tell, or Carver makes none like it."""
 
     def __init__(self, volume_id: str, text: str, words: Iterable[str]) -> None:
         tagged = f"its tag `layout` is {text!r}" if text else "its tag `layout` is lost"
         super().__init__(
             f"cannot tell how volume {volume_id!r} lies on its disks: {tagged}, and lvm2 reports"
             f" {', '.join(words) or 'nothing of it'}; it is used as it is, and not changed. Use a"
-            " version of Carver that knows the layout, or give the volume the tag that another"
-            " volume of its class has (`lvs -o +lv_tags`, `lvchange --addtag`)"
+            " version of Carver that knows the layout, or, of a volume with a cache, give it the"
+            " tag that another volume of its class has (`lvs -o +lv_tags`, `lvchange --addtag`);"
+            " one that was converted by hand is extended by hand (`lvextend`)"
         )
 
 

@@ -59,16 +59,16 @@ class Volume:
 
     @property
     def layout(self) -> Layout:
-        """Its layout by its tag, or, where that is lost or cannot be read, by lvm2's report.
+        """Its layout by lvm2's report, and by its tag where lvm2 reports no other.
 
-        It decides where a volume grows and what that takes, so it is never a guess. Raises
+        That is while it is newer than the report, and below a cache, of which alone lvm2 tells. It
+        decides where a volume grows and what that takes, so it is never a guess. Raises
         LayoutUnknown.
         """
         text = self.own_tags.get(tag.LAYOUT, "")
-        if (found := Layout.parse(text)) is not None:
-            return found
-        logical = self.group.volumes.get(self.name)
-        found = layout.recognize(logical) if logical is not None else None
+        found, logical = Layout.parse(text), self.group.volumes.get(self.name)
+        if logical is not None and not caches.is_cached(logical):
+            found = layout.actual(logical, found)
         if found is None:
             words = sorted(logical.layout) if logical is not None else ()
             raise errors.LayoutUnknown(str(self.id), text, words)

@@ -302,7 +302,9 @@ def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str
     for row in STORAGE_CLASS:
         if row.part and row.tag == tag.LAYOUT and row.key in given.given:
             wanted[row.key] = str(given.given[row.key])
-            made[row.key] = str(getattr(volume.layout, row.part))
+            # As it was made, also where it was converted by hand since.
+            shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
+            made[row.key] = str(getattr(shape, row.part))
     if (size := given.given.get(CACHE_SIZE)) is not None:
         made[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
         cache, extent = Cache.parse(made[CACHE_SIZE]), volume.group.extent_size_bytes

@@ -158,7 +158,7 @@ class Snapshotter:
         `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
         """
         require_settled(volume)
-        group, allocator = volume.group, self._allocators.of_volume(volume)
+        group, purpose = volume.group, f"for a snapshot of {volume.name}"
         if not caches.can_be_origin(group.volume(volume.name)):
             raise errors.NotSnapshotted(
                 str(volume.id),
@@ -168,18 +168,18 @@ class Snapshotter:
             )
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
+            allocator = self._allocators.of_volume(volume)
             needed, room = volume.size_bytes, allocator.maximum_bytes(group)
+            purpose = allocator.purpose(group)
         else:
             one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
             room = 0 if closed_to_new(group) else self._allocators.beside_bytes(group, called)
+            purpose = f"{purpose} {closed_to_new(group)}".rstrip()
         room = max(0, room - beside_bytes)
         if needed > room:
-            why = f"for a snapshot of {volume.name} {closed_to_new(group)}".rstrip()
-            raise errors.NoRoom(
-                group.name, needed, room, allocator.purpose(group) if is_thin else why
-            )
+            raise errors.NoRoom(group.name, needed, room, purpose)
         return needed
 
     def delete(self, snapshot_id: str) -> None:

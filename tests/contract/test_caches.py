@@ -1,6 +1,7 @@
 """Classes with a cache: volumes and pools on slow disks, what is hot or new on fast ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import chosen
 import expect
@@ -10,7 +11,9 @@ from real.any import AnyHost, device
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
+from agent.cli import status
 from agent.core.classes import DeviceClass
+from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
@@ -81,7 +84,7 @@ def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]
 @pytest.mark.parametrize("text", chosen.kinds(["", "newer:1:1:0"], usual=["newer:1:1:0"]))
 @pytest.mark.long_on_lvm
 def test_a_volume_whose_layout_nothing_tells_is_used_and_not_changed(
-    client: Client, host: AnyHost, group: str, text: str
+    client: Client, host: AnyHost, config: Config, group: str, text: str
 ) -> None:
     """Of a volume with a cache lvm2 reports the cache, and not how its data lie on disks."""
     staging = host.directory / "staging"
@@ -97,6 +100,9 @@ def test_a_volume_whose_layout_nothing_tells_is_used_and_not_changed(
     client.stage(volume, staging, block())
     assert client.volumes() == [volume]
     assert client.unhealthy() == []
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    [shown] = status.read(replace(config, devices=host.lvm.devices), machine).volumes
+    assert shown.layout == "cache"
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
 

@@ -116,6 +116,28 @@ def test_without_its_tag_a_volume_grows_in_the_layout_that_it_has(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
+def test_a_volume_that_was_converted_by_hand_grows_in_the_layout_that_it_has_now(
+    client: Client, host: AnyHost, group: str, free: None
+) -> None:
+    """Its tag says what it was made as; its images stay on their own disks."""
+    volume = create(client, "linear", SIZE)
+    host.lvm("lvconvert", "--yes", "--type", "raid1", "--mirrors", "1", "--", f"{group}/vol-pvc-1")
+    before = report.read(host.lvm).group(group)
+    made = before.volume("vol-pvc-1")
+    own = [disk.free_extents for disk in before.disks if disk.uuid in made.disks]
+    assert len(own) == 2
+    most = SIZE + min(own) * EXTENT
+    with expect.code("OUT_OF_RANGE", "raid1"):
+        client.expand(volume.volume_id, most + 1)
+    assert client.expand(volume.volume_id, most).capacity_bytes == most
+    after = report.read(host.lvm).group(group).volume("vol-pvc-1")
+    assert (after.layout, after.disks) == (made.layout, made.disks)
+    # A repeated call asks for what it was made as, and finds it so.
+    assert client.confirms(volume.volume_id, block())
+    client.delete(volume.volume_id)
+
+
 def _write_tree(place: Path) -> None:
     """Files of many sizes, in directories of their own."""
     for number in range(20):

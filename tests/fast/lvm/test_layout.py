@@ -202,3 +202,31 @@ def test_too_few_disks_have_room_for_nothing() -> None:
         lvm, _ = machine(*[50] * count)
         maximum = layout.maximum_bytes(report.read(lvm).group("data"), shape)
         assert (maximum > 0) == (count >= shape.disks)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@pytest.mark.parametrize("recorded", [*LAYOUTS, None], ids=str)
+def test_the_layout_that_lvm2_reports_counts_and_what_is_recorded_where_it_is_the_same(
+    shape: Layout, recorded: Layout | None
+) -> None:
+    """Whatever a volume was made as, and converted to by hand."""
+    lvm, _ = machine(*[20] * 8)
+    make(lvm, report.read(lvm).group("data"), "one", 12 * EXTENT, shape)
+    made = report.read(lvm).group("data").volume("one")
+    alike = replace(shape, stripe_size_bytes=0)
+    is_same = recorded is not None and replace(recorded, stripe_size_bytes=0) == alike
+    assert layout.actual(made, recorded) == (recorded if is_same else alike)
+    # Of the last image nothing is left on any disk, or a stripe was moved to two.
+    left = replace(made, images=made.images[:-1], disks=made.disks | {"another"})
+    assert layout.actual(left, recorded) == (recorded if is_same else alike)
+
+
+@pytest.mark.parametrize("kind", ["mirror", "raid,raid0", "raid,raid4", "thick,pool"])
+@pytest.mark.parametrize("recorded", LAYOUTS, ids=str)
+def test_a_layout_that_carver_does_not_make_is_not_taken_for_the_recorded_one(
+    kind: str, recorded: Layout
+) -> None:
+    lvm, _ = machine(20, 20)
+    make(lvm, report.read(lvm).group("data"), "one", 4 * EXTENT, layout.LINEAR)
+    made = report.read(lvm).group("data").volume("one")
+    assert layout.actual(replace(made, layout=frozenset(kind.split(","))), recorded) is None

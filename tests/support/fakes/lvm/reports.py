@@ -90,6 +90,7 @@ class Reports(KernelSide):
                     "lv_name": volume.name,
                     "seg_start": "0",
                     "seg_pe_ranges": ranges_of(group, volume),
+                    "stripes": str(_stripes(volume)),
                     "thin_id": str(volume.number) if isinstance(volume, FakeThin) else "",
                     "transaction_id": str(volume.transaction)
                     if isinstance(volume, FakeThin | FakePool)
@@ -221,6 +222,13 @@ def _layout_words(volume: FakeVolume) -> str:
     if isinstance(volume, FakeThin):
         return "thin,sparse"
     return f"raid,{volume.layout.kind}" if volume.layout.is_raid else volume.layout.kind
+
+
+def _stripes(volume: FakeVolume) -> int:
+    """How many stripes or images lvm2 reports: none of what is in a pool."""
+    if isinstance(volume, FakeThin):
+        return 0
+    return 1 if volume.cache else volume.layout.disks
 
 
 def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fakes.devices import BLOCK_BYTES, Media
 from fakes.lvm import repairs
-from fakes.lvm.allocation import allocate, require_new, uncover
+from fakes.lvm.allocation import allocatable, allocate, require_new, uncover
 from fakes.lvm.arguments import Arguments, in_bytes, layout_in, tuning_in
 from fakes.lvm.machine import data_node_of, node_of
 from fakes.lvm.pools import PoolCommands
@@ -20,6 +20,7 @@ from fakes.lvm.records import (
 )
 
 from lvm import report
+from lvm.layout import Layout
 from lvm.tuning import PLAIN, Tuning
 
 
@@ -138,6 +139,8 @@ class VolumeCommands(PoolCommands):
             path, *disks = arguments.rest()
             return repairs.repair(self, *self._found(path), disks)
         if kind := arguments.take("--type"):
+            if kind == "raid1":
+                return self._lvconvert_to_raid1(arguments)
             return self._lvconvert_to_cached(arguments, kind)
         if arguments.flag("--splitcache"):
             (path,) = arguments.rest()
@@ -164,6 +167,20 @@ class VolumeCommands(PoolCommands):
         if was_active:
             self._activate_one(group, volume)
         return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
+
+    def _lvconvert_to_raid1(self, arguments: Arguments) -> str:
+        """One image more, and metadata for both, on disks that lvm2 chooses."""
+        mirrors = int(arguments.take("--mirrors"))
+        group, volume = self._volume(arguments)
+        assert volume.layout.is_linear, "not asked for so far"
+        assert len(volume.extents) == 1, "not asked for so far"
+        volume.layout, length = Layout("raid1", mirrors=mirrors), volume.length
+        others = (one for one in allocatable(group) if one.name not in volume.extents)
+        roomy = [one.name for one in others if group.free(one) > length][:mirrors]
+        if len(roomy) < mirrors:
+            raise Failure("Insufficient suitable allocatable extents")
+        volume.extents = dict.fromkeys([*volume.extents, *roomy], length + 1)
+        return f"  Logical volume {group.name}/{volume.name} successfully converted.\n"
 
     def _lvconvert_to_cached(self, arguments: Arguments, kind: str) -> str:
         cachevol, size = arguments.take("--cachevol"), arguments.take("--cachesize")
