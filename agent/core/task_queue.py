@@ -92,7 +92,8 @@ class TaskQueue(Generic[J]):
         self._pools: dict[tuple[str, bool], ThreadPoolExecutor] = {}
         self._guard = threading.Lock()
         self._jobs: dict[str, J] = {}
-        self._barred: set[str] = set()
+        # By key, how many calls have halted it: a call may do so within another.
+        self._barred: Counter[str] = Counter()
         # Failed jobs by group and key, with when they are due (monotonic, seconds).
         self._failed: dict[str, dict[str, tuple[float, J]]] = {}
         self._fails = threading.Condition(self._guard)
@@ -106,12 +107,10 @@ class TaskQueue(Generic[J]):
         cancelled.
         """
         with self._guard:
-            if job.key in self._barred:
-                raise Stopping(job.key)
             running = self._jobs.get(job.key)
-            if running is not None and not running.ended.done():
-                return running
-            return self._submit(job)
+            if running is None or running.ended.done() or job.key in self._barred:
+                return self._submit(job)
+            return running
 
     def has(self, key: str) -> bool:
         """Whether a job for the volume has not succeeded yet."""
@@ -146,7 +145,7 @@ class TaskQueue(Generic[J]):
         """
         try:
             with self._guard:
-                self._barred.add(key)
+                self._barred[key] += 1
                 job = self._jobs.get(key)
             if job is not None:
                 job.cancelled.set()
@@ -156,7 +155,9 @@ class TaskQueue(Generic[J]):
             yield
         finally:
             with self._guard:
-                self._barred.discard(key)
+                self._barred[key] -= 1
+                # Without those of zero.
+                self._barred = +self._barred
 
     def forget(self, key: str) -> J | None:
         """Drop the job of an earlier volume with the id; it ends at its next safe point."""
@@ -282,6 +283,9 @@ class TaskQueue(Generic[J]):
                 with self._guard:
                     if self._jobs.get(one.key) is one:
                         self._submit(job)
+            except Stopping:
+                # The call that halted it forgets it.
+                later.append(one)
             except RuntimeError as error:
                 self._log(one, error)
                 later.append(one)
@@ -294,7 +298,13 @@ class TaskQueue(Generic[J]):
         job.logged = str(error)
 
     def _submit(self, job: J) -> J:
-        """Give it to a worker; raises RuntimeError, and begins nothing, where none can be had."""
+        """Give it to a worker.
+
+        Begins nothing, and raises Stopping where a call halted what has its key, or RuntimeError
+        where no worker can be had.
+        """
+        if job.key in self._barred:
+            raise Stopping(job.key)
         before = self._jobs.get(job.key)
         self._jobs[job.key] = job
         if self._stopping.is_set():

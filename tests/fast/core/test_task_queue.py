@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from itertools import count
 
@@ -10,7 +11,7 @@ import pytest
 
 from agent.core import errors
 from agent.core import task_queue as module
-from agent.core.task_queue import Job, TaskQueue
+from agent.core.task_queue import Job, Stopping, TaskQueue
 from mount import command
 from mount import errors as mount_errors
 
@@ -199,3 +200,37 @@ def test_long_jobs_do_not_keep_a_short_one_waiting(work: Work) -> None:
     goes_on.set()
     for one in long:
         one.ended.result(20)
+
+
+def test_no_retry_begins_while_a_call_has_it_halted(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work.jobs.retry_seconds = 3600
+    work.fail("data@1/vol-a")
+    failed = work.jobs.of("data@1/vol-a")
+    assert failed is not None
+    looked = threading.Event()
+
+    def retried_meanwhile(ended: list[Future[None]], seconds: float) -> object:
+        # The minute is over after the call looked at the job, and before it forgets it.
+        work.jobs._retry_now(failed)
+        assert work.jobs.of("data@1/vol-a") is failed
+        looked.set()
+        return wait(ended, seconds)
+
+    monkeypatch.setattr(module, "wait", retried_meanwhile)
+    with work.jobs.halted("data@1/vol-a"):
+        assert looked.is_set()
+        assert not work.jobs.has("data@1/vol-a")
+    work.jobs._retry_now(failed)
+    assert work.done == []
+
+
+def test_what_is_halted_twice_does_not_begin_before_both_have_ended(work: Work) -> None:
+    work.fails = False
+    with work.jobs.halted("data@1/vol-a"):
+        with work.jobs.halted("data@1/vol-a"):
+            pass
+        with pytest.raises(Stopping):
+            work.jobs.start(Job("data@1/vol-a"))
+    work.jobs.start(Job("data@1/vol-a")).ended.result(20)
