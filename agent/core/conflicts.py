@@ -1,7 +1,8 @@
 """What happens when a call meets background work: one table, which all calls go by.
 
 Work that tags record is also met where no job of this process knows it, as after a restart; then
-the operation finds it in the report, and answers as the table says.
+the operation finds it in the report, and answers as the table says. Work that failed and is not on
+record is over, and no call meets it, unless it left the volume in part erased.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ class Outcome(StrEnum):
     JOINS = "the call waits a moment, and is OK: the work is on record"
     WAITS = "the call waits for the work, and is ABORTED with the progress where that takes longer"
     ABORTED = "the call is ABORTED with the progress"
-    ABSENT = "the call does not find the volume"
+    ABSENT = "the call does not find the volume, or is ABORTED until its deletion is on record"
     REFUSED = "the call is FAILED_PRECONDITION"
     HALTS = "the work ends at its next safe point, and then the call goes on"
     FIRST = "the call goes on at once, and the work ends at its next safe point"
@@ -152,9 +153,12 @@ class Conflicts:
             outcome = TABLE[work][call]
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
                 continue
-            if (job := queue.jobs.of(queue.key_of(subject))) is None:
+            job = queue.jobs.of(queue.key_of(subject))
+            if job is None or not job.goes_on:
                 continue
-            raise errors.NoSuchVolume(subject) if outcome is Outcome.ABSENT else queue.aborted(job)
+            # A deletion that is not on record may fail, and then the volume is there.
+            is_absent = outcome is Outcome.ABSENT and job.on_record
+            raise errors.NoSuchVolume(subject) if is_absent else queue.aborted(job)
 
     @contextmanager
     def enter(self, call: Call, subject: str) -> Iterator[None]:

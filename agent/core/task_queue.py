@@ -58,6 +58,11 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     ended: Future[None] = field(default_factory=Future)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has not ended, or failed and is retried."""
+        return self.on_record or not self.ended.done()
+
 
 J = TypeVar("J", bound=Job)
 

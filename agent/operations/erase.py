@@ -162,6 +162,13 @@ class _Wipe(Job):
     volume: Volume
     # Set with the group locked: a volume that is gone is not tagged.
     removed: bool = False
+    # A part of the volume may be overwritten, by this job or by an earlier one that failed.
+    overwritten: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Also where it failed, if the volume is not whole any more: it can only be deleted."""
+        return super().goes_on or self.overwritten
 
 
 class Eraser:
@@ -273,7 +280,9 @@ class Eraser:
 
     def _start(self, volume: Volume) -> _Wipe:
         """Start a job, or find the running one; raises Stopping while a called-off one ends."""
-        job = self.jobs.start(self._wipe_of(volume))
+        job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
+        job.overwritten = earlier is not None and earlier.overwritten
+        job = self.jobs.start(job)
         if job.cancelled.is_set():
             raise Stopping(job.key)
         return job
@@ -483,9 +492,11 @@ class Eraser:
         is_partial = purpose is Purpose.PARTIAL
         whole_bytes, method = self._kernel.device_size_bytes(device), self.policy.method(job.volume)
         size_bytes = self.policy.zeroed_bytes(job.volume, whole_bytes)
+        writing = partial(_overwriting, job, volume)
         if method not in classes.ERASE_HEADER_ONLY and job.volume.is_encrypted and not is_partial:
             # Without its header it cannot be read, however long the rest takes.
-            self._mappings.erase(volume)
+            with writing():
+                self._mappings.erase(volume)
         are_lost = True
         work = self._paces.of(volume.group.name).work(
             "erase",
@@ -494,8 +505,10 @@ class Eraser:
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
-        with _unused(volume):
-            for offset, length, by in self.policy.pieces(work, device, size_bytes, purpose=purpose):
+        for offset, length, by in self.policy.pieces(
+            work, device, size_bytes, purpose=purpose, within=writing
+        ):
+            with writing():
                 if is_partial:
                     are_lost &= self._zero_present(volume, device, offset, length, by)
                 else:
@@ -537,12 +550,14 @@ def _being_erased(job: Job) -> errors.OperationPending:
 
 
 @contextmanager
-def _unused(volume: Volume) -> Iterator[None]:
-    """Raise VolumeInUse where its device cannot be had alone."""
+def _overwriting(job: _Wipe, volume: Volume) -> Iterator[None]:
+    """Write to a volume inside; raises VolumeInUse, with nothing written, where it is not free."""
+    was_overwritten, job.overwritten = job.overwritten, True
     try:
         yield
     except OSError as error:
         if error.errno == errno.EBUSY:
+            job.overwritten = was_overwritten
             raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
         raise
 

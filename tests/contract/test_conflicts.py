@@ -3,6 +3,7 @@
 Those of a re-encryption are in test_reencryption.py: it needs keys, and runs a program of its own.
 """
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -277,3 +278,19 @@ def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, ca
         assert "vol-c" in names(node.host, node.group)
     else:
         assert (code, job.cancelled.is_set()) == (CODES[outcome], False)
+
+
+@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+def test_a_volume_whose_deletion_failed_before_its_record_is_there(
+    node: Node, staging: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.create()
+
+    def held(path: str, *_where: object, **_how: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.host.kernel, "zero_out", held)
+        with expect.code("FAILED_PRECONDITION", "is in use"):
+            node.client.delete(node.volume_id)
+    assert code_of(call_of(node, call, node.client, staging)) == "OK"

@@ -55,6 +55,13 @@ def test_each_cell_is_applied(working: Working, work: Work, call: Call) -> None:
     conflicts.add(work, working.jobs)
     match outcome:
         case Outcome.ABSENT:
+            # Until it is on record the volume is not gone.
+            with (
+                pytest.raises(errors.OperationPending, match=VOLUME),
+                conflicts.enter(call, VOLUME),
+            ):
+                pass
+            working.job.on_record = True
             with pytest.raises(errors.NoSuchVolume), conflicts.enter(call, VOLUME):
                 pass
         case Outcome.ABORTED:
@@ -81,3 +88,22 @@ def test_a_call_about_something_else_meets_nothing(working: Working) -> None:
     for call in Call:
         with conflicts.enter(call, "data@20000000/vol-b"):
             assert not working.job.cancelled.is_set()
+
+
+@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
+def test_work_that_failed_is_met_only_if_it_is_on_record(
+    working: Working, work: Work, call: Call
+) -> None:
+    conflicts = Conflicts()
+    conflicts.add(work, working.jobs)
+    working.job.cancelled.set()
+    with pytest.raises(Stopping):
+        working.job.ended.result(20)
+    conflicts.check(call, VOLUME)
+    working.job.on_record = True
+    if TABLE[work][call] in (Outcome.ABSENT, Outcome.ABORTED):
+        with pytest.raises(errors.AgentError):
+            conflicts.check(call, VOLUME)
+    else:
+        conflicts.check(call, VOLUME)
