@@ -10,7 +10,7 @@ interrupted, and one call more finds it done. The kernel does the long work in t
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
@@ -59,6 +59,9 @@ class Replacement:
         with self._volume_groups.hold(name):
             group = self._look(name)
             leaving, coming = self._find(group, old), self._find(group, new)
+            if leaving is None and coming is None:
+                # They left it since it was found.
+                raise _no_such_disk(old, [group])
             if leaving is None:
                 return self._settled(group)
             if leaving == coming:
@@ -93,14 +96,28 @@ class Replacement:
         return len(left)
 
     def _group_of(self, old: str, new: str) -> str:
-        """The group that has the old disk, or, if that is removed already, the new one."""
-        own = list(self._inventory.own_groups(self._inventory.state()))
-        for disk in (old, new):
-            for group in own:
-                if self._find(group, disk) is not None:
-                    return group.name
-        there = [disk.name for group in own for disk in group.disks if not disk.missing]
-        raise errors.NoSuchDisk(old, there, [one for group in own for one in group.missing_uuids])
+        """The group that has the old disk, or, if that is removed already, the new one.
+
+        By what was read last, so that a group that does not answer keeps no other from it; the
+        caller reads the group that is found. Raises what `state` raises where none has either, and
+        GroupBusy where the old disk may be in one that was never read.
+        """
+        own = list(self._inventory.own_groups(self._inventory.hint()))
+        if (found := self._having(own, old)) is not None:
+            return found.name
+        if (found := self._having(own, new)) is not None:
+            every = self._inventory.everywhere(self._inventory.state(found.name))
+            every.require_read()
+            own = list(self._inventory.own_groups(every))
+        else:
+            own = self._inventory.fresh_groups()
+        found = self._having(own, old) or self._having(own, new)
+        if found is None:
+            raise _no_such_disk(old, own)
+        return found.name
+
+    def _having(self, groups: Iterable[Group], disk: str) -> Group | None:
+        return next((one for one in groups if self._find(one, disk) is not None), None)
 
     def _look(self, name: str) -> Group:
         return self._inventory.group(self._inventory.state(name, resume=True), name)
@@ -265,6 +282,11 @@ class Replacement:
 def _filled(pair: tuple[str, str], extents: int) -> str:
     """The value of the tag FILLED."""
     return tag.BETWEEN.join((*pair, str(extents)))
+
+
+def _no_such_disk(disk: str, own: Sequence[Group]) -> errors.NoSuchDisk:
+    there = [one.name for group in own for one in group.disks if not one.missing]
+    return errors.NoSuchDisk(disk, there, [one for group in own for one in group.missing_uuids])
 
 
 def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:

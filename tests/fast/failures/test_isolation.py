@@ -167,6 +167,7 @@ class Bench:
         group_snapshot(client, [made.volume_id, volume.volume_id])
         client.delete(made.volume_id)
         inline(client, self.directory / "inline")
+        replace_disk(client, self.fake)
         encrypted(client, self.directory / "encrypted")
         client.node_expand(volume.volume_id, target)
         client.unpublish(volume.volume_id, target)
@@ -211,6 +212,14 @@ def inline(client: Client, target: Path) -> None:
     assert client.stats(INLINE, target).usage
     assert client.node_health(INLINE, target).volume_id == INLINE
     client.unpublish(INLINE, target)
+
+
+def replace_disk(client: Client, fake: FakeHost) -> None:
+    """A disk of the sound group gives way to another; once more finds it done."""
+    new = fake.new_device(210 * 4 * MIB)
+    expect.soon(lambda: client.replace_disk("/dev/fake-b-0", new)[0])
+    assert client.replace_disk("/dev/fake-b-0", new)[0]
+    assert [one.name for one in fake.lvm2.groups["b"].disks] == [new]
 
 
 def encrypted(client: Client, staging: Path) -> None:
@@ -416,6 +425,20 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     Trouble(fake)
     with expect.code("UNAVAILABLE", "volume group a"):
         LISTS[kind](client)
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_disk_that_may_be_of_a_group_never_read_is_not_called_replaced(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
+    group = service.volume_groups._volume_groups["a"]
+    group.cached, group.time_seconds = None, 0.0
+    trouble = Trouble(fake)
+    # By mistake the new one is a disk of the other group.
+    with expect.code("UNAVAILABLE", "volume group a"):
+        client.replace_disk("/dev/fake-a-0", "/dev/fake-b-0")
+    trouble.over.set()
 
 
 def test_a_list_never_lacks_a_volume_created_just_before_its_group_hung(

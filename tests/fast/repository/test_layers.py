@@ -172,3 +172,19 @@ def test_agent_after_grpc_is_refused() -> None:
     ended = subprocess.run(words, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "ImportError: import agent before grpc" in ended.stderr
+
+
+def test_what_changes_one_group_reads_all_only_where_no_hint_names_it() -> None:
+    """A group that does not answer would keep it from another (docs/design.md, invariant 6)."""
+    found = [
+        path.name
+        for path in modules("agent/operations")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("state", "fresh_groups")
+        and ast.unparse(node.func.value) == "self._inventory"
+        and not node.args
+    ]
+    # Each looks at a hint first.
+    assert found == ["inline.py", "replace_disk.py"]
