@@ -133,8 +133,8 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
             f"{source_id!r} {'is encrypted' if has else 'is not encrypted'}, and what is made of it"
             f" must be so, too: ask for carver/encryption={has or 'nothing'}",
         )
-    if tag.SEALED in source:
-        copied[tag.SEALED] = source[tag.SEALED]
+    # Of a change of keys that was under way, the copied header may have both.
+    copied |= {key: source[key] for key in (tag.SEALED, tag.ROTATING) if key in source}
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         return copied  # a raw block device may hold anything

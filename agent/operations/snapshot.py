@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _INHERITED = (
     *(tag.REQUESTED, tag.MKFS_OPTIONS),
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
-    *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.KEY_GENERATION),
+    *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, *tag.OF_KEYS),
 )
 
 

@@ -152,6 +152,41 @@ def test_lists_show_the_key_generation_of_volumes_and_snapshots(used: Used) -> N
     assert used.own_tags() == {}
 
 
+@pytest.mark.long_on_lvm
+@pytest.mark.parametrize("made_of", ["snapshot", "volume"])
+def test_a_copy_made_while_the_key_changes_loses_the_old_key_when_it_is_staged(
+    used: Used, monkeypatch: pytest.MonkeyPatch, made_of: str
+) -> None:
+    client, like = used.client, {"class": used.volume.volume_context["carver/class"]}
+    with monkeypatch.context() as patch:
+
+        def fails(_self: luks.Cryptsetup, path: str, *_key: object) -> None:
+            raise mount_errors.CryptFailed("luksKillSlot", path, "Device or resource busy")
+
+        patch.setattr(luks.Cryptsetup, "kill", fails)
+        used.publish("b", NAMED)
+        assert (used.own_tags(), len(used.slots())) == ({"rotating": "yes"}, 2)
+        source = of_volume(used.volume.volume_id)
+        if made_of == "snapshot":
+            taken = client.snapshot("s", used.volume.volume_id).snapshot_id
+            assert client.snapshots_here().keys[taken] == "(rotating)"
+            source = of_snapshot(taken)
+        copies = [client.create("c1", 0, used.how, source=source, parameters=like)]
+    # The source's change of keys ends; the copy has both keys all the same.
+    used.publish("c", NAMED)
+    if made_of == "snapshot":
+        copies.append(client.create("c2", 0, used.how, source=source, parameters=like))
+    there = used.host.directory / "copy"
+    for copy in copies:
+        assert client.volumes_here().keys[copy.volume_id] == "(rotating)"
+        # By the new key alone, as once the old one is gone from the secret.
+        client.stage(copy, there, used.how, {**NEW, "passphraseGeneration": "2026-11"})
+        client.unstage(copy.volume_id, there)
+        assert client.volumes_here().keys[copy.volume_id] == "2026-11"
+        with expect.code("UNAUTHENTICATED"):
+            client.stage(copy, there, used.how, OLD)
+
+
 @pytest.mark.variation
 @pytest.mark.parametrize("named", [True, False])
 def test_a_new_volume_records_the_generation_of_its_key(

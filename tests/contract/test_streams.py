@@ -18,6 +18,8 @@ from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from agent.extras.transfer import streams_command
+from mount import errors as mount_errors
+from mount import luks
 from proto import csi_pb2 as csi
 
 # A snapshot's, for all that changes here after it.
@@ -524,6 +526,39 @@ def test_an_increment_of_an_encrypted_volume_has_its_header(
     [copy] = there.client.volumes()
     there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "Tr0ub4dor&3"})
     there.client.unstage(copy.volume_id, there.directory / "staging")
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("sent_first", [False, True], ids=["whole", "an increment"])
+def test_what_is_sent_while_the_key_changes_loses_the_old_key_when_it_is_staged(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, sent_first: bool
+) -> None:
+    place, new = here.directory / "staging", {"passphrase": "Tr0ub4dor&3"}
+    volume = here.client.create("db", SIZE, block(), parameters=SEALED)
+    here.client.stage(volume, place, block(), KEY)
+    if sent_first:
+        here.client.snapshot("0", volume.volume_id, ROOM)
+
+    def fails(_self: luks.Cryptsetup, path: str, *_key: object) -> None:
+        raise mount_errors.CryptFailed("luksKillSlot", path, "Device or resource busy")
+
+    both = {**new, "previousPassphrase": KEY["passphrase"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(luks.Cryptsetup, "kill", fails)
+        here.client.publish(volume, place, here.directory / "target", block(), both)
+    here.client.snapshot("1", volume.volume_id, ROOM)
+    # What the volume has by the time that the snapshot is sent says nothing of the snapshot.
+    here.client.publish(volume, place, here.directory / "target", block(), both)
+    assert here.client.volumes_here().keys[volume.volume_id] == "(unnamed)"
+    stream = nodes.stream(here, "1", since="0" if sent_first else None)
+    if sent_first:
+        stream = nodes.stream(here, "0") + stream
+    nodes.receive(there, "copy", stream)
+    copy, place = finished(there), there.directory / "staging"
+    there.client.stage(copy, place, block(), new)
+    there.client.unstage(copy.volume_id, place)
+    with expect.code("UNAUTHENTICATED"):
+        there.client.stage(copy, place, block(), KEY)
 
 
 @pytest.mark.variation

@@ -232,6 +232,8 @@ class Receiver:
             asked = sending.requested(header, size_bytes)
             without = () if asked else (tag.REQUESTED,)
             new = {tag.INTO: header.chain, tag.OFFSET: "0", **asked}
+            if tag.ROTATING in header.facts:
+                new[tag.ROTATING] = header.facts[tag.ROTATING]
             volume = self._mark(volume, new, without=without)
         return _state(volume)
 

@@ -25,7 +25,7 @@ from mount import filesystem, luks
 PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
 # The tags of a volume that a stream carries: the rest is its node's, or is made anew.
 SENT = (
-    *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
+    *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED, tag.ROTATING),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
 )
 
@@ -182,8 +182,9 @@ class Sender:
                 volume = self._inventory.get(known, volume_id).own_tags
             except errors.NoSuchVolume:
                 volume = {}
-            # It may have been formatted, or got its header, since.
-            own_tags = {**volume, tag.FORMATTED: "", tag.SEALED: "", **own_tags}
+            # It may have been formatted, or got its header or another key, since.
+            since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
+            own_tags = {**volume, **since, **own_tags}
         return {key: own_tags[key] for key in SENT if own_tags.get(key)}
 
 

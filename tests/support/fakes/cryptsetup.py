@@ -451,10 +451,17 @@ def _write(device: FakeDevice, uuid: str, header: dict[str, Any]) -> None:
 
 
 def _read(device: FakeDevice) -> dict[str, Any] | None:
+    if (data := _whole(device)) is None:
+        return None
+    return cast("dict[str, Any]", json.loads(data[BLOCK_BYTES:].rstrip(b"\0")))
+
+
+def _whole(device: FakeDevice) -> bytes | None:
+    """The first whole copy of a header."""
     for number, magic in enumerate(_MAGICS):
         data = device.media.read(number * luks.METADATA_BYTES, luks.METADATA_BYTES)
         if data.startswith(magic) and luks.digest(data, "sha256") == data[448:512]:
-            return cast("dict[str, Any]", json.loads(data[BLOCK_BYTES:].rstrip(b"\0")))
+            return data
     return None
 
 
@@ -466,7 +473,9 @@ def _header(device: FakeDevice) -> dict[str, Any]:
 
 
 def _uuid(device: FakeDevice) -> str:
-    return device.media.read(0, BLOCK_BYTES)[168:208].rstrip(b"\0").decode()
+    found = _whole(device)
+    assert found is not None
+    return found[168:208].rstrip(b"\0").decode()
 
 
 def _option(options: list[str], name: str) -> str:
