@@ -217,6 +217,7 @@ class Service:
             "repair": partial(self.auto_repair.tasks.stop, _ENDING_SECONDS),
             "zeroing": self.growth_zeroer.jobs.stop,
             "copying": self.copier.stop,
+            "the undoing of group snapshots": self.group_snapshotter.undone.stop,
             "re-encryption": self.reencrypter.jobs.stop,
             "wiping": self.eraser.jobs.stop,
             "the removal of pools": self.pool_remover.jobs.stop,

@@ -1,7 +1,8 @@
 """CreateVolumeGroupSnapshot, and its Get and Delete: snapshots of several volumes at one moment.
 
 Active volumes are suspended together meanwhile. The snapshots count only once all were taken and
-have the tag `committed`; without it, an error or the next start undoes those that were.
+have the tag `committed`; without it, an error or the next start undoes those that were. What an
+error could not undo is retried each minute.
 """
 
 import logging
@@ -20,6 +21,7 @@ from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.core.states import Every, Fresh, Known
+from agent.core.task_queue import Job, TaskQueue
 from agent.core.volume_groups import HeldGroups
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
@@ -33,6 +35,15 @@ _log = logging.getLogger(__name__)
 _MOST_MARKED = 100
 # The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
+_NOT_UNDONE = "cannot undo the half-made group snapshot %s yet: %s"
+
+
+@dataclass(kw_only=True)
+class _Undo(Job):
+    """The key is the id of a group snapshot, of which a failed call may have left parts."""
+
+    # The groups of its sources.
+    groups: Set[str]
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,14 @@ class GroupSnapshotter:
         self._locks = context.locks
         # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
         self.quiesce_seconds = 20.0
+        # What failed calls could not undo at once.
+        self.undone = TaskQueue(
+            "undo",
+            self._undo_again,
+            self._find_undo,
+            _NOT_UNDONE,
+            workers=1,
+        )
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -90,11 +109,12 @@ class GroupSnapshotter:
             found = self._named(every, own_name)
             if not found:
                 return self._make(call, known, undo, turns)
-            if records.is_whole(found):
+            if records.is_whole(found) and not self._is_to_be_undone(found):
                 same = _same(_group_snapshot(found), call)
                 self._commit(found)
                 return same
-            self._require_half_made(every, found)
+            if not records.is_whole(found):
+                self._require_half_made(every, found)
         # Crash point: some of the snapshots are there, or an error could not be undone.
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
@@ -355,16 +375,43 @@ class GroupSnapshotter:
         return found
 
     def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
-        """Discard what a failed call made; if that fails too, the next start does."""
+        """Discard what a failed call made; if that fails too, it is retried until it is done."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
                 self._discard(self._inventory.state(*groups), group_snapshot_id)
         except Exception as error:
-            _log.error(
-                "cannot undo the half-made group snapshot %s; the next start does: %s",
-                group_snapshot_id,
-                error,
-            )
+            _log.error(_NOT_UNDONE, group_snapshot_id, error)
+            # Crash point: the next start undoes it.
+            self.undone.start(_Undo(key=group_snapshot_id, logged=str(error), groups=groups))
+
+    def _undo_again(self, job: _Undo) -> None:
+        """Discard what a failed call left, unless a later call has completed it."""
+        # The call that failed holds the name until its answer.
+        with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
+            with self._volume_groups.hold(*job.groups):
+                every = self._everywhere(job.groups)
+                found = self._inventory.members(every, job.key)
+                if records.is_whole(found):
+                    if not self._is_to_be_undone(found):
+                        self._commit(found)
+                        return
+                    for one in found:
+                        self._inventory.require_not_copied(every, str(one.id))
+                        self._snapshotter.require_unread(str(one.id))
+                else:
+                    self._require_half_made(every, found)
+            self._discard(every, job.key)
+
+    def _is_to_be_undone(self, found: list[Snapshot]) -> bool:
+        """Whether a failed call of this process left them: perhaps all, and not of one moment."""
+        is_recorded = any(tag.COMMITTED in one.own_tags for one in found)
+        return self.undone.has(found[0].group_snapshot_id) and not is_recorded
+
+    def _find_undo(self, group_snapshot_id: str) -> _Undo:
+        failed = self.undone.of(group_snapshot_id)
+        if failed is None:
+            raise errors.NoSuchVolume(group_snapshot_id)
+        return _Undo(key=group_snapshot_id, groups=failed.groups)
 
     def _discard(self, known: Known, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)

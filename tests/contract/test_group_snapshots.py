@@ -286,6 +286,70 @@ def test_one_failure_undoes_all(client: Client, pair: list[str], host: AnyHost, 
     assert client.group_snapshot("nightly", pair).ready_to_use
 
 
+@contextmanager
+def changing_nothing(host: AnyHost, after: int) -> Iterator[None]:
+    """After so many snapshots lvm2 changes nothing any more, as where /etc/lvm/archive is full."""
+    taken: list[Sequence[str]] = []
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        command = words[1] if words[0] == "lvm" else ""
+        if command not in ("lvcreate", "lvconvert", "lvchange", "lvremove"):
+            return None
+        if len(taken) >= after:
+            return Result(5, "", "  /etc/lvm/archive/.lvm: write error: No space left on device\n")
+        if command == "lvcreate":
+            taken.append(words)
+        return None
+
+    host.intercept = intercept
+    yield
+    host.intercept = lambda _words: None
+
+
+@pytest.mark.parametrize(("taken", "code"), [(1, "INTERNAL"), (2, "ABORTED")])
+def test_what_could_not_be_undone_at_once_is_undone_soon(
+    client: Client,
+    pair: list[str],
+    host: AnyHost,
+    group: str,
+    service: Service,
+    taken: int,
+    code: str,
+) -> None:
+    undone = service.group_snapshotter.undone
+    undone.retry_seconds = 0.05
+    with changing_nothing(host, taken):
+        with expect.code(code, "No space left"):
+            client.group_snapshot("nightly", pair)
+        assert undone.unfinished()
+        with expect.code("FAILED_PRECONDITION", "snapshot"):
+            client.delete(pair[0])
+    expect.soon(lambda: not undone.unfinished())
+    assert names(host, group) == {"vol-data", "vol-wal"}
+    for one in pair:
+        client.delete(one)
+
+
+@pytest.mark.parametrize(("taken", "code"), [(1, "INTERNAL"), (2, "ABORTED")])
+def test_what_a_later_call_made_anew_is_not_undone(
+    client: Client, pair: list[str], host: AnyHost, service: Service, taken: int, code: str
+) -> None:
+    undone = service.group_snapshotter.undone
+    with changing_nothing(host, taken):
+        with expect.code(code, "No space left"):
+            client.group_snapshot("nightly", pair)
+        left = {one.snapshot_id: one.creation_time for one in client.snapshots()}
+    made = client.group_snapshot("nightly", pair)
+    # Those of the failed call may be of two moments.
+    assert all(left.get(one.snapshot_id) != one.creation_time for one in made.snapshots)
+    [failed] = undone.unfinished()
+    expect.soon(failed.ended.done)
+    undone._retry_now(failed)
+    expect.soon(lambda: not undone.unfinished())
+    assert client.group_snapshot("nightly", pair) == made
+    assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made
+
+
 @pytest.mark.variation
 def test_no_room_is_refused_first(client: Client, pair: list[str], host: AnyHost) -> None:
     client.create("rest", client.capacity().maximum_volume_size.value - 3 * EXTENT, block())

@@ -454,8 +454,9 @@ def try_soon(service: Service) -> None:
 
 
 def behind(service: Service) -> list[TaskQueue[Any]]:
-    """What goes on behind answers: copies, their bridges, and what is overwritten."""
-    return [service.copier.jobs, service.copier.bridges, *_overwriting(service)]
+    """What goes on behind answers: copies, their bridges, what is undone or overwritten."""
+    bridges, undone = service.copier.bridges, service.group_snapshotter.undone
+    return [service.copier.jobs, bridges, undone, *_overwriting(service)]
 
 
 def _overwriting(service: Service) -> list[TaskQueue[Any]]:
