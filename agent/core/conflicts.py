@@ -53,7 +53,6 @@ class Outcome(StrEnum):
     ABSENT = "the call does not find the volume, or is ABORTED until its deletion is on record"
     REFUSED = "the call is FAILED_PRECONDITION"
     HALTS = "the work ends at its next safe point, and then the call goes on"
-    FIRST = "the call goes on at once, and the work ends at its next safe point"
 
 
 def _row(**others: Outcome) -> Mapping[Call, Outcome]:
@@ -106,7 +105,7 @@ TABLE: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
             DELETE=Outcome.HALTS,
         ),
         Work.SWEEP: _row(GROW=Outcome.HALTS),
-        Work.EMPTY_POOL: _row(CREATE=Outcome.FIRST),
+        Work.EMPTY_POOL: _row(CREATE=Outcome.HALTS),
     }
 )
 

@@ -86,7 +86,7 @@ class VolumeCreator:
         and so does a RAID with a minimum rate of recovery without a maximum.
         Raises NotHere where the class's group or the source is not on this node (only after that
         answer a scheduler chooses another node), and OperationPending for a volume of this name
-        that is being erased, or was in part.
+        that is being erased, or was in part, and while a chunk of the class's empty pool is zeroed.
         """
         if not call.topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
@@ -99,10 +99,13 @@ class VolumeCreator:
             if call.source.kind == VOLUME:
                 with self._limiter.lifted(call.source.id):
                     users.flush(self._kernel, self._inventory, call.source.id)
-        found: Made | str = ""
-        while isinstance(found, str):
-            found = self._create(call, one, groups | {found} - {""}, admit)
-        return found
+        with ExitStack() as kept:
+            if one.layout.is_thin:
+                kept.enter_context(self._pool_remover.kept(one.group, pool_name(one.name)))
+            found: Made | str = ""
+            while isinstance(found, str):
+                found = self._create(call, one, groups | {found} - {""}, admit)
+            return found
 
     def class_for(
         self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
@@ -242,7 +245,7 @@ class VolumeCreator:
         if one.layout.is_thin:
             # Crash point: a pool without a volume; the next call uses it, the next start removes
             # it.
-            self._pool_remover.keep(group, pool)
+            self._pool_remover.empty(group, pool)
             undo.callback(self._pool_remover.give_back, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()

@@ -11,35 +11,26 @@ pool allocates no chunk while that volume exists. A cache on fast disks is detac
 
 The volume is tagged `wiping`, as all that a restart resumes. Killed before it is made, the pool is
 empty; killed afterwards, it holds nothing else: `resume` finds both. A pool that is wanted
-meanwhile is kept: the job ends at its next chunk, and its volume is removed.
+meanwhile is kept: the job ends at its next chunk, before the call holds the group, and its volume
+is removed.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from agent.core import ids, records, tag
 from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
-from agent.core.conflicts import Work
+from agent.core.conflicts import Call, Work
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
-from agent.core.task_queue import Job, TaskQueue
+from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations import erase
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
-
-
-@dataclass
-class _Removal(Job):
-    """The key is `group/pool`."""
-
-    # Held while a device is open.
-    writing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class PoolRemover:
@@ -60,11 +51,14 @@ class PoolRemover:
         self.jobs = TaskQueue(
             "reclaim",
             self._erase_and_remove,
-            _Removal,
+            Job,
             "pool %s is empty, but not removed yet: %s",
             workers=1,
         )
-        context.conflicts.add(Work.EMPTY_POOL, self.jobs)
+        self._conflicts = context.conflicts
+        self._conflicts.add(Work.EMPTY_POOL, self.jobs)
+        # The keys of pools to be looked at once no call keeps them any more.
+        self._due: set[str] = set()
 
     def remove(self, thin_one: Volume | Snapshot) -> None:
         """Remove a thin volume; the caller holds the group, and read the report since.
@@ -90,19 +84,46 @@ class PoolRemover:
             wait([self.give_back(removed.group.name, pool)], wait_seconds)
 
     def give_back(self, group: str, pool: str) -> Future[None]:
-        """Zero and remove a pool in the background, if it is empty by then."""
-        return self.jobs.start(_Removal(f"{group}/{pool}")).ended
+        """Zero and remove a pool in the background, if it is empty by then.
 
-    def keep(self, group: report.Group, pool: str) -> None:
-        """Keep a pool for a new volume: end its job, and remove the volume that zeroes it.
-
-        The caller holds the group, and read the report since.
+        A pool that calls keep is looked at when the last of them is over, and not waited for.
         """
-        job = self.jobs.forget(f"{group.name}/{pool}")
-        if job is not None:
-            # The device is closed once the lock is free.
-            with job.writing:
-                pass
+        key = f"{group}/{pool}"
+        self._due.add(key)
+        try:
+            job = self.jobs.start(Job(key))
+        except Stopping:
+            left = Future[None]()
+            left.set_result(None)
+            return left
+        self._due.discard(key)
+        if job.cancelled.is_set():
+            # Its disk does not answer yet.
+            job.ended.add_done_callback(lambda _: self.give_back(group, pool))
+        return job.ended
+
+    @contextmanager
+    def kept(self, group: str, pool: str) -> Iterator[None]:
+        """Have no job of a pool within the `with`, for a new volume in it.
+
+        The group is not held to enter. Raises Stopping where a chunk takes longer than ten seconds
+        to be zeroed. Afterwards the pool is looked at again if it had a job.
+        """
+        key = f"{group}/{pool}"
+        if self.jobs.has(key):
+            self._due.add(key)
+        try:
+            with self._conflicts.enter(Call.CREATE, key):
+                yield
+        finally:
+            if key in self._due:
+                self.give_back(group, pool)
+
+    def empty(self, group: report.Group, pool: str) -> None:
+        """Remove the volume that zeroes a pool, if there is one, so that a new volume has room.
+
+        The pool is `kept`. The caller holds the group, and read the report since.
+        """
         for one in group.in_pool(pool):
             if _is_wiping(one):
                 volumes.remove(self._lvm(group.name), group.name, one.name)
@@ -115,7 +136,7 @@ class PoolRemover:
             self.give_back(group_name, pool)
         return len(left)
 
-    def _erase_and_remove(self, job: _Removal) -> None:
+    def _erase_and_remove(self, job: Job) -> None:
         group_name, pool_name = job.key.split("/")
         with self._volume_groups.hold(group_name):
             self.jobs.check(job)
@@ -181,7 +202,7 @@ class PoolRemover:
             thin.create(self._lvm(group.name), group.name, pool.name, new)
         return self._inventory.ensure_active(group.name, name).path
 
-    def _zero_pool(self, job: _Removal, pool: report.LogicalVolume, wiping: str) -> None:
+    def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> None:
         """Zero all that a pool ever allocated, by a volume in it; raises Stopping."""
         group_name, pool_name = job.key.split("/")
         chunk = chunk_bytes(pool)
@@ -205,19 +226,15 @@ class PoolRemover:
         status = thin.status_of(self._inventory.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
-    def _zero(self, job: _Removal, device: str, size_bytes: int, *, below: str = "") -> None:
+    def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> None:
         """Zero so much of a device, one that the pool uses `below` another; raises Stopping."""
         group = job.key.split("/")[0]
         check = partial(self.jobs.check, job)
         work = self._paces.of(group).work("erase", device, check=check, progress=job.progress)
         held = bool(below)
 
-        @contextmanager
-        def writing() -> Iterator[None]:
-            with job.writing:
-                check()
-                with self._kernel.opened(below) if below else nullcontext():
-                    yield
+        def writing() -> AbstractContextManager[object]:
+            return self._kernel.opened(below) if below else nullcontext()
 
         for offset, length, by in self._policy.pieces(
             work, device, size_bytes, purpose=Purpose.DELETED, held=held, within=writing

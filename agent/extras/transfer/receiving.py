@@ -70,7 +70,10 @@ class Receiver:
         if one is None:
             known_classes = [each.name for each in self._config.classes]
             raise errors.NotAllowed("class", device_class, known_classes)
-        with self._volume_groups.hold(one.group):
+        with ExitStack() as held:
+            if one.layout.is_thin:
+                held.enter_context(self._pool_remover.kept(one.group, pool_name(one.name)))
+            held.enter_context(self._volume_groups.hold(one.group))
             known = self._inventory.state(one.group, resume=True)
             found = self._inventory.named(self._inventory.everywhere(known), name)
             if found is None:
@@ -200,7 +203,7 @@ class Receiver:
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if one.layout.is_thin:
-                self._pool_remover.keep(group, pool_name(one.name))
+                self._pool_remover.empty(group, pool_name(one.name))
                 undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
             new = New(logical, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)

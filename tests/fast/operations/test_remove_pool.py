@@ -14,6 +14,7 @@ import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
+from agent.core import task_queue
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
@@ -21,6 +22,7 @@ from agent.daemon.server import Service
 from lvm import errors
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
+from mount import command
 from mount.command import Result
 
 MIB = 1 << 20
@@ -141,6 +143,64 @@ def test_new_volume_keeps_the_pool(
     assert wait([job.ended], 20).done
     assert len(disk.written) < 3
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
+
+
+def test_a_chunk_that_takes_long_keeps_no_other_call_from_the_group(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    begin(client, disk)
+    job = service.pool_remover.jobs.of("data/pool-thin")
+    assert job is not None
+    with ThreadPoolExecutor(1) as callers:
+        making = callers.submit(client.create, "pvc-2", EXTENT, block())
+        assert job.cancelled.wait(20)
+        with command.time_limit(5), service.volume_groups.hold("data"):
+            assert not making.done()
+        disk.free.set()
+        making.result(20)
+    assert names(fake) == {"pool-thin", "vol-pvc-2"}
+    service.pool_remover.give_back("data", "pool-thin").result(20)
+    assert names(fake) == {"pool-thin", "vol-pvc-2"}
+
+
+def test_a_disk_that_does_not_answer_aborts_the_call_and_the_pool_is_removed_later(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task_queue, "_ENDING_SECONDS", 0.1)
+    begin(client, disk)
+    for _ in range(2):
+        with expect.code("ABORTED", "data/pool-thin"):
+            client.create("pvc-2", EXTENT, block())
+    assert names(fake) == {"pool-thin", "wipe-thin"}
+    disk.free.set()
+    expect.soon(lambda: not names(fake))
+    assert free_extents(fake) == 120
+    client.create("pvc-2", EXTENT, block())
+    assert names(fake) == {"pool-thin", "vol-pvc-2"}
+
+
+def test_a_pool_that_several_calls_wanted_in_vain_is_removed(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    begin(client, disk)
+    fake.intercept = lambda words: Result(5, "", "  no\n") if "thin" in words else None
+    disk.free.set()
+
+    def create(number: int) -> None:
+        with expect.code("INTERNAL", "no"):
+            client.create(f"pvc-{number + 2}", EXTENT, block())
+
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(create, range(4)))
+    fake.intercept = lambda _words: None
+    for job in service.pool_remover.jobs.unfinished():
+        expect.soon(job.ended.done)
+        service.pool_remover.jobs._retry_now(job)
+    expect.soon(lambda: not names(fake))
 
 
 def test_restart_resumes_zeroing(
