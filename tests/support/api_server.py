@@ -110,8 +110,9 @@ class ApiServer:
             return 404, {"kind": "Status"}
         kind, items = found
         for selector in query.get("fieldSelector", []):
-            _, _, node = selector.partition("spec.nodeName=")
-            items = [one for one in items if one.get("spec", {}).get("nodeName") == node]
+            field, _, wanted = selector.partition("=")
+            section, _, key = field.partition(".")
+            items = [one for one in items if one.get(section, {}).get(key) == wanted]
         limit, start, version = int(query.get("limit", ["0"])[0]), 0, str(self.version)
         for token in query.get("continue", []):
             version, _, begin = token.partition(".")

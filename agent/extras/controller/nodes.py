@@ -2,7 +2,7 @@
 
 Nothing is kept on disk: each node is asked again after a start. A node claims the groups that it
 named in its last answer, for as long as it belongs to the cluster; and those of earlier answers
-while it has not looked at all its disks since its start. PersistentVolumes name nodes, too
+while it has not looked at all its disks by its last look. PersistentVolumes name nodes, too
 (membership.py). Where all of these agree on one node, the group is that node's. Where they do not,
 PersistentVolumes decide who is called for what exists, if that node claims the group; nothing new
 is made on any node that claims the group; and no order of events counts.
@@ -122,7 +122,7 @@ class Node:
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of its volume groups, by the start of their UUIDs as ids have it.
     groups: Mapping[str, str] = field(default_factory=dict)
-    # Whether it has looked at all its disks since its start; None for an older version, which does
+    # Whether it has looked at all its disks by its last look; None for an older version, which does
     # not say.
     is_whole: bool | None = None
     # Whether it has reported its groups to this controller: all, as far as its version knows.
@@ -438,7 +438,7 @@ class Nodes:
             return node
         if node.is_whole is False:
             raise unavailable(
-                f"{what}: node {own} has not looked at all its disks since its start, and"
+                f"{what}: node {own} has not looked at all its disks by its last look, and"
                 f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
             )
         if claiming:
