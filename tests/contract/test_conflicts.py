@@ -290,7 +290,8 @@ def test_a_volume_whose_deletion_failed_before_its_record_is_there(
         raise OSError(errno.EBUSY, "Device or resource busy", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.host.kernel, "zero_out", held)
+        for write in ("mark", "zero_out"):
+            patch.setattr(node.host.kernel, write, held)
         with expect.code("FAILED_PRECONDITION", "is in use"):
             node.client.delete(node.volume_id)
     assert code_of(call_of(node, call, node.client, staging)) == "OK"
