@@ -194,8 +194,12 @@ class Volume:
     def is_half_made(self) -> bool:
         """Whether lvm2 died while creating this RAID: it was never active, so it has no data.
 
-        A RAID in use that gets other or more images has at least one whole image, so it is not.
+        A RAID in use that gets other or more images has at least one whole image, so it is not. Nor
+        is what was made as another layout, by its tag, and is being converted by hand: it has data.
         """
+        recorded = Layout.parse(self.own_tags.get(tag.LAYOUT, ""))
+        if recorded is not None and not recorded.is_raid:
+            return False
         try:
             shape = self.layout
         except errors.LayoutUnknown:
