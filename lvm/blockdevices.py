@@ -72,6 +72,13 @@ def _names(root: Path, path: str) -> Sequence[str]:
 _VOLUME_UUID = "LVM-"
 # Devices that other storage drivers and hypervisors give to pods and guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a disk is of a driver whose disks belong to guests or other machines, by its name."""
+    return path.removeprefix("/dev/").startswith(_FOREIGN)
+
+
 _SESSION = re.compile(r"session\d+")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from agent.core import errors
+from lvm import blockdevices
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
@@ -79,7 +80,9 @@ def unknown(
     for path, one in sorted(found.items()):
         if isinstance(one, PhysicalLabel):
             why = _unknown_group(one, uuids, members) if path in labels else ""
-        elif isinstance(one, Excluded) and one.why is not Why.UNKNOWN:
+        elif blockdevices.is_foreign(path) or (
+            isinstance(one, Excluded) and one.why is not Why.UNKNOWN
+        ):
             why = ""
         else:
             why = str(one)

@@ -99,13 +99,14 @@ class VolumeCreator:
             if call.source.kind == VOLUME:
                 with self._limiter.lifted(call.source.id):
                     users.flush(self._kernel, self._inventory, call.source.id)
-        with ExitStack() as kept:
-            if one.layout.is_thin:
-                kept.enter_context(self._pool_remover.kept(one.group, pool_name(one.name)))
+
+        def create() -> Made:
             found: Made | str = ""
             while isinstance(found, str):
                 found = self._create(call, one, groups | {found} - {""}, admit)
             return found
+
+        return self._pool_remover.when_kept(one.group, pool_name(one.name), create)
 
     def class_for(
         self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
@@ -224,6 +225,8 @@ class VolumeCreator:
             admit(every, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
+        if one.layout.is_thin:
+            self._pool_remover.require_kept(group.name, pool_name(one.name))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.

@@ -82,12 +82,13 @@ class ErasePolicy:
         """How a volume that is erased is erased (classes.ERASURES).
 
         An encrypted one with a cache, or made of a snapshot, is zeroed as a whole: either may hold
-        a copy of the header.
+        a copy of the header, also a cache that was taken away by hand.
         """
         is_volume = any(
             names.is_of(one, volume.name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
         )
-        if not volume.is_encrypted or volume.has_cache or not is_volume:
+        was_cached = volume.has_cache or tag.CACHE in volume.own_tags
+        if not volume.is_encrypted or was_cached or not is_volume:
             return classes.ERASE_ZERO
         if not self.zeroes:
             return classes.ERASE_CRYPTO

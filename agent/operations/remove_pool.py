@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 from agent.core import ids, records, tag
 from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
@@ -31,6 +32,12 @@ from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
+
+_T = TypeVar("_T")
+
+
+class Removing(Exception):
+    """A pool is being zeroed, and a volume is to be made in it."""
 
 
 class PoolRemover:
@@ -89,14 +96,17 @@ class PoolRemover:
         A pool that calls keep is looked at when the last of them is over, and not waited for.
         """
         key = f"{group}/{pool}"
-        self._due.add(key)
         try:
             job = self.jobs.start(Job(key))
         except Stopping:
-            left = Future[None]()
-            left.set_result(None)
-            return left
-        self._due.discard(key)
+            self._due.add(key)
+            try:
+                # The last call that kept it may have ended before it could see that.
+                job = self.jobs.start(Job(key))
+            except Stopping:
+                left = Future[None]()
+                left.set_result(None)
+                return left
         if job.cancelled.is_set():
             # Its disk does not answer yet.
             job.ended.add_done_callback(lambda _: self.give_back(group, pool))
@@ -110,14 +120,31 @@ class PoolRemover:
         to be zeroed. Afterwards the pool is looked at again if it had a job.
         """
         key = f"{group}/{pool}"
-        if self.jobs.has(key):
-            self._due.add(key)
+        had_job = self.jobs.has(key)
         try:
             with self._conflicts.enter(Call.CREATE, key):
                 yield
         finally:
-            if key in self._due:
+            if had_job or key in self._due:
+                self._due.discard(key)
                 self.give_back(group, pool)
+
+    def when_kept(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
+        """What `make` returns, which is called again with the pool kept where it raises Removing.
+
+        So a call that is refused in any case ends no job.
+        """
+        try:
+            return make()
+        except Removing:
+            pass
+        with self.kept(group, pool):
+            return make()
+
+    def require_kept(self, group: str, pool: str) -> None:
+        """Raise Removing for a pool that is being zeroed, before anything is made."""
+        if self.jobs.has(f"{group}/{pool}"):
+            raise Removing(pool)
 
     def empty(self, group: report.Group, pool: str) -> None:
         """Remove the volume that zeroes a pool, if there is one, so that a new volume has room.

@@ -72,7 +72,8 @@ class Answers:
             csi.Topology(segments=node.segments),
             self._nodes.places(node).union(one.rpartition("/")[0] for one in owned if one),
             lambda one: self._nodes.is_elsewhere(node, one),
-            lambda one: self._nodes.is_anothers(node, one),
+            # What the call goes there for is decided by a newer reading.
+            lambda one: str(one) not in owned and self._nodes.is_anothers(node, one),
         )
 
     async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:

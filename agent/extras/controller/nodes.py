@@ -404,7 +404,7 @@ class Nodes:
         node whose groups are new.
         """
         others = (one for one in self._unreported(node) if one not in self._record.named)
-        return [one for one in others if self._is_new(one)]
+        return [one for one in others if self.is_new(one)]
 
     def _must_ask(self, uuid: str) -> bool:
         """Whether nodes are to be asked once more who has a group, before a call is refused."""
@@ -466,7 +466,7 @@ class Nodes:
         """Why the only claim to a group, which may be that of `others`, does not count yet."""
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
-            " does not count yet where no PersistentVolume names the node:"
+            " does not count yet for what has no PersistentVolume of its own:"
             f" {self._unsettled(node, uuid, others)}"
         )
 
@@ -547,7 +547,7 @@ class Nodes:
             return not self.conflict(node, is_lasting=True)
         return bool(self._coming(node))
 
-    def _is_new(self, name: str) -> bool:
+    def is_new(self, name: str) -> bool:
         """Whether a member came a moment ago: one that is not taken over yet, too."""
         node = self._nodes.get(name)
         return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
@@ -738,7 +738,7 @@ class Nodes:
 
         So it is at a controller's start: an earlier one may have begun anything on them.
         """
-        silent = [one.name for one in self if not one.answered_seconds and self._is_new(one.name)]
+        silent = [one.name for one in self if not one.answered_seconds and self.is_new(one.name)]
         if silent:
             raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
 
@@ -809,7 +809,8 @@ class Nodes:
             groups = {**node.groups, **groups}
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
-        node.is_whole, node.has_reported = is_whole, node.has_reported or is_whole is not False
+        # One that looked, and found a disk that it cannot read, has reported all that it can.
+        node.is_whole, node.has_reported = is_whole, node.has_reported or whole != ""
         given_up = node.groups.keys() - groups.keys()
         if given_up:
             self._forget_former()

@@ -268,9 +268,18 @@ class Placement:
         for node, has in zip(nodes, seen, strict=True):
             if has is True:
                 return node
-        for unknown in seen:
-            if isinstance(unknown, BaseException):
-                raise unknown
+        unknown = {
+            node.name: error
+            for node, error in zip(nodes, seen, strict=True)
+            if isinstance(error, BaseException)
+        }
+        for name_of_node, error in unknown.items():
+            # An earlier controller may have begun it there. Later a group that hangs holds up none.
+            if not isinstance(error, Refused) or self._nodes.is_new(name_of_node):
+                raise error
+        nodes = [one for one in nodes if one.name not in unknown]
+        if not nodes:
+            raise next(iter(unknown.values()))
         problems = [self._nodes.no_new(one) for one in nodes]
         nodes = [one for one, problem in zip(nodes, problems, strict=True) if not problem]
         if not nodes:

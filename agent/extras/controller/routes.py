@@ -15,7 +15,8 @@ from proto import csi_pb2 as csi
 NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
 # Whether these are all groups of Carver's on its disks: YES if by the last look no disk may have
 # another.
-IS_WHOLE, YES = "groups-whole", "yes"
+# IN_PART if it has looked, and a disk may have another; empty before its first look.
+IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
 
 # By service and call: the field with the id of the volume, snapshot or group snapshot.
 FIELDS: Mapping[str, Mapping[str, str]] = {

@@ -66,8 +66,8 @@ class Listener(Extra):
         ]
         # Where it listens, after its start.
         self.port = 0
-        # Whether by the last look at the disks each group of Carver's there is known.
-        self._is_whole = False
+        # Whether by the last look at the disks each group of Carver's there is known; see routes.
+        self._is_whole = ""
         if self._address is None:
             return
         if config.controllers is not None:
@@ -144,10 +144,10 @@ class Listener(Extra):
         OtherGroups with those that cannot be read, and the disks of which it is not known whether
         they have such a group: then the node does not say that it has looked at all its disks.
         """
-        is_whole = False
+        is_whole = routes.IN_PART
         try:
             self._find_other_groups()
-            is_whole = True
+            is_whole = routes.YES
         finally:
             self._is_whole = is_whole
 
@@ -177,7 +177,7 @@ def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enrol
 class _Routed(Identity):
     """Identity, which also says what the controller must know of a node."""
 
-    def __init__(self, service: Service, is_whole: Callable[[], bool]) -> None:
+    def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
         self._config, self._is_whole = service.context.config, is_whole
         self._volume_groups = service.volume_groups
         super().__init__(service.readiness, self._config.driver_name, service.offered)
@@ -190,7 +190,7 @@ class _Routed(Identity):
         answer.manifest[routes.NODE_ID] = self._config.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
         # Before the groups, which may become more meanwhile.
-        answer.manifest[routes.IS_WHOLE] = routes.YES if self._is_whole() else ""
+        answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 

@@ -70,10 +70,14 @@ class Receiver:
         if one is None:
             known_classes = [each.name for each in self._config.classes]
             raise errors.NotAllowed("class", device_class, known_classes)
-        with ExitStack() as held:
-            if one.layout.is_thin:
-                held.enter_context(self._pool_remover.kept(one.group, pool_name(one.name)))
-            held.enter_context(self._volume_groups.hold(one.group))
+
+        def begin() -> carver.ReceiveState:
+            return self._begin(one, name, header)
+
+        return self._pool_remover.when_kept(one.group, pool_name(one.name), begin)
+
+    def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
+        with self._volume_groups.hold(one.group):
             known = self._inventory.state(one.group, resume=True)
             found = self._inventory.named(self._inventory.everywhere(known), name)
             if found is None:
@@ -197,6 +201,8 @@ class Receiver:
         allocator = self._allocators.of(one)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
+        if one.layout.is_thin:
+            self._pool_remover.require_kept(group.name, pool_name(one.name))
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, logical))
         # Also where lvcreate fails: it may have created it, and `abort` finds out.

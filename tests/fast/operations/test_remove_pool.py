@@ -9,6 +9,7 @@ from pathlib import Path
 
 import configured
 import expect
+import grpc
 import pytest
 import serving
 from fakes.disk import Disk
@@ -17,13 +18,14 @@ from fakes.host import FakeHost
 from agent.core import task_queue
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm import errors
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 from mount import command
 from mount.command import Result
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -181,6 +183,26 @@ def test_a_disk_that_does_not_answer_aborts_the_call_and_the_pool_is_removed_lat
     assert free_extents(fake) == 120
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
+
+
+@pytest.mark.parametrize(("size_bytes", "how"), [(1 << 50, block()), (64 << 20, mounted("none"))])
+def test_a_call_that_is_refused_in_any_case_ends_no_job_of_a_pool(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    disk: Disk,
+    size_bytes: int,
+    how: csi.VolumeCapability,
+) -> None:
+    """Or a claim that is tried again and again would keep the pool's room for ever."""
+    begin(client, disk)
+    job = service.pool_remover.jobs.of("data/pool-thin")
+    assert job is not None
+    with pytest.raises(grpc.RpcError):
+        client.create("pvc-2", size_bytes, how)
+    assert not job.cancelled.is_set()
+    disk.free.set()
+    expect.soon(lambda: not names(fake))
 
 
 def test_a_pool_that_several_calls_wanted_in_vain_is_removed(

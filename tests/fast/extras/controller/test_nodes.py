@@ -399,6 +399,23 @@ def test_a_volume_that_may_be_anywhere_is_made_on_no_other_while_it_may_be_on_on
     in_cluster(test)
 
 
+def test_a_group_that_hangs_on_a_node_that_is_long_known_holds_up_no_volume_that_may_be_anywhere(
+    in_cluster: Run,
+) -> None:
+    """What an earlier controller may have begun there is over by then."""
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.ask()
+        fails_with(grpc.StatusCode.UNAVAILABLE)(cluster.nodes[1])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.create("new-1")
+        for one in cluster.controller.nodes:
+            one.joined_seconds -= 121
+        assert await cluster.create("new-1") != cluster.nodes[1].name
+
+    in_cluster(test)
+
+
 @pytest.mark.parametrize("allowed", [(1, 2), (0, 1, 2)])
 def test_a_volume_that_may_be_anywhere_and_is_not_there_is_made_where_no_group_is_in_doubt(
     in_cluster: Run, allowed: tuple[int, ...]

@@ -5,6 +5,7 @@ its stolen key claims it.
 """
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import grpc
@@ -14,6 +15,7 @@ from member_histories import FIRST, GRACE, History, owner
 from simulated import uuid_of
 
 from agent.core.settings import DRIVER_NAME
+from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.nodes import Node, Refused
@@ -199,6 +201,43 @@ def test_a_node_says_nothing_of_the_health_of_a_volume_that_is_another_s(history
     data = csi.ControllerListVolumeHealthResponse(entries=entries).SerializeToString()
     answer = Row.of("csi.v1.Controller", "ControllerListVolumeHealth").judge(asked, data)
     assert [one.volume_id for one in answer.entries] == [f"data@{FIRST}/vol-pvc-2"]
+
+
+def test_the_answer_passes_of_a_volume_whose_persistentvolume_was_just_written_anew(
+    history: History, runner: asyncio.Runner
+) -> None:
+    """The call goes by the new one; the last reading still names the other node."""
+    named_on_two(history)
+    volume = f"data@{FIRST}/vol-pvc-1"
+    history._memory.volumes["pvc-1"] = {"spec": spec_of(volume, "b")}
+    assert owner(history, FIRST, "vol-pvc-1") == "b"
+    answers, request = Answers(history.known), csi.DeleteVolumeRequest(volume_id=volume)
+    asked = answers.asked(node(history, "b"), request, [volume])
+    runner.run(answers.read(node(history, "b"), DELETE, asked, b""))
+
+
+@pytest.mark.parametrize("has_looked", [True, False])
+def test_a_node_with_a_disk_that_cannot_be_read_has_reported_its_groups(
+    history: History, has_looked: bool
+) -> None:
+    """It says all that it can say; one that has not looked at its disks yet does not."""
+    history.removes("b")
+    history.settle()
+    history.act("restarts", "c")
+    history.act("restart")
+    if has_looked:
+        said = csi.GetPluginInfoResponse(name=DRIVER_NAME)
+        said.manifest.update(
+            {
+                routes.NODE_ID: "c",
+                routes.SEGMENTS: json.dumps(dict(node(history, "c").segments)),
+                routes.GROUPS: "{}",
+                routes.IS_WHOLE: routes.IN_PART,
+            }
+        )
+        history.known._believe(node(history, "c"), said)
+    found = owner(history, uuid_of(1), "snap-imported")
+    assert (found == "b") is has_looked
 
 
 def test_a_lie_about_a_group_that_others_contest_is_counted_for_the_liar(
