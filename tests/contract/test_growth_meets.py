@@ -168,6 +168,7 @@ def test_a_volume_is_deleted_while_what_it_grows_by_is_zeroed(
 
 def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
     client: Client,
+    service: Service,
     host: AnyHost,
     group: str,
     staging: Path,
@@ -189,6 +190,8 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
     )
     cloning.start()
     assert begun.wait(200)
+    # The copy may begin a moment before CreateVolume has left the source's name.
+    service.context.locks.grace_seconds = 60
     with expect.code("ABORTED", "it grows when that is done"):
         client.expand(volume.volume_id, 96 * MIB)
     assert "wanted" not in logical(host, group, "vol-pvc-1").own_tags

@@ -568,6 +568,8 @@ def test_delete_while_a_call_waits(
     with ThreadPoolExecutor(2) as callers:
         waiting = callers.submit(client.create, "pvc-2", 0, block(), source=source)
         disk.wait(1)
+        # The copy may begin a moment before CreateVolume has left the name to wait for it.
+        service.context.locks.grace_seconds = 60
         deleting = callers.submit(client.delete, snapshot.source_volume_id.replace("-1", "-2"))
         with suppress(TimeoutError):
             deleting.result(0.5)
