@@ -72,14 +72,12 @@ def _names(root: Path, path: str) -> Sequence[str]:
 _VOLUME_UUID = "LVM-"
 # Devices that other storage drivers and hypervisors give to pods and guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
+_SESSION = re.compile(r"session\d+")
 
 
 def is_foreign(path: str) -> bool:
     """Whether a disk is of a driver whose disks belong to guests or other machines, by its name."""
     return path.removeprefix("/dev/").startswith(_FOREIGN)
-
-
-_SESSION = re.compile(r"session\d+")
 
 
 class Why(enum.Enum):
@@ -222,7 +220,7 @@ class _Device:
     @cached_property
     def kind(self) -> Kind:
         """The kind of writer it may have had, by itself."""
-        if self.name.startswith(_FOREIGN):
+        if is_foreign(self.name):
             return Kind.FOREIGN
         # iSCSI: /sys/devices/platform/hostN/sessionN/…
         is_iscsi = any(_SESSION.fullmatch(part) for part in self._place.resolve().parts)

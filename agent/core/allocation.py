@@ -444,7 +444,9 @@ class Allocators:
             tagged = tags.values(pool.tags, tag.CLASS)
             known = (one.name for one in self._classes)
             named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
-            yield from [one for one in named if pool_name(one) == pool.name][:1]
+            called = next((one for one in named if pool_name(one) == pool.name), None)
+            if called is not None:
+                yield called
 
     def _of_pool(self, name: str, group: str) -> Thin:
         """The allocator of a class's pool in a group; with the defaults of a class that is gone."""

@@ -158,7 +158,7 @@ class Snapshotter:
         `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
         """
         require_settled(volume)
-        group, purpose = volume.group, f"for a snapshot of {volume.name}"
+        group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
             raise errors.NotSnapshotted(
                 str(volume.id),
@@ -175,8 +175,9 @@ class Snapshotter:
             one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            room = 0 if closed_to_new(group) else self._allocators.beside_bytes(group, called)
-            purpose = f"{purpose} {closed_to_new(group)}".rstrip()
+            closed = closed_to_new(group)
+            room = 0 if closed else self._allocators.beside_bytes(group, called)
+            purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         room = max(0, room - beside_bytes)
         if needed > room:
             raise errors.NoRoom(group.name, needed, room, purpose)

@@ -201,7 +201,7 @@ class Stager:
         find = partial(filesystem.find, self._kernel, path, fs_type)
         found, words = find(), call.parameters.mkfs_options
         # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
-        if found is not None and self._is_unfinished(volume, device, found):
+        if found is not None and self._discard_unfinished(volume, device, found):
             # Crash point: amid mkfs; or here, where the volume is blank.
             _log.warning("volume %s is formatted anew: its mkfs was killed", volume.id)
             found = find()
@@ -233,10 +233,12 @@ class Stager:
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {tag.FORMATTED: fs_type}
 
-    def _is_unfinished(self, volume: Volume, device: Device, found: filesystem.Signature) -> bool:
-        """Whether a killed mkfs left this, whose superblock is zeroed then; raises ProbeFailed.
+    def _discard_unfinished(
+        self, volume: Volume, device: Device, found: filesystem.Signature
+    ) -> bool:
+        """Zero the superblock that a killed mkfs left; whether this was one. Raises ProbeFailed.
 
-        By all that says so: no tag that it was in use or is of others, the UUID that no other mkfs
+        All must say so: no tag that it was in use or is of others, the UUID that no other mkfs
         gave, and the mark in the superblock, with which the kernel mounts none.
         """
         if volume.own_tags.keys() & _USED or found.uuid != _own_uuid(device):

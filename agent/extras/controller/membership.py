@@ -53,8 +53,8 @@ class Deleted(NamedTuple):
 class Record:
     """What is known of volume groups beside what nodes say. Without an API server: nothing."""
 
-    # Whether what was on a deleted node is forgotten, and whether PersistentVolumes are known.
-    forgets = has_volumes = False
+    # Whether what was on a deleted node is forgotten.
+    forgets = False
 
     @property
     def members(self) -> frozenset[str]:
@@ -162,7 +162,7 @@ class ClusterRecord(Record):
         self._objects, self._lists, self._clock = objects, lists, clock
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._grace_seconds = grace_seconds
-        self.forgets, self.has_volumes = grace_seconds is not None, True
+        self.forgets = grace_seconds is not None
         # Where the nodes that enrolled serve, and when each did last (seconds of the clock).
         self._enrolled: dict[str, tuple[str, float]] = {}
         self._seen, self._every_named = _Seen(), frozenset[str]()

@@ -3,15 +3,14 @@
 Nothing is kept on disk: each node is asked again after a start. A node claims the groups that it
 named in its last answer, for as long as it belongs to the cluster; and those of earlier answers
 while it has not looked at all its disks by its last look. PersistentVolumes name nodes, too
-(membership.py). Where all of these agree on one node, the group is that node's. Where they do not,
-PersistentVolumes decide who is called for what exists, if that node claims the group; nothing new
-is made on any node that claims the group; and no order of events counts.
+(membership.py).
 
-The only claim to a group that no PersistentVolume names counts for what exists once it is settled:
-PersistentVolumes were read after it, and no other member may have the group without anyone knowing.
-Such a member has reported no groups to this controller yet, and no PersistentVolume names it. For
-new volumes the claim counts without that once such a member has been silent for two minutes: one
-broken node keeps no volume off the others.
+All that is in a group is a node's where that node alone claims it, PersistentVolumes name no other
+node for it, and each other member has reported its groups to this controller. Otherwise the id's
+own PersistentVolume, read for that call, decides who is called for what exists. So no order of
+events counts for that. Nothing new is made on nodes of which several may have a group; new volumes
+wait two minutes for a member that has reported no groups, and no longer: one broken node keeps no
+volume off the others.
 """
 
 import asyncio

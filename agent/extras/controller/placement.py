@@ -264,22 +264,17 @@ class Placement:
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         asked = (self._has(one, name) for one in nodes)
         # One that has it counts, whatever others do not say.
-        seen = await asyncio.gather(*asked, return_exceptions=True)
-        for node, has in zip(nodes, seen, strict=True):
+        said = await asyncio.gather(*asked, return_exceptions=True)
+        seen = list(zip(nodes, said, strict=True))
+        for node, has in seen:
             if has is True:
                 return node
-        unknown = {
-            node.name: error
-            for node, error in zip(nodes, seen, strict=True)
-            if isinstance(error, BaseException)
-        }
-        for name_of_node, error in unknown.items():
+        unknown = [(node, error) for node, error in seen if isinstance(error, BaseException)]
+        nodes = [node for node, has in seen if has is False]
+        for node, error in unknown:
             # An earlier controller may have begun it there. Later a group that hangs holds up none.
-            if not isinstance(error, Refused) or self._nodes.is_new(name_of_node):
+            if not nodes or not isinstance(error, Refused) or self._nodes.is_new(node.name):
                 raise error
-        nodes = [one for one in nodes if one.name not in unknown]
-        if not nodes:
-            raise next(iter(unknown.values()))
         problems = [self._nodes.no_new(one) for one in nodes]
         nodes = [one for one, problem in zip(nodes, problems, strict=True) if not problem]
         if not nodes:

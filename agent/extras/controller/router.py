@@ -71,6 +71,19 @@ class Call:
         return self.stream_seconds + sum(seconds for _, seconds in self.nodes_seconds)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A request for a node: its RPC's path, itself, and its bytes as they are sent.
+
+    `owned` are the ids in it, of a field of the request, for which it goes to that node.
+    """
+
+    path: str
+    request: Message
+    data: bytes
+    owned: Sequence[str] = ()
+
+
 # Answers a call by the bytes of its request.
 _Answer = Callable[[Call, bytes], Awaitable[bytes]]
 
@@ -159,7 +172,7 @@ class Router:
                         await self._nodes.require_no_snapshots(identities[0])
                     _log.warning("%s", error)
                 return b""
-            return await self._send(call, node, path, request, data, identities, field)
+            return await self._send(call, node, _Sent(path, request, data, identities), field)
 
         return answer
 
@@ -179,11 +192,11 @@ class Router:
         placement, path = self._placement(call), f"/{_CONTROLLER}/CreateVolume"
         if (node := await placement.given(request)) is not None:
             identity, field = routes.source_of(request)
-            return await self._send(call, node, path, request, data, [identity], field)
+            return await self._send(call, node, _Sent(path, request, data, [identity]), field)
         # Neither a source nor the scheduler says where it is to be.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
-            passed_on, _ = await self._once(call, node, path, request, data)
+            passed_on, _ = await self._once(call, node, _Sent(path, request, data))
             return passed_on
 
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
@@ -195,7 +208,8 @@ class Router:
         _name(call, request)
         node = await attachments.to_attach(self._nodes, request)
         path = f"/{_CONTROLLER}/ControllerPublishVolume"
-        return await self._send(call, node, path, request, data, [request.volume_id], "volume_id")
+        sent = _Sent(path, request, data, [request.volume_id])
+        return await self._send(call, node, sent, "volume_id")
 
     async def _detach(self, call: Call, data: bytes) -> bytes:
         request = csi.ControllerUnpublishVolumeRequest.FromString(data)
@@ -204,8 +218,8 @@ class Router:
         path = f"/{_CONTROLLER}/ControllerUnpublishVolume"
         if node is None:
             return b""
-        owned = [request.volume_id]
-        passed_on, _ = await self._once(call, node, path, request, data, owned)
+        sent = _Sent(path, request, data, [request.volume_id])
+        passed_on, _ = await self._once(call, node, sent)
         return passed_on
 
     def _placement(self, call: Call) -> Placement:
@@ -222,7 +236,8 @@ class Router:
                     if VolumeId.parse(identity) is None:
                         return b""
                     node = await self._nodes.owner(identity, field)
-                    return await self._send(call, node, path, request, data, [identity], field)
+                    sent = _Sent(path, request, data, [identity])
+                    return await self._send(call, node, sent, field)
             ask = self._asking(call)
             page: Message = await lists.page(
                 self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
@@ -235,54 +250,37 @@ class Router:
         """Send parsed requests of one call of the controller's, by the method's name."""
 
         async def ask(method: str, node: Node, request: Message) -> Any:
-            path = f"/{_CONTROLLER}/{method}"
-            data = request.SerializeToString()
-            _, answer = await self._once(call, node, path, request, data)
+            sent = _Sent(f"/{_CONTROLLER}/{method}", request, request.SerializeToString())
+            _, answer = await self._once(call, node, sent)
             return answer
 
         return ask
 
-    async def _send(
-        self,
-        call: Call,
-        node: Node,
-        path: str,
-        request: Message,
-        data: bytes,
-        owned: Sequence[str],
-        field: str,
-    ) -> bytes:
+    async def _send(self, call: Call, node: Node, sent: _Sent, field: str) -> bytes:
         """Send a call to the node of some ids; if their group has moved on meanwhile, to that one.
 
         They were read from `field`, and may be empty.
         """
         try:
-            passed_on, _ = await self._once(call, node, path, request, data, owned)
+            passed_on, _ = await self._once(call, node, sent)
         except grpc.aio.AioRpcError as error:
-            identity = next(iter(owned), "")
+            identity = next(iter(sent.owned), "")
             if not identity or error.code() not in _MAY_HAVE_MOVED:
                 raise
             other = await self._nodes.moved_on(node, identity, field)
             if other is None:
                 raise
-            passed_on, _ = await self._once(call, other, path, request, data, owned)
+            passed_on, _ = await self._once(call, other, sent)
         return passed_on
 
-    async def _once(
-        self,
-        call: Call,
-        node: Node,
-        path: str,
-        request: Message,
-        data: bytes,
-        owned: Sequence[str] = (),
-    ) -> tuple[bytes, Any]:
+    async def _once(self, call: Call, node: Node, sent: _Sent) -> tuple[bytes, Any]:
         """Call a node: the bytes of its answer, to be passed on, and the answer."""
         node.require_answering()
         call.node, begun = node.name, time.monotonic()
         try:
             remaining = call.context.time_remaining()
-            return await self._answers.of(node, path, request, data, remaining, owned=owned)
+            asked = (sent.path, sent.request, sent.data, remaining)
+            return await self._answers.of(node, *asked, owned=sent.owned)
         except grpc.aio.AioRpcError as error:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)

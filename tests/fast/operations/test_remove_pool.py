@@ -18,6 +18,7 @@ from fakes.host import FakeHost
 from agent.core import task_queue
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
+from agent.core.task_queue import Job
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm import errors
@@ -71,6 +72,13 @@ def begin(client: Client, disk: Disk) -> None:
     """Delete the last volume of the pool, and wait until the pool is being zeroed."""
     client.delete(client.create("pvc-1", EXTENT, block()).volume_id)
     assert disk.reached.wait(20)
+
+
+def zeroing(service: Service) -> Job:
+    """The work on the pool."""
+    job = service.pool_remover.jobs.of("data/pool-thin")
+    assert job is not None
+    return job
 
 
 def free_after(event: threading.Event, disk: Disk) -> None:
@@ -137,8 +145,7 @@ def test_new_volume_keeps_the_pool(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     begin(client, disk)
-    job = service.pool_remover.jobs.of("data/pool-thin")
-    assert job is not None
+    job = zeroing(service)
     free_after(job.cancelled, disk)
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
@@ -151,8 +158,7 @@ def test_a_chunk_that_takes_long_keeps_no_other_call_from_the_group(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     begin(client, disk)
-    job = service.pool_remover.jobs.of("data/pool-thin")
-    assert job is not None
+    job = zeroing(service)
     with ThreadPoolExecutor(1) as callers:
         making = callers.submit(client.create, "pvc-2", EXTENT, block())
         assert job.cancelled.wait(20)
@@ -196,8 +202,7 @@ def test_a_call_that_is_refused_in_any_case_ends_no_job_of_a_pool(
 ) -> None:
     """Or a claim that is tried again and again would keep the pool's room for ever."""
     begin(client, disk)
-    job = service.pool_remover.jobs.of("data/pool-thin")
-    assert job is not None
+    job = zeroing(service)
     with pytest.raises(grpc.RpcError):
         client.create("pvc-2", size_bytes, how)
     assert not job.cancelled.is_set()

@@ -25,7 +25,7 @@ SIZE = 24 << 20
 class Gone(Record):
     """PersistentVolumes name node a, whose Node was deleted long ago."""
 
-    forgets = has_volumes = True
+    forgets = True
 
     @property
     def members(self) -> frozenset[str]:
