@@ -12,6 +12,7 @@ from cluster.belonging import authority_lost, cloned_group, forgotten_node, quie
 from cluster.checks import Check, lines_of
 from cluster.kubectl import path
 from cluster.lying import lying_node
+from cluster.sick import sick_disk
 from cluster.site import Failed, Lab, Site
 
 # How long a node is paused, in seconds: longer than a call of a sidecar may take, shorter than the
@@ -214,7 +215,7 @@ def _is_sent(site: Site, name: str, node: str) -> bool | None:
 ALL: Mapping[str, Check] = {
     check.__name__.replace("_", "-"): check
     for check in (
-        *(controller_killed, pause, clock, modes, reboot, power_cut),
+        *(controller_killed, pause, clock, modes, reboot, power_cut, sick_disk),
         *(dead_node, authority_lost, lying_node, quiet_node),
         *(added_node, cloned_group, forgotten_node),
     )

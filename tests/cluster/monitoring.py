@@ -10,6 +10,9 @@ port with the labels that the discovery of pods has; the chart's relabelings do 
     tests/cluster/monitoring.py --kubeconfig FILE --picture docs/images/dashboard.svg
     tests/cluster/monitoring.py --server https://192.0.2.1:6443 --ca FILE --token-file FILE
 
+Beside checks that provoke alerts (`--prompt`: each fires at once) it tells which have fired, and
+for which nodes. Ctrl-C ends the scraping, and what was scraped is asked.
+
 Exit codes: 0 all well; 1 a query of the dashboard has no data, an alert cannot be evaluated, or a
 page is not scraped; 2 it could not be tried. An alert may read what a healthy node does not have.
 """
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lists = Lists(access.of_file(kubeconfig(parsed, folder)))
             discovery = Discovery(lists, parsed.namespace, folder / "targets.json")
             discovery.refresh()
-            made = configuration(parsed, folder / "targets.json")
+            made = configuration(parsed, folder / "targets.json", rules(parsed, folder))
             with running(Path(program), folder, made) as prometheus:
                 return observe(prometheus, discovery.refresh, parsed)
     except (Refused, AgentError, OSError, subprocess.CalledProcessError) as error:
@@ -132,6 +136,9 @@ def parser() -> argparse.ArgumentParser:
         default=180,
         help="how long to scrape before the queries are asked (%(default)s)",
     )
+    made.add_argument(
+        "--prompt", action="store_true", help="alerts fire at once, without their `for`"
+    )
     made.add_argument("--picture", metavar="FILE", help="draw the main panels, as SVG")
     made.add_argument("--prometheus", metavar="FILE", help="the program; Debian's if not given")
     return made
@@ -157,12 +164,23 @@ def monitor(interval: int) -> Mapping[str, Any]:
     }
 
 
-def configuration(parsed: argparse.Namespace, targets: Path) -> Mapping[str, Any]:
-    """Prometheus' configuration, with a file of targets."""
+def rules(parsed: argparse.Namespace, folder: Path) -> Path:
+    """The file of alerts; with `--prompt` one in which none waits."""
+    if not parsed.prompt:
+        return ALERTS
+    made = folder / "alerts.yaml"
+    made.write_text(re.sub(r"^ +for: .*\n", "", ALERTS.read_text(), flags=re.MULTILINE))
+    return made
+
+
+def configuration(
+    parsed: argparse.Namespace, targets: Path, alerts: Path = ALERTS
+) -> Mapping[str, Any]:
+    """Prometheus' configuration, with a file of targets and one of alerts."""
     every = f"{parsed.interval}s"
     return {
         "global": {"scrape_interval": every, "evaluation_interval": every},
-        "rule_files": [str(ALERTS)],
+        "rule_files": [str(alerts)],
         "scrape_configs": jobs(monitor(parsed.interval), parsed.namespace, targets),
     }
 
@@ -193,7 +211,7 @@ class Discovery:
         self._lists, self._namespace, self._file = lists, namespace, file
 
     def refresh(self) -> None:
-        """List the pods anew. Raises ApiServerSilent and others of access.py."""
+        """List the pods anew. Raises ClusterSilent."""
         path = f"/api/v1/namespaces/{self._namespace}/pods"
         groups = [one for pod in self._lists.whole(path, "PodList").items for one in ports(pod)]
         made = self._file.with_suffix(".new")
@@ -289,12 +307,17 @@ def observe(
         labels = one["labels"]
         print(f"scraped: {labels['instance']} {labels['pod']} {labels['endpoint']}")
     print(f"scraping for {parsed.seconds:.0f} s", flush=True)
-    until = clock.monotonic() + parsed.seconds
-    while (left := until - clock.monotonic()) > 0:
-        clock.sleep(min(left, _REFRESH_SECONDS))
-        # A pod that was replaced has another address.
-        refresh()
-    found = rows(prometheus, panels)
+    began = clock.monotonic()
+    try:
+        while (left := began + parsed.seconds - clock.monotonic()) > 0:
+            clock.sleep(min(left, _REFRESH_SECONDS))
+            # A pod that was replaced has another address. An API server that is silent for a while
+            # has not moved a pod either.
+            with suppress(AgentError):
+                refresh()
+    except KeyboardInterrupt:
+        print("interrupted: what was scraped is asked", flush=True)
+    found = rows(prometheus, panels, clock.monotonic() - began)
     for row in found:
         print(f"{row.kind:9} {row.name:40} {row.outcome}")
     if parsed.picture:
@@ -332,8 +355,11 @@ def _problems(targets: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     ]
 
 
-def rows(prometheus: Prometheus, panels: Sequence[Panel]) -> Sequence[Row]:
-    """Each query of the panels, by whether it has data, and each alert, by what it reads."""
+def rows(prometheus: Prometheus, panels: Sequence[Panel], seconds: float) -> Sequence[Row]:
+    """Each query of the panels, by whether it has data, and each alert.
+
+    An alert that has fired within so many seconds names the nodes; others say what they read.
+    """
     made = []
     for panel in panels:
         for query, _ in panel.queries:
@@ -343,7 +369,11 @@ def rows(prometheus: Prometheus, panels: Sequence[Panel]) -> Sequence[Row]:
             except Refused as error:
                 is_well, outcome = False, f"REFUSED: {error}"
             made.append(Row("query", panel.title, outcome, is_well))
+    fired = _fired(prometheus, seconds)
     for alert in prometheus.alerts():
+        if nodes := fired.get(alert["name"]):
+            made.append(Row("fired", alert["name"], ", ".join(sorted(nodes)), True))
+            continue
         metrics = sorted(set(re.findall(r"\bcarver_\w+", alert["query"])))
         lacking = [one for one in metrics if not _has_data(prometheus, f"count({one})")]
         outcome = f"reads nothing now of {', '.join(lacking)}" if lacking else "has what it reads"
@@ -351,6 +381,16 @@ def rows(prometheus: Prometheus, panels: Sequence[Panel]) -> Sequence[Row]:
             outcome = f"FAILED: {problem}"
         made.append(Row(alert["state"], alert["name"], outcome, not problem))
     return made
+
+
+def _fired(prometheus: Prometheus, seconds: float) -> Mapping[str, set[str]]:
+    """Return the alerts that have fired within so many seconds, each with what it named."""
+    of = f"max_over_time(ALERTS{{alertstate='firing'}}[{max(1, round(seconds))}s])"
+    fired: dict[str, set[str]] = {}
+    for one in prometheus.query(f"max by (alertname, instance, node) ({of})"):
+        named = one.labels.get("instance") or one.labels.get("node") or "no node"
+        fired.setdefault(one.labels.get("alertname", ""), set()).add(named)
+    return fired
 
 
 def _has_data(prometheus: Prometheus, query: str) -> bool:

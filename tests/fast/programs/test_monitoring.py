@@ -18,10 +18,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 from cluster import monitoring
 from prometheus import dashboard, picture, programs
 from prometheus.picture import Drawn
 from prometheus.server import Prometheus, Refused, Series
+
+from agent.core.errors import ClusterSilent
 
 NODE = "node-1"
 UP = {
@@ -39,6 +42,8 @@ class Fake:
     def __init__(self) -> None:
         self.targets: list[Mapping[str, Any]] = [UP]
         self.alerts: list[Mapping[str, Any]] = [ALERT]
+        # The alerts that have fired, each with a label and what it names.
+        self.fired: list[tuple[str, str, str]] = []
         # The queries that have no data, that are no number, and that are refused, by a part.
         self.empty, self.no_number, self.refused = "none", "none", "none"
 
@@ -48,13 +53,18 @@ class Fake:
         if path.endswith("/rules"):
             return 200, {"groups": [{"rules": self.alerts}]}
         asked = query["query"]
+        result: list[Any]
         if self.refused in asked:
             return 400, "parse error"
         if asked == "time()":
             return 200, {"resultType": "scalar", "result": [1000, "1000"]}
+        if "ALERTS{" in asked:
+            fired = [{"alertname": name, key: it} for name, key, it in self.fired]
+            result = [{"metric": one, "value": [1000, "1"]} for one in fired]
+            return 200, {"resultType": "vector", "result": result}
         labels, value = {"instance": NODE}, "NaN" if self.no_number in asked else "3"
         if path.endswith("/query_range"):
-            result: list[Any] = [{"metric": labels, "values": [[900, value], [1000, "4"]]}]
+            result = [{"metric": labels, "values": [[900, value], [1000, "4"]]}]
         else:
             result = [{"metric": labels, "value": [1000, value]}]
         return 200, {"resultType": "vector", "result": [] if self.empty in asked else result}
@@ -231,6 +241,48 @@ def test_an_alert_that_cannot_be_evaluated_fails(
     fake.alerts = [ALERT | {"lastError": "many-to-many matching"}]
     assert observed(prometheus) == 1
     assert "FAILED: many-to-many matching" in capsys.readouterr().out
+
+
+def test_an_alert_that_fired_meanwhile_is_said_with_its_nodes(
+    fake: Fake, prometheus: Prometheus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.alerts = [ALERT | {"state": "inactive"}, ALERT | {"name": "CarverNodeSilent"}]
+    name = "CarverDiskMissing"
+    fake.fired = [(name, "instance", "two"), (name, "node", "one"), (name, "group", "data")]
+    assert observed(prometheus) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^fired +CarverDiskMissing +no node, one, two$", said, re.M)
+    assert re.search(r"^firing +CarverNodeSilent +has what it reads$", said, re.M)
+
+
+def test_an_api_server_that_is_silent_meanwhile_ends_nothing(prometheus: Prometheus) -> None:
+    looks: list[int] = []
+
+    def refresh() -> None:
+        looks.append(1)
+        raise ClusterSilent("the list of pods", "no answer")
+
+    assert observed(prometheus, refresh=refresh) == 0
+    assert len(looks) > 3
+
+
+def test_what_was_scraped_is_asked_after_an_interrupt(
+    prometheus: Prometheus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refresh() -> None:
+        raise KeyboardInterrupt
+
+    assert observed(prometheus, refresh=refresh) == 0
+    assert re.search(r"^firing +CarverDiskMissing", capsys.readouterr().out, re.M)
+
+
+def test_prompt_alerts_are_the_same_and_wait_for_nothing(tmp_path: Path) -> None:
+    assert monitoring.rules(parsed(), tmp_path) == monitoring.ALERTS
+    whole = yaml.safe_load(monitoring.ALERTS.read_text())
+    prompt = yaml.safe_load(monitoring.rules(parsed("--prompt"), tmp_path).read_text())
+    [group] = whole["groups"]
+    assert all(one.pop("for") for one in group["rules"])
+    assert prompt == whole
 
 
 def test_a_page_that_comes_up_late_is_waited_for(fake: Fake, prometheus: Prometheus) -> None:

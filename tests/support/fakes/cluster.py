@@ -91,6 +91,8 @@ class FakeCluster:
         self.silent: set[str] = set()
         # By a node that was made with a copy of another's disk: that other, and what the copy has.
         self.copies: dict[str, tuple[str, set[str]]] = {}
+        # Nodes in whose group a check has a disk of its own.
+        self.disks: set[str] = set()
         # Whether what was on a node that was deleted is forgotten.
         self.forgets = False
         # What the liar was asked to create, and how many answers of a node were refused.
@@ -339,6 +341,8 @@ class FakeCluster:
         assert inside[:2] == ["sh", "-c"]
         if "carver volume adopt" in inside[2]:
             return self._adopt(inside[2])
+        if options["container"] == "carver":
+            return self._change_disk(inside[2], pod)
         volume = self._volume_of(pod)
         script = inside[2].replace("/data", str(volume / "files"))
         if (new := self._bound(pod, "new")) is not None:
@@ -370,6 +374,23 @@ class FakeCluster:
             return 1, "", "carver: cannot adopt it\ncommand terminated with exit code 1\n"
         other = "-2" if "other handle" in self.wrong else ""
         return 0, f'volumeHandle: "data@x/{name}{other}"', ""
+
+    def _change_disk(self, script: str, carver: Object) -> tuple[int, str, str]:
+        """What a disk of a group is made to do on a node; claims are told of what they meet."""
+        node = carver["spec"]["nodeName"]
+        if "vgextend" in script:
+            self.disks.add(node)
+            return 0, "/dev/loop7\n", ""
+        if "vgreduce" in script:
+            self.disks.discard(node)
+        reason = "DiskMissing" if " error" in script else "DeviceNotResponding"
+        is_sick = " error" in script or script.startswith("dmsetup suspend")
+        if is_sick and "unsaid" not in self.wrong:
+            assert node in self.disks
+            for key in [one for one in self.objects if one[0] == "persistentvolumeclaims"]:
+                if key[2].endswith("-data"):
+                    self._event(key, "Warning", reason, "the disk")
+        return 0, "", ""
 
     def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
         """What the kernel tells a pod of its device."""

@@ -1,0 +1,163 @@
+"""A disk of a node's volume group fails and hangs under a pod, and what Kubernetes says of it.
+
+The disk is a file behind the device mapper, which can refuse each read and write, or hold it back.
+Only `run.py --lab` runs this: the group has no other room meanwhile.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from cluster import checks, installation, nodes, objects, removal
+from cluster.kubectl import path
+from cluster.site import Site
+
+# The area for lvm2's metadata on the disk, in MiB: a smaller one would bound the whole group's.
+_METADATA_MIB = 80
+# The group's room goes to a volume of the check's own, so Carver's next one is on the disk that
+# fails.
+_ADD = """\
+set -e
+{lvm} lvcreate --yes --zero n --wipesignatures n --extents 100%FREE --name {name} {group} >&2
+truncate --size {mib}M /tmp/{name}
+device=$(losetup --find --show /tmp/{name})
+dmsetup create {name} --noudevsync --table "0 $(blockdev --getsz $device) linear $device 0" >&2
+{lvm} vgextend --metadatasize {metadata_mib}m {group} /dev/mapper/{name} >&2
+echo $device
+"""
+# What the device mapper does with each read and write (dmsetup(8)); it holds back those of a
+# device that is suspended.
+_CHANGE = """\
+set -e
+dmsetup load {name} --table "0 $(blockdev --getsz {device}) {target}"
+dmsetup suspend --nolockfs --noflush {name}
+dmsetup resume --noudevsync {name}
+"""
+_SUSPEND = "dmsetup suspend --nolockfs --noflush {name}"
+_RESUME = "dmsetup resume --noudevsync {name}"
+# Twice, or after less than all was made: what is gone already is no failure.
+_REMOVE = """\
+set -e
+if {lvm} pvs /dev/mapper/{name} >&2; then
+    {lvm} vgreduce {group} /dev/mapper/{name} >&2
+fi
+if {lvm} lvs {group}/{name} >&2; then
+    {lvm} lvremove --yes {group}/{name} >&2
+fi
+if dmsetup info {name} >&2; then
+    dmsetup remove --noudevsync --retry {name} >&2
+fi
+if losetup {device} >&2; then
+    losetup --detach {device}
+fi
+rm -f /tmp/{name}
+"""
+# What is said of a volume whose disk is gone, and of one whose disk does not answer.
+_GONE = frozenset({"DiskMissing"})
+_HUNG = frozenset({"DeviceNotResponding", "FileSystemNotResponding", "DeviceSuspended"})
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk of a node's group that the check has made, and can let fail."""
+
+    site: Site
+    node: str
+    group: str
+    device: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the disk, and of the volume that takes the group's other room."""
+        return objects.named(self.site.run)
+
+    def do(self, script: str, **words: object) -> str:
+        """Run a script where Carver runs on the node; what it prints. Raises Refused."""
+        pod = self.site.until(
+            f"Carver runs on {self.node}",
+            lambda: self.site.place.pod_on(self.site.kubectl, self.node),
+        )
+        lvm = checks.HOST_LVM if path(pod, "spec", "hostPID") else "lvm"
+        line = script.format(
+            lvm=lvm, name=self.name, group=self.group, device=self.device or "none", **words
+        )
+        about = pod["metadata"]
+        where = (about["namespace"], about["name"], installation.container(pod["spec"])["name"])
+        return self.site.kubectl.inside(*where, "sh", "-c", line).strip()
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While this lasts no read or write ends."""
+        self.do(_SUSPEND)
+        try:
+            yield
+        finally:
+            self.site.persist(f"the disk of {self.node} answers", lambda: self._do(_RESUME))
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """While this lasts each read and write is refused; what was written stays on the disk."""
+        self.do(_CHANGE, target="error")
+        try:
+            yield
+        finally:
+            well = f"linear {self.device} 0"
+            self.site.persist(f"the disk of {self.node} serves", lambda: self._do(_CHANGE, well))
+
+    def remove(self) -> None:
+        """Remove what there is of the disk, and the volume that took the group's other room."""
+        self._do(_REMOVE)
+
+    def _do(self, script: str, target: str = "") -> None:
+        self.do(script, target=target)
+
+
+def sick_disk(site: Site) -> str:
+    """A disk hangs under a pod, then fails: the claim's Events say so, and its data are there.
+
+    A pod whose volume is on another disk of the same group goes on all the time.
+    """
+    checks.needs_controller(site)
+    node = nodes.without_leader(site)
+    where = objects.on_nodes([node])
+    well = site.start("well", site.claim("other"), terms=where)
+    handle = str(path(site.volume(site.called("other")), "spec", "csi", "volumeHandle"))
+    with _added(site, Disk(site, node, handle.partition("@")[0])) as disk:
+        data = site.claim("data")
+        pod = site.start("pod", data, terms=where)
+        words = site.write(pod)
+        with disk.hanging():
+            hung = _said(site, data, _HUNG)
+            site.expect(well, site.write(well))
+        site.expect(pod, words)
+        with disk.failing():
+            gone = _said(site, data, _GONE)
+            site.expect(well, site.write(well))
+        # The file system may have been made read-only by what it met.
+        site.stop(pod)
+        following = site.start("next", data, terms=where)
+        site.expect(following, words)
+    return f"{hung}, then {gone} was said of the claim on {node}"
+
+
+@contextmanager
+def _added(site: Site, disk: Disk) -> Iterator[Disk]:
+    """A disk in the group, the only one with room, while this lasts."""
+    most = f"{2 * site.size_mib - 1 + _METADATA_MIB}"
+    try:
+        device = disk.do(_ADD, mib=most, metadata_mib=_METADATA_MIB).splitlines()[-1]
+        disk = replace(disk, device=device)
+        yield disk
+    finally:
+        # The volume goes before its disk does.
+        removal.clear(site)
+        site.persist(f"the disk of {disk.node} is removed", disk.remove)
+
+
+def _said(site: Site, claim: str, reasons: frozenset[str]) -> str:
+    """Wait until an Event of one of these reasons is on the claim; the reason."""
+
+    def found() -> str | None:
+        return next((one for one in sorted(reasons) if site.events(claim, one)), None)
+
+    return site.until(f"an Event says of claim {claim}: {' or '.join(sorted(reasons))}", found)
