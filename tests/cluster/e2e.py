@@ -34,6 +34,9 @@ from vagrant.control_plane import ControlPlaneError  # noqa: E402
 _DRIVER = ROOT / "tests" / "cluster" / "driver.yaml"
 _ATTRIBUTES = ROOT / "deploy" / "kubernetes" / "examples" / "attributes.yaml"
 _RESULTS = ROOT / ".cache" / "e2e"
+# Which specs have ended well in the last run and in those that went on from it.
+_ENDED = _RESULTS / "ended.json"
+_ENDED_WELL = ("passed", "skipped", "pending")
 _FOCUS = "External.Storage.*lvm.csi.carver"
 _ALONE = r"\[Serial\]|\[Disruptive\]"
 _WELL, _WRONG, _UNUSABLE = 0, 1, 2
@@ -44,6 +47,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shards", type=int, default=3, help="processes (%(default)s)")
     parser.add_argument("--focus", default="", help="only specs whose name this expression matches")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="only specs that have not passed before in this cluster, with this Carver",
+    )
     parser.add_argument("--record", action="store_true", help="write the outcome into the docs")
     arguments = parser.parse_args()
     if arguments.focus and arguments.record:
@@ -53,10 +61,13 @@ def main() -> int:
     except ControlPlaneError as error:
         print(f"e2e.py: {error}", file=sys.stderr)
         return _UNUSABLE
+    where, carver = _tried(lab)
     lab.apply(_ATTRIBUTES.read_text().partition("\n---")[0])
     folder = _RESULTS / time.strftime("%Y%m%d-%H%M%S")
     suite, listed = _listed(lab, folder)
-    names = [one for one in listed if re.search(arguments.focus, one)]
+    before = ended_before(_ENDED, listed, where.title, carver) if arguments.again else []
+    known = {one.name for one in before}
+    names = [one for one in listed if one not in known and re.search(arguments.focus, one)]
     alone = [one for one in names if re.search(_ALONE, one)]
     beside = [one for one in names if one not in alone]
     print(f"{len(names)} specs, {len(alone)} of them alone; results: {folder}", flush=True)
@@ -67,10 +78,28 @@ def main() -> int:
     if alone:
         shares["alone"] = alone
         _run(lab, folder, {"alone": focus_on(suite, alone)})
-    found = outcomes(folder, shares)
+    found = [*before, *outcomes(folder, {name: one for name, one in shares.items() if one})]
+    keep(_ENDED, found, where.title, carver)
     if arguments.record:
-        _record(lab, found)
+        ran = [one for one in found if one.state not in ("skipped", "pending")]
+        passed = sum(one.state == "passed" for one in ran)
+        outcome = {"Kubernetes' e2e suite": f"{passed} of {len(ran)} specs passed"}
+        record.add(where, carver, time.strftime("%Y-%m-%d"), outcome)
     return judge(found)
+
+
+def keep(file: Path, found: Iterable[Spec], where: str, carver: str) -> None:
+    """Remember which specs passed, or skipped themselves, where and with which Carver."""
+    ended = {one.name: one.state for one in found if one.state in _ENDED_WELL}
+    file.write_text(json.dumps({"where": where, "carver": carver, "ended": ended}, indent=1))
+
+
+def ended_before(file: Path, listed: Iterable[str], where: str, carver: str) -> list[Spec]:
+    """Return the listed specs that have ended well there, with this Carver; else none."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if (kept.get("where"), kept.get("carver")) != (where, carver):
+        return []
+    return [Spec(one, kept["ended"][one], "") for one in listed if one in kept["ended"]]
 
 
 def _listed(lab: cluster.Cluster, folder: Path) -> tuple[str, list[str]]:
@@ -173,8 +202,8 @@ def judge(found: Sequence[Spec]) -> int:
     return _WRONG if unknown or len(ran) == len(failed) else _WELL
 
 
-def _record(lab: cluster.Cluster, found: Sequence[Spec]) -> None:
-    """Record how many specs passed, in which cluster."""
+def _tried(lab: cluster.Cluster) -> tuple[record.Configuration, str]:
+    """Say in which cluster the suite runs, and with which Carver."""
     [daemonset] = lab.control_plane.objects(
         "daemonsets", f"--namespace={cluster.NAMESPACE}", "--selector=app.kubernetes.io/name=carver"
     )
@@ -185,21 +214,15 @@ def _record(lab: cluster.Cluster, found: Sequence[Spec]) -> None:
     ]
     deployments = lab.control_plane.objects("deployments", f"--namespace={cluster.NAMESPACE}")
     is_central = any(one["metadata"]["name"] == "carver-controller" for one in deployments)
-    ran = [one for one in found if one.state not in ("skipped", "pending")]
-    passed = sum(one.state == "passed" for one in ran)
-    record.add(
-        record.Configuration(
-            kubernetes=f"v{lab.programs.kubernetes}",
-            mode="controller" if is_central else "sidecars on each node",
-            nodes=len(lab.guests),
-            storage_class="carver",
-            values=record.with_effect(lab.values),
-            gates=tuple(lab.gates),
-        ),
-        f"{image.rpartition(':')[2]}, image {lab.image}",
-        time.strftime("%Y-%m-%d"),
-        {"Kubernetes' e2e suite": f"{passed} of {len(ran)} specs passed"},
+    where = record.Configuration(
+        kubernetes=f"v{lab.programs.kubernetes}",
+        mode="controller" if is_central else "sidecars on each node",
+        nodes=len(lab.guests),
+        storage_class="carver",
+        values=record.with_effect(lab.values),
+        gates=tuple(lab.gates),
     )
+    return where, f"{image.rpartition(':')[2]}, image {lab.image}"
 
 
 if __name__ == "__main__":
