@@ -73,6 +73,9 @@ _SNAPSHOT_CLIENT = "github.com/kubernetes-csi/external-snapshotter/client/v8"
 # What is in the names of images that pods of Kubernetes' storage tests use, among all that
 # `e2e.test --list-images` prints.
 _WANTED_BY_TESTS = ("agnhost", "busybox", "glibc-dns-testing", "nginx", "nonroot")
+# The image of a program that one of these tests installs, as its manifest names it; the program is
+# newer, as that version's module is not to be had.
+_POPULATOR = {"hello-populator": "registry.k8s.io/sig-storage/hello-populator:v1.0.1"}
 # An emulated guest's clock ran four times as fast once. A guest is reset where its clock is sure to
 # run slower or faster than this.
 _CLOCK_RATES = (0.5, 2.0)
@@ -167,7 +170,7 @@ class Cluster:
             [
                 *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),
                 *("coredns", "snapshot-controller", *node.PROGRAMS, *node.PLUGINS, *sidecars()),
-                *("agnhost", "e2e.test"),
+                *("agnhost", "e2e.test", "hello-populator"),
             ]
         )
         archives = self._archives()
@@ -537,7 +540,7 @@ class Cluster:
             _serve(_SERVED / "cni" / name, self.programs.path(name))
         return [
             self._stand_ins(),
-            *(self._sidecar(name, tag) for name, tag in sidecars().items()),
+            *(self._of_program(name, tag) for name, tag in {**sidecars(), **_POPULATOR}.items()),
             self._carver(),
         ]
 
@@ -565,8 +568,8 @@ class Cluster:
             )
         files.write(done, json.dumps(made_of))
 
-    def _sidecar(self, name: str, tag: str) -> str:
-        """Make an image of one of the sidecars' programs."""
+    def _of_program(self, name: str, tag: str) -> str:
+        """Make an image of one program, as the sidecars' own are."""
         program = self.programs.path(name)
 
         def make(archive: Path) -> None:

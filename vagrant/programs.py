@@ -66,6 +66,12 @@ PROGRAMS: Mapping[str, Mapping[str, Program]] = {
             for name in ("main/bridge", "main/loopback", "ipam/host-local")
         },
     },
+    # Fills a volume from an object that is no volume, in one of Kubernetes' storage tests.
+    "populator": {
+        "hello-populator": Program(
+            "github.com/kubernetes-csi/lib-volume-populator/example/hello-populator"
+        ),
+    },
     "sidecars": {
         "csi-provisioner": Program(
             "github.com/kubernetes-csi/external-provisioner/v6/cmd/csi-provisioner"

@@ -58,7 +58,7 @@ def test_every_sidecar_of_the_manifest_is_compiled() -> None:
 def test_each_program_is_a_tool_of_its_module(module: str) -> None:
     text = (MODULES / module / "go.mod").read_text()
     for name, program in PROGRAMS[module].items():
-        assert re.search(rf"^\t{re.escape(program.package)}$", text, re.MULTILINE), name
+        assert re.search(rf"^(\t|tool ){re.escape(program.package)}$", text, re.MULTILINE), name
 
 
 def test_kubernetes_staging_modules_have_its_own_version() -> None:
