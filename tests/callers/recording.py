@@ -93,7 +93,10 @@ def _read(file: Path) -> tuple[Recorded, ...]:
 
 # By name. A recording of a cluster with a controller is what one of its nodes was asked; group
 # snapshots are not translated. A further one also has its numbers in test_replay.py.
-RECORDINGS = {"real-callers": Recording(_DATA / "real-callers.jsonl", "carver-lab")}
+RECORDINGS = {
+    "real-callers": Recording(_DATA / "real-callers.jsonl", "carver-lab"),
+    "central-callers": Recording(_DATA / "central-callers.jsonl", "carver-node-2"),
+}
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ class Translation:
             return self.node if value == self.recorded_node else value
         if key == DEVICE_CLASS:
             return CLASS
+        if key == "fs_type":
+            # xfs wants 300 MiB (mkfs.xfs(8)).
+            return "ext4" if value == "xfs" else value
         if key.endswith("_id"):
             return self.ids[name_of(value)]
         if isinstance(value, str):

@@ -16,17 +16,25 @@ from agent.core.settings import TOPOLOGY_KEY, Config
 from lvm import report
 from mount import table
 
-# One of each kind: a file system whose deletion met its unstaging, raw block that was deleted
-# while it was unstaged, a larger restore of a snapshot, a clone, read-only, two pods and growth.
-_SOME = ("62e29283", "23eb19b0", "0dc4aef7", "25d53a4e", "ad53b87c", "ebb57629", "ed15b96e")
+# By the recording, some volumes of one node, one of each kind.
+_SOME = {
+    # A file system whose deletion met its unstaging, raw block that was deleted while it was
+    # unstaged, a larger restore of a snapshot, a clone, read-only, two pods and growth.
+    "real-callers": (
+        *("62e29283", "23eb19b0", "0dc4aef7", "25d53a4e", "ad53b87c", "ebb57629", "ed15b96e"),
+        "3e79342d",
+    ),
+    # A snapshot whose volume is deleted first, its restore, growth, a volume and its clone, and raw
+    # block that several pods use in turn.
+    "central-callers": (*("94a1de1d", "6a8754d5", "c0c5cd26", "2a4ee245", "ece1104d", "b9576a18"),),
+}
+# By the recording: how many calls met another, of some volumes' and of all. In the cluster with
+# one controller none did.
+MET = {"real-callers": {"some": 10, "all": 37}, "central-callers": {"some": 0, "all": 0}}
 
 
-# By the recording: how many calls met another, of some volumes' and of all.
-MET = {"real-callers": {"some": 10, "all": 37}}
-
-
-def recorded(recording: Recording, which: str) -> tuple[Recorded, ...]:
-    prefixes = tuple(f"vol-pvc-{one}" for one in (*_SOME, "3e79342d"))
+def recorded(name: str, recording: Recording, which: str) -> tuple[Recorded, ...]:
+    prefixes = tuple(f"vol-pvc-{one}" for one in _SOME[name])
     return recording.read() if which == "all" else recording.of_volumes(prefixes)
 
 
@@ -44,7 +52,7 @@ def test_the_sender_of_each_recorded_call_goes_on_and_warns_of_nothing(
 ) -> None:
     recording = RECORDINGS[name]
     replay = Replay(plugin, host, directories, recording.node, config.node_id)
-    made = replay.run(recorded(recording, which))
+    made = replay.run(recorded(name, recording, which))
     require_well(made, answers, host, config, directories)
     assert len(replay.met) == MET[name][which]
 
@@ -73,7 +81,7 @@ def test_a_node_of_a_recorded_cluster_is_replayed_like_one_alone(
     file.write_text("\n".join(lines).replace("carver-lab", "node-b"))
     cluster = Recording(file, "node-b")
     replay = Replay(plugin, host, directories, cluster.node, config.node_id)
-    made = replay.run(recorded(cluster, "some"))
+    made = replay.run(recorded("real-callers", cluster, "some"))
     require_well(made, answers, host, config, directories)
     asked = [one.request for one in answers if one.rule.method == "CreateVolume"]
     seen = {

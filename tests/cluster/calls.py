@@ -28,6 +28,8 @@ _ROUTINE = frozenset(
     | {"ControllerGetCapabilities", "GetPluginInfo", "GetPluginCapabilities"}
 )
 _KEPT = 2
+# What Carver's own controller asks, and no sidecar.
+_OWN = frozenset({"ControllerListVolumeHealth", "ControllerGetVolumeHealth"})
 # Fields of a line of the log that are no part of a request.
 _OF_LINE = frozenset({"time", "level", "logger", "message", "method"})
 
@@ -77,7 +79,8 @@ def kept(made: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for one in made:
         kind = (one["method"], one["code"])
         seen[kind] = seen.get(kind, 0) + 1
-        if one["method"] not in _ROUTINE or seen[kind] <= _KEPT:
+        is_routine = one["method"] in _ROUTINE and seen[kind] > _KEPT
+        if not is_routine and one["method"] not in _OWN:
             yield one
 
 
