@@ -20,6 +20,11 @@ NAMES = ("a", "b", "c")
 T = TypeVar("T")
 
 
+def uid_of(name: str) -> str:
+    """The UID of the Node of a name."""
+    return f"uid-of-{name}"
+
+
 class Clock:
     """Seconds that go by as a test says."""
 
@@ -35,15 +40,16 @@ class Memory:
 
     def __init__(self) -> None:
         # The labels of the Nodes, and the PersistentVolumes, by name.
-        self.nodes: dict[str, dict[str, str]] = {}
+        self.labels: dict[str, dict[str, str]] = {}
         self.volumes: dict[str, Mapping[str, Any]] = {}
         # VolumeSnapshotContents.
         self.contents: dict[str, Mapping[str, Any]] = {}
 
-    def metadata(self, _path: str) -> Listing:
+    def nodes(self) -> Listing:
+        # Each cluster has a Node, if only for the API server.
+        every = {"control-plane": {}, **self.labels}
         about = [
-            {"name": name, "uid": f"uid-of-{name}", "labels": labels}
-            for name, labels in self.nodes.items()
+            {"name": name, "uid": uid_of(name), "labels": labels} for name, labels in every.items()
         ]
         return Listing([{"metadata": one} for one in about], "1")
 
@@ -106,13 +112,13 @@ class History:
     def node_comes(self, name: str) -> None:
         if name not in self.nodes:
             self.nodes.add(name)
-            self._memory.nodes[name] = {}
+            self._memory.labels[name] = {}
             self.broken.discard(name)
 
     def node_goes(self, name: str) -> None:
         self.nodes.discard(name)
         self.labelled.discard(name)
-        self._memory.nodes.pop(name, None)
+        self._memory.labels.pop(name, None)
 
     def breaks(self, name: str) -> None:
         self.broken.add(name)
@@ -170,11 +176,11 @@ class History:
         """Let two minutes go by: nodes enrol and are asked, and lists are read."""
         for name in self.nodes - self.broken:
             self.labelled.add(name)
-            self._memory.nodes[name] = {TOPOLOGY_KEY: name}
+            self._memory.labels[name] = {TOPOLOGY_KEY: name}
         for _ in range(3):
             self.clock.now += 120
             for name in self.nodes - self.broken:
-                self.record.enrol(name, "its address")
+                self.record.enrol(name, "its address", uid_of(name))
             if self.record.is_due:
                 self.record.look()
             self._run(self._ask())

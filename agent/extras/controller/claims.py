@@ -95,13 +95,15 @@ class Claims:
         """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
 
         Labels do not count: root on a node can write those of its Node. One request for a few
-        bytes; for the segment of a shortened name the list of all Nodes' metadata.
+        bytes where the Node is there. That it is not is proved by the list of all Nodes, as is
+        whether there is one of a shortened name.
         """
-        if ids.looks_shortened(segment):
-            found = self._lists.metadata(NODES)
-        else:
-            found = self._lists.whole(NODES, "NodeList", fieldSelector=f"metadata.name={segment}")
-        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in found.items)
+        if not ids.looks_shortened(segment):
+            found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
+            if found.items:
+                return True
+        every = self._lists.nodes().items
+        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in every)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
         """Whether the scheduler chose a node for a claim, as it does for a class that waits.

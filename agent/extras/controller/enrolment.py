@@ -28,14 +28,16 @@ from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import Claims, Questions
 from agent.extras.controller.membership import ClusterRecord
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import NODES, Lists, Objects
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
 _REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
-# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens").
+# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens"), and of its Node
+# when the token was made: these two since Kubernetes 1.32, and compared by no API server.
 _NODE_NAME = "authentication.kubernetes.io/node-name"
+_NODE_UID = "authentication.kubernetes.io/node-uid"
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
 # A token that was reviewed is not reviewed again for so long.
@@ -64,16 +66,16 @@ class _Reviewed:
     """What a token proved. It counts while the Node is the same, and no other token came for it."""
 
     node: str
-    until: float
-    # The UID of the Node; empty if it was not known yet.
+    # The UID of the Node.
     uid: str
+    until: float
 
 
 class Enrolment:
     """The nodes that enrolled, and what the controller shows to them."""
 
     def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
-        self._config, self._objects = config, objects
+        self._config, self._objects, self._lists = config, objects, lists
         self._namespace = namespace
         self._authority = Authority(objects, namespace, config.controller_authority)
         grace_seconds = _DELETED_SECONDS if config.forget_deleted_nodes else None
@@ -161,23 +163,23 @@ class Enrolment:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"address: {error}")
         if not address:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "address: is required")
-        node = await self._node_of(request.token, context)
-        answer = carver.EnrolResponse()
+        proved = await self._node_of(request.token, context)
+        node, answer = proved.node, carver.EnrolResponse()
         if request.certificate_request:
             key = await _public_key(request.certificate_request, context)
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
             _log.info("node %s at %s got a certificate", node, address)
-        if self.record.enrol(node, address):
+        if self.record.enrol(node, address, proved.uid):
             _log.info("node %s serves at %s", node, address)
         return answer.SerializeToString()
 
-    async def _node_of(self, token: str, context: Any) -> str:
+    async def _node_of(self, token: str, context: Any) -> _Reviewed:
         """The node of the pod that a token is bound to; ends the call if it proves none."""
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._reviewed.get(digest)
         if known is not None and self._counts(known, digest):
-            return known.node
+            return known
         # gRPC's name of a peer, such as ipv4:10.0.0.1:40000.
         host = context.peer().rpartition(":")[0]
         if host in self._reviewing:
@@ -186,10 +188,10 @@ class Enrolment:
             )
         self._reviewing.add(host)
         reviewing = asyncio.get_running_loop().run_in_executor(
-            self._reviewers, self._reviewed_node, token, digest
+            self._reviewers, self._review, token, digest
         )
 
-        def ended(reviewed: "asyncio.Future[str]") -> None:
+        def ended(reviewed: "asyncio.Future[_Reviewed]") -> None:
             # Also where the caller has gone, and does not read the error.
             self._reviewing.discard(host)
             _ = reviewed.cancelled() or reviewed.exception()
@@ -197,7 +199,7 @@ class Enrolment:
         reviewing.add_done_callback(ended)
         try:
             return await asyncio.shield(reviewing)
-        except errors.ClusterRefused as error:
+        except (errors.ClusterRefused, errors.ClusterSilent) as error:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, f"the API server did not review the token: {error}"
             )
@@ -214,10 +216,11 @@ class Enrolment:
         is_same = self.record.uid_of(known.node) == known.uid
         return is_last and is_same and known.until > time.monotonic()
 
-    def _reviewed_node(self, token: str, digest: str) -> str:
-        """The node that a token proves by the API server. Raises ValueError, ClusterRefused.
+    def _review(self, token: str, digest: str) -> _Reviewed:
+        """What a token proves by the API server.
 
-        It is kept for the next call: a slow API server answers when this one has given up.
+        It is kept for the next call: a slow API server answers when this one has given up. Raises
+        ValueError, ClusterRefused, ClusterSilent.
         """
         asked_seconds = time.monotonic()
         asked = {
@@ -225,17 +228,20 @@ class Enrolment:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self.audience]},
         }
-        node = self._proved(self._objects.review(_REVIEWS, asked))
+        node, uid = self._proved(self._objects.review(_REVIEWS, asked))
         if len(self._reviewed) >= _MOST_REVIEWED:
             self._reviewed.clear()
             self._last.clear()
-        until, uid = asked_seconds + _REVIEW_SECONDS, self.record.uid_of(node)
-        self._reviewed[digest] = _Reviewed(node, until, uid)
+        found = _Reviewed(node, uid, asked_seconds + _REVIEW_SECONDS)
+        self._reviewed[digest] = found
         self._last[node] = digest
-        return node
+        return found
 
-    def _proved(self, review: Mapping[str, Any]) -> str:
-        """The node that a review proves. Raises ValueError, ClusterRefused."""
+    def _proved(self, review: Mapping[str, Any]) -> tuple[str, str]:
+        """The node that a review proves, and the UID of its Node.
+
+        Raises ValueError, ClusterRefused, ClusterSilent.
+        """
         status = review.get("status") or {}
         if not status.get("authenticated") or self.audience not in status.get("audiences", ()):
             raise ValueError(f"it is not one for {self.audience}")
@@ -255,7 +261,17 @@ class Enrolment:
         named = extra.get(_NODE_NAME) or [node]
         if not node or list(named) != [node]:
             raise ValueError(f"it is bound to node {', '.join(named)}, its pod is on {node}")
-        return node
+        # A pod outlives its Node for a while, and also where that is made anew at once.
+        found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={node}").items
+        uid = str(found[0]["metadata"]["uid"]) if found else ""
+        if not uid:
+            raise ValueError(f"its node {node} has no Node object")
+        if list(extra.get(_NODE_UID) or [uid]) != [uid]:
+            raise ValueError(
+                f"it is bound to an earlier Node {node}, which was deleted and made anew; restart"
+                f" Carver's pod {pods[0]} there, or wait until kubelet renews the token"
+            )
+        return node, uid
 
 
 async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:

@@ -17,7 +17,6 @@ from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.kubernetes.objects import (
     CONTENTS,
-    NODES,
     VOLUMES,
     Lists,
     Object,
@@ -116,6 +115,14 @@ class Record:
         return ()
 
 
+class _Enrolled(NamedTuple):
+    """Where a node serves, the UID of the Node that it proved to be, and when (of the clock)."""
+
+    address: str
+    uid: str
+    seen: float
+
+
 @dataclass(frozen=True)
 class _Seen:
     """What the API server said last. Replaced as a whole: another thread reads it."""
@@ -163,8 +170,7 @@ class ClusterRecord(Record):
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
-        # Where the nodes that enrolled serve, and when each did last (seconds of the clock).
-        self._enrolled: dict[str, tuple[str, float]] = {}
+        self._enrolled: dict[str, _Enrolled] = {}
         self._seen, self._every_named = _Seen(), frozenset[str]()
         self._nodes_read = self._volumes_read = float("-inf")
         # When something was last found that only another reading can settle: in PersistentVolumes,
@@ -179,13 +185,20 @@ class ClusterRecord(Record):
     def addresses(self) -> Mapping[str, str]:
         """The members, and where each serves; an empty address for one that has not enrolled."""
         enrolled = self._enrolled
-        return {one: enrolled[one][0] if one in enrolled else "" for one in self.members}
+        return {
+            one: enrolled[one].address if self._has_enrolled(one) else "" for one in self.members
+        }
 
     @property
     def members(self) -> frozenset[str]:
         """The names of all members."""
-        enrolled = self._seen.uids.keys() & self._enrolled.keys()
+        enrolled = frozenset(one for one in list(self._enrolled) if self._has_enrolled(one))
         return self._seen.labelled | self._every_named | enrolled
+
+    def _has_enrolled(self, name: str) -> bool:
+        """Whether a Node enrolled: the one that is there now, not an earlier one of its name."""
+        enrolled, uid = self._enrolled.get(name), self.uid_of(name)
+        return enrolled is not None and bool(uid) and enrolled.uid == uid
 
     @property
     def named(self) -> frozenset[str]:
@@ -196,13 +209,16 @@ class ClusterRecord(Record):
         """The UID of a Node by the last reading; empty for one that was not there."""
         return self._seen.uids.get(name, "")
 
-    def enrol(self, name: str, address: str) -> bool:
-        """Keep where a node serves; return whether that is new. A node without a Node must wait."""
-        is_new = name not in self._enrolled or self._enrolled[name][0] != address
-        self._enrolled[name] = address, self._clock()
-        if name not in self._seen.uids:
-            self._strange = self._clock()
-        return is_new
+    def enrol(self, name: str, address: str, uid: str) -> bool:
+        """Keep where a node serves that proved to be the Node with this UID.
+
+        Return whether that is new. It counts once that Node was seen.
+        """
+        before, now = self._enrolled.get(name), self._clock()
+        self._enrolled[name] = _Enrolled(address, uid, now)
+        if self.uid_of(name) != uid:
+            self._strange = now
+        return before is None or (before.address, before.uid) != (address, uid)
 
     @property
     def is_due(self) -> bool:
@@ -238,8 +254,8 @@ class ClusterRecord(Record):
                     self._read_nodes()
 
     def _read_nodes(self) -> None:
-        begun, before = self._clock(), self._seen.uids
-        found = self._lists.metadata(NODES).items
+        begun = self._clock()
+        found = self._lists.nodes().items
         abouts = [one["metadata"] for one in found]
         uids = {str(one["name"]): str(one.get("uid") or "") for one in abouts}
         nodes = {ids.node_segment(one): one for one in uids}
@@ -253,10 +269,9 @@ class ClusterRecord(Record):
         self._take(
             replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
         )
-        for name, (_, seen) in list(self._enrolled.items()):
+        for name, one in list(self._enrolled.items()):
             # One that was deleted and made again is another machine, which enrols itself.
-            is_same = name in uids and before.get(name, uids[name]) == uids[name]
-            if not is_same and seen < begun:
+            if uids.get(name) != one.uid and one.seen < begun:
                 del self._enrolled[name]
 
     def _read_volumes(self) -> None:

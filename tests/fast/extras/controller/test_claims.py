@@ -29,13 +29,17 @@ FIELD = "fieldSelector=metadata.name"
 FRESH = ClaimName("shop", "wal")
 
 
+def node(name: str, **labels: str) -> Object:
+    return {"metadata": {"name": name, "uid": name, "labels": labels}}
+
+
 class Server(Objects, Lists):
     """Objects by their paths, and lists by theirs with the query."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
         self.lists: dict[str, list[Object]] = {}
-        self.nodes: list[Object] = []
+        self.every_node = [node("own")]
         self.asked: list[str] = []
         self.waits = threading.Event()
         self.waits.set()
@@ -46,15 +50,22 @@ class Server(Objects, Lists):
         return self.objects.get(path)
 
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
+        return self._listed(path, query)
+
+    def metadata(self, path: str, **query: str) -> Listing:
+        return self._listed(path, query)
+
+    def _listed(self, path: str, query: Mapping[str, Any]) -> Listing:
         asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
         self._note(asked)
         if path == NODES and not query:
-            return Listing(self.nodes, "1")
-        named = [one for one in self.nodes if asked == f"{NODES}&{FIELD}={one['metadata']['name']}"]
+            return Listing(self.every_node, "1")
+        known = {f"{NODES}&{FIELD}={one['metadata']['name']}": one for one in self.every_node}
+        named = [known[asked]] if asked in known else []
         return Listing([*self.lists.get(asked, []), *named], "1")
 
-    def metadata(self, path: str) -> Listing:
-        return self.whole(path, "PartialObjectMetadataList")
+    def _where(self, path: str) -> str:
+        return path
 
     def _note(self, path: str) -> None:
         self.asked.append(path)
@@ -293,21 +304,28 @@ def test_a_claim_that_is_gone_is_not_made_anywhere(known: Claims) -> None:
     assert known.is_scheduled(FRESH)
 
 
-def node(name: str, **labels: str) -> dict[str, Any]:
-    return {"metadata": {"name": name, "uid": name, "labels": labels}}
-
-
 @pytest.mark.parametrize("name", ["b", "node-b.example.com", "n" * 70, f"{'n' * 46}-{'0' * 16}"])
 def test_a_node_is_known_by_the_segment_that_follows_from_its_name(
     name: str, server: Server, known: Claims
 ) -> None:
     """Also before it has the label; and whether it is shortened, as it may look, or not."""
     segment = ids.node_segment(name)
-    server.nodes = [node("other")]
+    server.every_node = [node("other")]
     assert not known.has_node(segment)
-    server.nodes.append(node(name))
+    server.every_node.append(node(name))
+    server.asked.clear()
     assert known.has_node(segment)
-    assert len(server.asked) == 2
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["b", "n" * 70])
+def test_an_api_server_without_any_node_does_not_say_that_a_node_has_left(
+    name: str, server: Server, known: Claims
+) -> None:
+    """It has lost its data: the scheduler would choose again, and the volume be made twice."""
+    server.every_node = []
+    with pytest.raises(errors.ClusterSilent, match="it has no Node"):
+        known.has_node(ids.node_segment(name))
 
 
 @pytest.mark.parametrize("gone", ["b", "n" * 70])
@@ -318,7 +336,7 @@ def test_no_node_s_label_keeps_claims_waiting_for_a_node_that_is_gone(
     """Root on a node can write the labels of its own Node."""
     segment = ids.node_segment(gone)
     thief = node("thief", **{key: segment})
-    server.nodes = [thief]
+    server.every_node = [thief]
     server.lists[f"{NODES}&labelSelector={key}={segment}"] = [thief]
     assert not known.has_node(segment)
 

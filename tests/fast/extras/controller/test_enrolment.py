@@ -490,6 +490,62 @@ def test_a_token_counts_no_longer_than_its_node(
     assert made.addresses == ({"here": ""} if is_made_again else {})
 
 
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_token_of_an_earlier_node_proves_none(
+    api: Cluster, enrolment: tuple[Enrolment, int], is_made_again: bool
+) -> None:
+    """Its pod is there still, as the Node was made anew at once; no API server compares them."""
+    made, port = enrolment
+    before = api.uid_of("here")
+    api.tokens["old"] = Token(node_uid=before)
+    api.leave("here")
+    if is_made_again:
+        api.join("here")
+    made.record._read_nodes()
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old", request=certificate_request(new_key()))
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    says = "an earlier Node here" if is_made_again else "its node here has no Node object"
+    assert says in str(raised.value.details())
+    assert made.addresses == ({"here": ""} if is_made_again else {})
+    if is_made_again:
+        # Kubelet renewed it.
+        api.tokens["new"] = Token()
+        enrol(api, port, "new")
+        assert made.addresses == {"here": "10.0.0.1:9810"}
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.32"])
+def test_who_enrolled_as_an_earlier_node_is_not_called_as_the_next(
+    api: Cluster, enrolment: tuple[Enrolment, int], version: str
+) -> None:
+    """Whether the Nodes were listed in between or not."""
+    made, port = enrolment
+    api.tokens["old"] = Token(node_uid="" if version == "1.31" else None)
+    enrol(api, port, "old")
+    assert made.addresses == {"here": "10.0.0.1:9810"}
+    del api.tokens["old"]
+    api.leave("here")
+    api.join("here")
+    made.record._read_nodes()
+    assert made.addresses == {"here": ""}
+
+
+def test_a_node_that_is_not_listed_yet_enrols_as_the_one_that_it_proved_to_be(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    made, port = enrolment
+    api.join("there")
+    api.tokens["t"] = Token("there", is_on="there")
+    enrol(api, port, "t")
+    assert made.addresses == {"here": ""}
+    # Meanwhile it was made anew: the list has another Node than it proved.
+    api.leave("there")
+    api.join("there")
+    made.record._read_nodes()
+    assert made.addresses == {"here": "", "there": ""}
+
+
 def test_a_signing_request_s_own_names_are_not_signed(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
@@ -623,7 +679,8 @@ def test_a_host_that_sends_what_is_no_token_delays_no_other(
         return {}
 
     monkeypatch.setattr(made._objects, "review", review)
-    monkeypatch.setattr(made, "_proved", lambda _review: "there")
+    monkeypatch.setattr(made, "_proved", lambda _review: ("there", "uid-1"))
+    monkeypatch.setattr(made.record, "uid_of", lambda _name: "uid-1")
 
     async def test() -> None:
         first = asyncio.create_task(made._node_of("nonsense-0", Caller("10.0.0.9")))
@@ -637,12 +694,12 @@ def test_a_host_that_sends_what_is_no_token_delays_no_other(
         await asyncio.sleep(0)
         with pytest.raises(PermissionError, match="RESOURCE_EXHAUSTED"):
             await made._node_of("nonsense-1", Caller("10.0.0.9"))
-        assert await made._node_of("good", Caller("10.0.0.1")) == "there"
+        assert (await made._node_of("good", Caller("10.0.0.1"))).node == "there"
         answers.set()
         # What came late is known by the next call, which asks nobody.
         while made._reviewing:
             await asyncio.sleep(0.01)
-        assert await made._node_of("nonsense-0", Caller("10.0.0.9")) == "there"
+        assert (await made._node_of("nonsense-0", Caller("10.0.0.9"))).node == "there"
         assert asked == ["nonsense-0", "good"]
 
     loop.run(test())
