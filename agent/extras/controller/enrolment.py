@@ -43,6 +43,9 @@ _POD_UID = "authentication.kubernetes.io/pod-uid"
 # A token that was reviewed is not reviewed again for so long.
 _REVIEW_SECONDS = 300.0
 _MOST_REVIEWED = 20_000
+# How many certificates a node gets at once, and how soon there is another for it. A node whose
+# clock is far behind asks each 15 seconds, one that enrols in vain some times in the first minute.
+_CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
 # Reviews at once; each host has one of them, so that one that sends what is no token delays none.
 _REVIEWS_AT_ONCE = 16
 # A request is a token and a signing request. Who asks for more is none of Carver's nodes.
@@ -85,6 +88,8 @@ class Enrolment:
         # By the digest of the token; and the digest of each node's last token.
         self._reviewed: dict[str, _Reviewed] = {}
         self._last: dict[str, str] = {}
+        # Until when each node has had its certificates (monotonic, seconds): more of them, later.
+        self._signed: dict[str, float] = {}
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
         # Why a node was not enrolled last.
@@ -166,6 +171,13 @@ class Enrolment:
         proved = await self._node_of(request.token, context)
         node, answer = proved.node, carver.EnrolResponse()
         if request.certificate_request:
+            if not self._takes_certificate(node):
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"certificate_request: node {node} asks for more than"
+                    f" {_CERTIFICATES_AT_ONCE} certificates at once; ask again in"
+                    f" {_CERTIFICATE_SECONDS:.0f} s",
+                )
             key = await _public_key(request.certificate_request, context)
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
@@ -173,6 +185,21 @@ class Enrolment:
         if self.record.enrol(node, address, proved.uid):
             _log.info("node %s serves at %s", node, address)
         return answer.SerializeToString()
+
+    def _takes_certificate(self, node: str) -> bool:
+        """Whether a node may ask for a certificate now, which then counts.
+
+        Signing holds up the other nodes' enrolments: who has one node's token may not ask for
+        thousands.
+        """
+        now = time.monotonic()
+        until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
+        if until - now > _CERTIFICATES_AT_ONCE * _CERTIFICATE_SECONDS:
+            return False
+        if len(self._signed) >= _MOST_REVIEWED:
+            self._signed = {one: moment for one, moment in self._signed.items() if moment > now}
+        self._signed[node] = until
+        return True
 
     async def _node_of(self, token: str, context: Any) -> _Reviewed:
         """The node of the pod that a token is bound to; ends the call if it proves none."""

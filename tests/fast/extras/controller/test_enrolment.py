@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import api_server
@@ -36,6 +37,7 @@ from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.client import block
 from agent.extras.controller import authority
+from agent.extras.controller import enrolment as enrolment_module
 from agent.extras.controller.authority import Authority, certificate_request, key_as_pem, new_key
 from agent.extras.controller.enrolling import Enroller, NotEnrolled
 from agent.extras.controller.enrolment import Enrolment
@@ -544,6 +546,49 @@ def test_a_node_that_is_not_listed_yet_enrols_as_the_one_that_it_proved_to_be(
     api.join("there")
     made.record._read_nodes()
     assert made.addresses == {"here": "", "there": ""}
+
+
+def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
+    api: Cluster, enrolment: tuple[Enrolment, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a thief of its token. Other nodes get theirs, and enrolment goes on without."""
+    made, port = enrolment
+    now = [1000.0]
+    monkeypatch.setattr(enrolment_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    api.join("there")
+    api.tokens |= {"t": Token(), "its": Token("there", pod="pod-2", uid="uid-2", is_on="there")}
+    request = certificate_request(new_key())
+    signed = [0]
+    sign = made._authority.sign
+
+    def counted(*arguments: Any) -> bytes:
+        signed[0] += 1
+        return sign(*arguments)
+
+    monkeypatch.setattr(made._authority, "sign", counted)
+
+    def refused() -> str:
+        with pytest.raises(grpc.RpcError) as raised:
+            enrol(api, port, "t", request=request)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return str(raised.value.details())
+
+    for _ in range(10):
+        assert enrol(api, port, "t", request=request).certificate
+    for _ in range(20):
+        assert "ask again in 10 s" in refused()
+    assert signed == [10]
+    assert enrol(api, port, "its", request=request).certificate
+    assert not enrol(api, port, "t", address="10.0.0.3:9810").certificate
+    assert made.addresses["here"] == "10.0.0.3:9810"
+    now[0] += 10
+    assert enrol(api, port, "t", request=request).certificate
+    refused()
+    # What is kept of nodes has an end, too.
+    now[0] += 1000
+    monkeypatch.setattr(enrolment_module, "_MOST_REVIEWED", 2)
+    assert enrol(api, port, "t", request=request).certificate
+    assert len(made._signed) == 1
 
 
 def test_a_signing_request_s_own_names_are_not_signed(
