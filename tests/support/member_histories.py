@@ -7,12 +7,13 @@ import grpc
 from enrolled import spec_of
 from simulated import SimulatedNode, uuid_of
 
+from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.extras.controller import routes
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.controller.nodes import Nodes, Refused
-from agent.extras.kubernetes.objects import Keep, Listing
+from agent.extras.kubernetes.objects import GROUP_CONTENTS, VOLUMES, Keep, Listing
 
 # For how long a node is deleted before what was on it is forgotten, in seconds.
 GRACE = 600.0
@@ -44,6 +45,8 @@ class Memory:
         self.volumes: dict[str, Mapping[str, Any]] = {}
         # VolumeSnapshotContents.
         self.contents: dict[str, Mapping[str, Any]] = {}
+        # VolumeGroupSnapshotContents; None where they may not be listed.
+        self.group_contents: dict[str, Mapping[str, Any]] | None = None
 
     def nodes(self) -> Listing:
         # Each cluster has a Node, if only for the API server.
@@ -53,8 +56,13 @@ class Memory:
         ]
         return Listing([{"metadata": one} for one in about], "1")
 
-    def whole(self, _path: str, _kind: str, *, keep: Keep) -> Listing:
-        return Listing([keep(one) for one in self.volumes.values()], "1")
+    def whole(
+        self, path: str, _kind: str, *, keep: Keep = lambda one: one, if_served: bool = False
+    ) -> Listing:
+        every = {VOLUMES: self.volumes, GROUP_CONTENTS: self.group_contents}[path]
+        if every is None:
+            raise errors.ClusterSilent(path, "it answers 403", is_refusal=True)
+        return Listing([keep(one) for one in every.values()], "1")
 
     def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
         return {**self.volumes, **self.contents}.get(path.rpartition("/")[2])

@@ -17,6 +17,7 @@ from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.kubernetes.objects import (
     CONTENTS,
+    GROUP_CONTENTS,
     VOLUMES,
     Lists,
     Object,
@@ -26,10 +27,13 @@ from agent.extras.kubernetes.objects import (
 from agent.extras.orphans import references
 from lvm import names
 
-# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent
-# (external-snapshotter, pkg/utils, GetDynamicSnapshotContentNameForSnapshot, and its flag
-# --snapshot-name-prefix by default).
-_SNAPSHOT, _CONTENT = "snapshot-", "snapcontent-"
+# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent; before
+# that of a VolumeGroupSnapshot: the name of its group snapshot (external-snapshotter, pkg/utils,
+# GetDynamicSnapshotContentNameForSnapshot, and its flags --snapshot-name-prefix and
+# --groupsnapshot-name-prefix by default).
+_SNAPSHOT, _CONTENT, _GROUP_SNAPSHOT = "snapshot-", "snapcontent-", "groupsnapshot-"
+# The prefixes of what is taken of volumes.
+_TAKEN = (ids.SNAPSHOT_PREFIX, ids.GROUP_SNAPSHOT_PREFIX)
 # How often the Nodes are listed; how soon for a node that enrolled and is not among them.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
 # How often the Nodes are listed in the time of grace of a deleted one, which may come back.
@@ -94,8 +98,8 @@ class Record:
     def node_of(self, identity: VolumeId) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
 
-        Empty for a node without a Node object. Of a snapshot it is that of its volume. Raises
-        ClusterRefused, ClusterSilent.
+        Empty for a node without a Node object. Of a snapshot it is that of its volume, of a group
+        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent.
         """
         return None
 
@@ -364,13 +368,13 @@ class ClusterRecord(Record):
         return self._seen.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volume; or empty.
+        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty.
 
         A volume may have a PersistentVolume of any name, which only the list tells.
         """
-        if names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
-            source = self._source_of(identity)
-            return self._segment_of(source) if source is not None else ""
+        if any(names.is_of(one, identity.name) for one in _TAKEN):
+            segments = {self._segment_of(one) for one in self._sources_of(identity)} - {""}
+            return segments.pop() if len(segments) == 1 else ""
         name = ids.readable_name(str(identity))
         found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         handle, segment = (None, "") if found is None else self._parsed(found)
@@ -381,11 +385,51 @@ class ClusterRecord(Record):
                 self._read_volumes()
             return self._seen.segments.get(str(identity), "")
 
+    def _sources_of(self, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a snapshot or group snapshot in its volume group; none if imported."""
+        if source := self._source_of(identity):
+            return [source]
+        return self._sources_in_group(identity)
+
+    def _sources_in_group(self, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a group snapshot or of its member, by the group snapshots' contents.
+
+        The ids follow from the group snapshot's name and the volume's id, so that a content is
+        believed about no others. None without the right to list them, as without group snapshots.
+        """
+        kind = "VolumeGroupSnapshotContentList"
+        try:
+            found = self._lists.whole(GROUP_CONTENTS, kind, if_served=True)
+        except errors.ClusterSilent as error:
+            if not error.is_refusal:
+                raise
+            return []
+        for one in found.items:
+            if sources := self._sources_by(one, identity):
+                return sources
+        return []
+
+    def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a group snapshot or of its member; none if the content is of another."""
+        spec = content.get("spec") or {}
+        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
+        if spec.get("driver") != self._driver_name or not uid:
+            return []
+        handles = (spec.get("source") or {}).get("volumeHandles") or ()
+        parsed = (VolumeId.parse(str(one)) for one in handles)
+        sources = [one for one in parsed if one and one.group_uuid == identity.group_uuid]
+        name = f"{_GROUP_SNAPSHOT}{uid}"
+        if identity.name == names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
+            return sources
+        return [one for one in sources if identity.name == ids.group_member(name, str(one))]
+
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
         """The volume of a snapshot, by the content that the snapshotter made for it.
 
-        None for one that was imported, and for the member of a group snapshot.
+        None for one that was imported, for a group snapshot and for its member.
         """
+        if not names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
+            return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         try:
             name, kind = f"{_CONTENT}{uid}", "VolumeSnapshotContent"

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 # Paths of the API of lists whose objects are the whole cluster's.
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
+GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
 _PAGE_ITEMS = 500
 # What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").

@@ -41,7 +41,7 @@ from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import GROUP_CONTENTS, Lists, Objects
 from proto import csi_pb2 as csi
 
 UUID = GROUP.partition("@")[2]
@@ -268,6 +268,18 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     assert record.nodes_of(UUID) == frozenset()
     assert record.node_of(identity("vol-pvc-1")) is None
     assert record.deleted(identity("vol-pvc-1")) is None
+
+
+@pytest.mark.parametrize("code", [403, 404])
+def test_without_group_snapshots_in_the_cluster_no_content_names_a_node(
+    api: Cluster, record: ClusterRecord, code: int
+) -> None:
+    """The chart grants no right to list their contents then, and the CRD may be missing."""
+    api.join("a")
+    add_volume(api, "pvc-1", "a")
+    api.lie(GROUP_CONTENTS, api_server.status(code))
+    assert record.node_of(identity("gsnap-groupsnapshot-1")) is None
+    assert GROUP_CONTENTS in [one for one, _ in api.asked]
 
 
 # What was deleted

@@ -14,6 +14,7 @@ from enrolled import spec_of
 from member_histories import FIRST, GRACE, History, owner
 from simulated import uuid_of
 
+from agent.core import errors, ids
 from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Row, Untrue
@@ -238,6 +239,97 @@ def test_a_node_with_a_disk_that_cannot_be_read_has_reported_its_groups(
         history.known._believe(node(history, "c"), said)
     found = owner(history, uuid_of(1), "snap-imported")
     assert (found == "b") is has_looked
+
+
+GROUP_SNAPSHOT = "gsnap-groupsnapshot-uid-7"
+
+
+def member(volume: str) -> str:
+    """The member of the group snapshot that is of a volume; its name has a digest."""
+    return ids.group_member("groupsnapshot-uid-7", volume)
+
+
+def taken(history: History, *volumes: str, driver: str = DRIVER_NAME, uid: str = "uid-7") -> None:
+    """The content of a group snapshot, as the snapshot-controller makes it."""
+    source = {"volumeHandles": list(volumes)}
+    spec = {"driver": driver, "source": source, "volumeGroupSnapshotRef": {"uid": uid}}
+    history._memory.group_contents = {f"groupsnapcontent-{uid}": {"spec": spec}}
+
+
+def silent_since_the_start(history: History, name: str) -> None:
+    history.act("breaks", name)
+    history.act("restart")
+
+
+def test_a_group_snapshot_is_on_its_volumes_node_while_a_member_is_silent(
+    history: History,
+) -> None:
+    silent_since_the_start(history, "c")
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+    # What is in another group says nothing of this one.
+    elsewhere = "other@hhhhhhhh/vol-pvc-h"
+    history._memory.volumes["pvc-h"] = {"spec": spec_of(elsewhere, "b")}
+    taken(history, elsewhere, VOLUME)
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        assert owner(history, FIRST, name) == "a"
+    history.act("breaks", "a")
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        said = owner(history, FIRST, name)
+        assert said.startswith("UNAVAILABLE: node a ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"driver": "another"},
+        {"uid": ""},
+        {"uid": "uid-8"},
+    ],
+)
+def test_a_content_says_nothing_of_a_group_snapshot_that_is_not_its_own(
+    history: History, change: dict[str, str]
+) -> None:
+    silent_since_the_start(history, "c")
+    taken(history, VOLUME, **change)
+    for name in (GROUP_SNAPSHOT, member(VOLUME), "snap-imported"):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+
+
+def test_a_member_of_a_volume_that_its_content_does_not_name_waits(history: History) -> None:
+    silent_since_the_start(history, "c")
+    taken(history, VOLUME, "nonsense", f"data@{uuid_of(1)}/vol-pvc-{uuid_of(1)}")
+    for name in (member("nonsense"), member(f"data@{FIRST}/vol-pvc-2")):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+    assert owner(history, FIRST, member(VOLUME)) == "a"
+
+
+def test_of_two_named_nodes_a_group_snapshot_is_on_that_of_its_volumes(history: History) -> None:
+    named_on_two(history)
+    ours, theirs = (f"data@{FIRST}/vol-pvc-{one}" for one in (1, 2))
+    taken(history, theirs)
+    assert owner(history, FIRST, GROUP_SNAPSHOT) == "b"
+    assert owner(history, FIRST, member(theirs)) == "b"
+    # No group snapshot is of two nodes.
+    taken(history, ours, theirs)
+    assert owner(history, FIRST, GROUP_SNAPSHOT).startswith("UNAVAILABLE: ")
+    assert owner(history, FIRST, member(ours)) == "a"
+    # Its volumes are deleted, and with them what says where they were.
+    taken(history, f"data@{FIRST}/vol-gone")
+    assert owner(history, FIRST, GROUP_SNAPSHOT).startswith("UNAVAILABLE: ")
+
+
+def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_since_the_start(history, "c")
+
+    def fails(*_: object, **__: object) -> None:
+        raise errors.ClusterSilent("contents", "it does not answer in time")
+
+    monkeypatch.setattr(history._memory, "whole", fails)
+    said = owner(history, FIRST, GROUP_SNAPSHOT)
+    assert said.startswith("UNAVAILABLE: the API server does not answer")
 
 
 def test_a_lie_about_a_group_that_others_contest_is_counted_for_the_liar(
