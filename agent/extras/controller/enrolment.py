@@ -26,7 +26,7 @@ from agent.core.settings import Config
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.claims import Claims, Questions
+from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.kubernetes.objects import NODES, Lists, Objects
 from proto import carver_pb2 as carver
@@ -83,7 +83,9 @@ class Enrolment:
         self._authority = Authority(objects, namespace, config.controller_authority)
         grace_seconds = _DELETED_SECONDS if config.forget_deleted_nodes else None
         self.record = ClusterRecord(objects, lists, config.driver_name, grace_seconds=grace_seconds)
-        self.questions = Questions(Claims(objects, lists, config.driver_name, config.topology_key))
+        self.questions = ClaimQuestions(
+            Claims(objects, lists, config.driver_name, config.topology_key)
+        )
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         # By the digest of the token; and the digest of each node's last token.
         self._reviewed: dict[str, _Reviewed] = {}

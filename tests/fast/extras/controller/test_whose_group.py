@@ -6,6 +6,7 @@ its stolen key claims it.
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 
 import grpc
@@ -15,11 +16,13 @@ from member_histories import FIRST, GRACE, History, owner
 from simulated import uuid_of
 
 from agent.core import errors, ids
+from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME
-from agent.extras.controller import routes
+from agent.extras.controller import questions, routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.nodes import Node, Refused
+from mount import command
 from proto import csi_pb2 as csi
 
 VOLUME = f"data@{FIRST}/vol-pvc-{FIRST}"
@@ -330,6 +333,76 @@ def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
     monkeypatch.setattr(history._memory, "whole", fails)
     said = owner(history, FIRST, GROUP_SNAPSHOT)
     assert said.startswith("UNAVAILABLE: the API server does not answer")
+
+
+def test_questions_about_one_volume_group_hold_up_no_other(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what else waits for the API server in the loop's own threads, as the list of Nodes."""
+    silent_since_the_start(history, "c")
+    others = f"data@{uuid_of(1)}/vol-pvc-{uuid_of(1)}"
+    goes_on, asked = threading.Event(), []
+    node_of = history.record.node_of
+
+    def slow(identity: VolumeId) -> str | None:
+        asked.append(str(identity))
+        if identity.group_uuid == FIRST:
+            goes_on.wait(60)
+        return node_of(identity)
+
+    monkeypatch.setattr(history.record, "node_of", slow)
+
+    async def test() -> None:
+        name, find = "volume_id", history.known.owner
+        many = [f"data@{FIRST}/vol-{number}" for number in range(200)]
+        waiting = [asyncio.ensure_future(find(one, name)) for one in many]
+        while not asked:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            assert (await find(others, name)).name == "b"
+        assert asked == [many[0], others]
+        assert await asyncio.to_thread(lambda: "listed") == "listed"
+        # Callers that give up and repeat it have nothing more asked.
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        monkeypatch.setattr(questions, "PATIENCE_SECONDS", 0.05)
+        with pytest.raises(Refused, match=f"questions about volume group {FIRST} come first"):
+            await find(VOLUME, name)
+        assert asked == [many[0], others]
+        monkeypatch.setattr(questions, "PATIENCE_SECONDS", 20.0)
+        goes_on.set()
+        assert (await find(VOLUME, name)).name == "a"
+        await history.known.close()
+
+    try:
+        runner.run(test())
+    finally:
+        goes_on.set()
+
+
+def test_a_question_that_takes_long_is_unavailable_and_read_on(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads is there for the call that repeats it."""
+    silent_since_the_start(history, "c")
+    goes_on, limits = threading.Event(), []
+    node_of = history.record.node_of
+
+    def slow(identity: VolumeId) -> str | None:
+        limits.append(command.remaining_seconds())
+        goes_on.wait(60)
+        return node_of(identity)
+
+    monkeypatch.setattr(history.record, "node_of", slow)
+    monkeypatch.setattr(questions, "PATIENCE_SECONDS", 0.05)
+    said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+    assert said.startswith(f"UNAVAILABLE: cannot look up {VOLUME}: ")
+    assert said.endswith("the API server does not answer in time; ask again")
+    goes_on.set()
+    [limit] = limits
+    assert limit is not None
+    assert 60 < limit <= 120
 
 
 def test_a_lie_about_a_group_that_others_contest_is_counted_for_the_liar(
