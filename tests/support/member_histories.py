@@ -1,5 +1,6 @@
 """Histories of three nodes and one controller, and what must be so whatever happened."""
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, cast
 
@@ -21,11 +22,6 @@ NAMES = ("a", "b", "c")
 T = TypeVar("T")
 
 
-def uid_of(name: str) -> str:
-    """The UID of the Node of a name."""
-    return f"uid-of-{name}"
-
-
 class Clock:
     """Seconds that go by as a test says."""
 
@@ -42,6 +38,8 @@ class Memory:
     def __init__(self) -> None:
         # The labels of the Nodes, and the PersistentVolumes, by name.
         self.labels: dict[str, dict[str, str]] = {}
+        # How often each Node was made anew.
+        self.made_anew: Counter[str] = Counter()
         self.volumes: dict[str, Mapping[str, Any]] = {}
         # VolumeSnapshotContents.
         self.contents: dict[str, Mapping[str, Any]] = {}
@@ -52,9 +50,13 @@ class Memory:
         # Each cluster has a Node, if only for the API server.
         every = {"control-plane": {}, **self.labels}
         about = [
-            {"name": name, "uid": uid_of(name), "labels": labels} for name, labels in every.items()
+            {"name": name, "uid": self.uid_of(name), "labels": labels}
+            for name, labels in every.items()
         ]
         return Listing([{"metadata": one} for one in about], "1")
+
+    def uid_of(self, name: str) -> str:
+        return f"uid-{self.made_anew[name]}-of-{name}"
 
     def whole(
         self, path: str, _kind: str, *, keep: Keep = lambda one: one, if_served: bool = False
@@ -123,6 +125,15 @@ class History:
             self._memory.labels[name] = {}
             self.broken.discard(name)
 
+    def uid_of(self, name: str) -> str:
+        """The UID of the Node of a name."""
+        return self._memory.uid_of(name)
+
+    def node_is_made_anew(self, name: str) -> None:
+        """As for another machine, which has its disks; between two lists of the Nodes."""
+        self._memory.made_anew[name] += 1
+        self.told.discard(name)
+
     def node_goes(self, name: str) -> None:
         self.nodes.discard(name)
         self.labelled.discard(name)
@@ -188,7 +199,7 @@ class History:
         for _ in range(3):
             self.clock.now += 120
             for name in self.nodes - self.broken:
-                self.record.enrol(name, "its address", uid_of(name))
+                self.record.enrol(name, "its address", self.uid_of(name))
             if self.record.is_due:
                 self.record.look()
             self._run(self._ask())
@@ -232,6 +243,8 @@ class History:
         for name, node in members.items():
             is_down = name in self.broken
             assert bool(node.problem) is is_down
+            # Nothing is known of it by an earlier machine of its name.
+            assert node.uid == self.uid_of(name)
         for uuid in map(uuid_of, range(len(NAMES))):
             self._judge(uuid, members.keys())
 

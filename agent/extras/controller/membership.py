@@ -69,6 +69,10 @@ class Record:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return frozenset()
 
+    def uid_of(self, name: str) -> str:
+        """The UID of a Node; empty for one that is not known."""
+        return ""
+
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes of a group name."""
         return frozenset()

@@ -121,6 +121,8 @@ class Node:
     # Empty while it is not known; then there is no channel.
     address: str
     channel: grpc.aio.Channel | None = None
+    # The UID of its Node; empty without an API server.
+    uid: str = ""
     version: str = ""
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of its volume groups, by the start of their UUIDs as ids have it.
@@ -284,9 +286,10 @@ class Nodes:
         """Make these the nodes of the cluster.
 
         One that moved to another address keeps its groups until it says that it has them no more.
+        One whose Node was deleted and made anew is another machine, which has said nothing yet.
         """
         for name, known in list(self._nodes.items()):
-            if name not in addresses:
+            if name not in addresses or self._record.uid_of(name) != known.uid:
                 self._drop(known)
             elif addresses[name] != known.address:
                 known.address = addresses[name]
@@ -294,7 +297,8 @@ class Nodes:
                 self._replace_channel(known)
         for name, address in addresses.items():
             if name not in self._nodes:
-                self._nodes[name] = Node(name, address, self._channel(name, address))
+                channel, uid = self._channel(name, address), self._record.uid_of(name)
+                self._nodes[name] = Node(name, address, channel, uid)
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""

@@ -26,7 +26,7 @@ from enrolled import (
     spec_of,
 )
 from hypothesis import strategies as st
-from member_histories import FIRST, GRACE, NAMES, Clock, History, owner, uid_of
+from member_histories import FIRST, GRACE, NAMES, Clock, History, owner
 from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors, ids
@@ -691,7 +691,7 @@ def test_a_controller_that_starts_knows_silent_members(site: Site, tmp_path: Pat
 _names = st.sampled_from(NAMES)
 _actions = st.one_of(
     st.tuples(st.sampled_from(("node_comes", "node_goes", "breaks", "mends")), _names),
-    st.tuples(st.just("loses_disks"), _names),
+    st.tuples(st.sampled_from(("loses_disks", "node_is_made_anew")), _names),
     *(st.tuples(st.sampled_from(("makes", "makes", "steals", "copies")), _names),) * 2,
     st.tuples(st.sampled_from(("removes", "restarts", "looks")), _names),
     st.tuples(st.just("restart")),
@@ -741,6 +741,10 @@ _actions = st.one_of(
         pytest.param(
             [("removes", "a"), ("removes", "c"), ("breaks", "c"), ("restart",), ("makes", "a")],
             id="a silent node of which nothing is known",
+        ),
+        pytest.param(
+            [("removes", "a"), ("breaks", "a"), ("node_is_made_anew", "a"), ("steals", "b")],
+            id="another claims the group without volumes of a silent node that was made anew",
         ),
     ],
 )
@@ -843,10 +847,10 @@ def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() 
         history.volumes[FIRST] = "a"
         history._write()
         history.claims["b"].add(FIRST)
-        history.record.enrol("b", "its address", uid_of("b"))
+        history.record.enrol("b", "its address", history.uid_of("b"))
         for _ in range(130):
             history.clock.now += 1
-            history.record.enrol("b", "its address", uid_of("b"))
+            history.record.enrol("b", "its address", history.uid_of("b"))
             if history.record.is_due:
                 history.record.look()
             history._run(history._ask())

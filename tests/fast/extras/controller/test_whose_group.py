@@ -335,6 +335,29 @@ def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
     assert said.startswith("UNAVAILABLE: the API server does not answer")
 
 
+def test_a_node_that_was_made_anew_has_reported_nothing(
+    history: History, runner: asyncio.Runner
+) -> None:
+    """Another machine of that name may have any group: what the earlier one said is not its own."""
+    for name in ("a", "b"):
+        history.removes(name)
+    history.settle()
+    assert owner(history, uuid_of(1), "snap-imported") == "b"
+    earlier = node(history, "a")
+    history.act("breaks", "a")
+    history.node_is_made_anew("a")
+    history.claims["b"].add(FIRST)
+    history.settle()
+    assert node(history, "a") is not earlier
+    assert not node(history, "a").groups
+    said = owner(history, FIRST, "snap-imported")
+    assert said.startswith("UNAVAILABLE: ")
+    assert "may be that of a, without any report of its groups" in said
+    history.claims["a"].clear()
+    history.act("mends", "a")
+    assert owner(history, FIRST, "snap-imported") == "b"
+
+
 def test_questions_about_one_volume_group_hold_up_no_other(
     history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
