@@ -41,8 +41,8 @@ _GRACE_INTERVAL_SECONDS = 15.0
 # How often PersistentVolumes are listed again while they may not agree with the nodes; how soon for
 # a claim that counts only then.
 _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
-# Age of the lists by which a node is said to be deleted for some seconds, or a volume to be on one
-# of several nodes.
+# Age of the lists by which a node is said to be deleted for some seconds, or a volume to have no
+# PersistentVolume.
 _FRESH_SECONDS = 30.0
 
 
@@ -146,8 +146,8 @@ class _Seen:
     # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # Of groups for which they name several, and of those that do not have the name that follows
-    # from the volume's: the segment by the volume's id.
-    segments: Mapping[str, str] = field(default_factory=dict)
+    # from the volume's: the PersistentVolume's name and segment by the volume's id.
+    placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
@@ -290,25 +290,25 @@ class ClusterRecord(Record):
         for one in places:
             uuid = one["id"].group_uuid
             named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
-        segments = {
-            str(one["id"]): one["segment"]
+        placed = {
+            str(one["id"]): (one["name"], one["segment"])
             for one in places
             if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
         }
-        self._take(replace(self._seen, named=named, segments=segments))
+        self._take(replace(self._seen, named=named, placed=placed))
         self._volumes_read = begun
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """The id and the topology segment of a PersistentVolume; empty where it names none.
+        """The id, the segment and the name of a PersistentVolume; empty where it names no node.
 
         And whether its name is another than that by which `_segment_of` finds it.
         """
         handle, segment = self._parsed(volume)
         if handle is None:
             return {}
-        name = (volume.get("metadata") or {}).get("name")
+        name = str((volume.get("metadata") or {}).get("name"))
         is_renamed = name != ids.readable_name(str(handle))
-        return {"id": handle, "segment": segment, "is_renamed": is_renamed}
+        return {"id": handle, "segment": segment, "name": name, "is_renamed": is_renamed}
 
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
         """The id in a PersistentVolume and its topology segment; None unless it has one of each."""
@@ -347,7 +347,7 @@ class ClusterRecord(Record):
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
         """Whether the last reading names another node for a volume of a group that several have."""
-        segment = self._seen.segments.get(str(identity), "")
+        _, segment = self._seen.placed.get(str(identity), ("", ""))
         return self._seen.nodes.get(segment, node) != node
 
     def now(self) -> float:
@@ -379,15 +379,22 @@ class ClusterRecord(Record):
         if any(names.is_of(one, identity.name) for one in _TAKEN):
             segments = {self._segment_of(one) for one in self._sources_of(identity)} - {""}
             return segments.pop() if len(segments) == 1 else ""
-        name = ids.readable_name(str(identity))
-        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
-        handle, segment = (None, "") if found is None else self._parsed(found)
-        if handle == identity:
+        if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
-            if self._volumes_read <= self._clock() - _FRESH_SECONDS:
-                self._read_volumes()
-            return self._seen.segments.get(str(identity), "")
+            if self._volumes_read > self._clock() - _FRESH_SECONDS:
+                name, segment = self._seen.placed.get(str(identity), ("", ""))
+                # The list says which one it is, and that one which node, as it may be new by now.
+                if not name or self._segment_by(name, identity) == segment:
+                    return segment
+            self._read_volumes()
+            return self._seen.placed.get(str(identity), ("", ""))[1]
+
+    def _segment_by(self, name: str, identity: VolumeId) -> str:
+        """The segment in the PersistentVolume of that name; empty if it is not the volume's."""
+        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
+        handle, segment = (None, "") if found is None else self._parsed(found)
+        return segment if handle == identity else ""
 
     def _sources_of(self, identity: VolumeId) -> Sequence[VolumeId]:
         """The volumes of a snapshot or group snapshot in its volume group; none if imported."""

@@ -980,6 +980,22 @@ def test_of_two_named_nodes_each_volume_s_own_is_called_whatever_its_name(name: 
         assert owner(history, FIRST, "vol-4").startswith("UNAVAILABLE: ")
 
 
+@pytest.mark.parametrize("name", ["my-database", "its-successor"])
+def test_a_persistentvolume_of_any_name_is_read_for_the_call(name: str) -> None:
+    """It was written anew a moment ago, under its name or another, after all were listed."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.volumes.clear()
+        history.claims["b"].add(FIRST)
+        volume = f"data@{FIRST}/vol-pvc-1"
+        history._memory.volumes = {"my-database": {"spec": spec_of(volume, "a")}}
+        history.record.doubt()
+        history.settle()
+        assert owner(history, FIRST, "vol-pvc-1") == "a"
+        history._memory.volumes = {name: {"spec": spec_of(volume, "b")}}
+        assert owner(history, FIRST, "vol-pvc-1") == "b"
+
+
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_of_two_named_nodes_a_snapshot_is_on_its_volume_s(node: str) -> None:
     with asyncio.Runner() as runner:
