@@ -137,6 +137,7 @@ class Expander:
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             volume = self._inventory.usable(known, call.volume_id)
+            volume.require_header_bytes()
             wanted = _wanted_bytes(volume, call.size)
             if wanted > volume.size_bytes:
                 try:
