@@ -9,12 +9,13 @@ from pathlib import Path
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from fakes.host import FakeHost
 
 from agent.core import background, errors
 from agent.core.background import DetachedTasks
 from agent.core.settings import Config
-from agent.csi.client import Client, mounted, of_snapshot, of_volume
+from agent.csi.client import mounted, of_snapshot, of_volume
 from mount.command import Result, time_limit
 
 MIB = 1 << 20
