@@ -18,7 +18,7 @@ from agent.core.records import Newer, Snapshot, Volume
 from agent.core.states import Every, Fresh, Known, Seen
 from agent.core.volume_group import begin_states
 from agent.core.volume_groups import VolumeGroups
-from lvm import devicemapper, devices, names, report, thin, volumes
+from lvm import devicemapper, devices, names, report, tags, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from lvm.lvm2 import Lvm
@@ -94,8 +94,8 @@ class Inventory:
 
         No command and no wait for a group that Carver did not change since it was read: an idle
         group that hangs keeps no call of another. One that was changed, or never read, is read, for
-        three seconds at most, and is `silent` where it does not answer. So is one that is refused
-        since the start, which is not read here: a call about it, or the next retry, reads it.
+        three seconds at most, and is `silent` where it does not answer. So is one that is refused,
+        which is not read here: a call about it, or the next retry, reads it.
         """
         others = [one for one in self._volume_groups if one.name not in known.asked]
         changed = [one for one in others if not one.has_own_changes and one.status != "refused"]
@@ -598,6 +598,11 @@ class Inventory:
             _require_repaired(known, found.group, found.group.volume(found.name))
         return found
 
+    def require_none_named(self, known: Fresh, name: str, prefix: str) -> None:
+        """Raise NeedsOther, TagsDamaged for one of that name, which `search` leaves out."""
+        for group in self.own_groups(known):
+            self.named_in(group, name, prefix)
+
     def named_in(
         self, group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX
     ) -> Volume | None:
@@ -800,9 +805,10 @@ class Inventory:
         for key, text in new.items():
             tag.require_fits(key, key, text)
         with self._volume_groups.hold(group):
-            found = self.state(group, resume=True).group(group).volume(name).own_tags
-            has = {key: found[key] for key in keys if key in found}
-            old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
+            found = self.state(group, resume=True).group(group).volume(name).tags
+            # Several of one key, as only others write them, are all replaced.
+            has = {(key, value) for key in keys for value in tags.values(found, key)}
+            old, added = sorted(has - new.items()), dict(new.items() - has)
             if old or added:
                 volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
 
