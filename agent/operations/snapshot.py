@@ -213,11 +213,18 @@ class Snapshotter:
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
 
     def go_on(self, known: Known, snapshot_id: str) -> None:
-        """Erase in the background what is left of a snapshot that was split from its origin."""
-        for remains in self._inventory.doomed(known):
-            if str(remains.id) == snapshot_id:
-                self._inventory.require_repaired(known, remains)
-                self._eraser.delete(remains)
+        """Erase in the background what is left of a snapshot that was split from its origin.
+
+        Raises NeedsOther, TagsDamaged where it is not to be erased.
+        """
+        own_name = ids.logical_name(snapshot_id)
+        if not any(names.is_of(one, own_name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+            return
+        try:
+            remains = self._inventory.doomed_one(known, snapshot_id)
+        except (errors.NoSuchVolume, errors.OtherGroup):
+            return
+        self._eraser.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Erase and remove a snapshot that is there; erasing may outlast the call."""

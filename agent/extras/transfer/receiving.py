@@ -55,10 +55,16 @@ class Receiver:
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:
-        """The state of the volume of that name; `absent` where the report proves there is none."""
+        """The state of the volume of that name; `absent` where the report proves there is none.
+
+        Raises NeedsOther, TagsDamaged: a volume here may not be usable on its first node.
+        """
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
         found = self._inventory.search(lambda one: one.name == own_name)
-        return carver.ReceiveState(state="absent") if found is None else _state(found)
+        if found is not None:
+            return _state(found)
+        self._inventory.require_none_named(self._inventory.state(), name, ids.VOLUME_PREFIX)
+        return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
         """Create or grow the volume for a stream, and return its state: where the stream begins.

@@ -389,3 +389,18 @@ def test_a_thin_snapshot_without_its_size_is_as_large_as_it_is(
     client.expand(volume.volume_id, 2 * SIZE)
     own_tags(fake, "snap-1").remove(f"carver.size={SIZE}")
     assert [one.size_bytes for one in client.snapshots()] == [SIZE]
+
+
+def test_a_deleted_snapshot_with_damaged_tags_is_not_called_gone(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("1", SIZE, block())
+    snapshot = client.snapshot("1", volume.volume_id)
+    # As a kill leaves it that came before its data were erased.
+    fake.lvm("lvconvert", "--yes", "--splitsnapshot", "--", "data/snap-1")
+    own_tags(fake, "snap-1").add("carver.source=vol-2")
+    with expect.code("FAILED_PRECONDITION", "`source` twice"):
+        client.delete_snapshot(snapshot.snapshot_id)
+    own_tags(fake, "snap-1").remove("carver.source=vol-2")
+    client.delete_snapshot(snapshot.snapshot_id)
+    expect.soon(lambda: "snap-1" not in fake.lvm2.groups["data"].volumes)

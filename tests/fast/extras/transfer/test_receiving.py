@@ -274,3 +274,12 @@ def test_a_stream_that_does_not_say_how_it_is_accessed_is_not_taken_for_raw_bloc
     else:
         with pytest.raises(errors.NotAllowed, match="access"):
             made()
+
+
+def test_a_received_volume_with_damaged_tags_is_not_called_absent(there: Node, sent: bytes) -> None:
+    """Where it is absent a move may be undone, and its first node use it again."""
+    nodes.receive(there, "copy", sent)
+    words = ("--addtag", "carver.state=ready")
+    there.host.lvm("lvchange", *words, "--", f"{there.group}/vol-copy")
+    with expect.code("FAILED_PRECONDITION", "`state` twice"):
+        there.transfer.ReceiveStatus(carver.NameRequest(name="copy"))
