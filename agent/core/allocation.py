@@ -52,6 +52,8 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether it has the tags of a pool of Carver's, and the name that they imply."""
     is_usable = bool(chunk_bytes(pool)) and not records.unknown_needs(pool)
+    # By the size of its chunks it is zeroed, and none is chosen of two.
+    is_usable = is_usable and not records.faults(pool)
     return is_usable and pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
 
 
@@ -405,7 +407,14 @@ class Allocators:
         raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
-        """The allocator that extends a volume; without limits if its class is gone."""
+        """The allocator that extends a volume; without limits if its class is gone.
+
+        A thin one is extended in the pool that lvm2 has it in, whatever its tags say.
+        """
+        logical = volume.group.volumes.get(volume.name)
+        pool = volume.group.volumes.get(logical.pool) if logical is not None else None
+        if pool is not None and (called := self._called(pool)) is not None:
+            return self._of_pool(called, volume.group.name)
         shape = volume.layout
         for one in self._classes:
             if (
@@ -436,17 +445,18 @@ class Allocators:
         return [self._of_pool(one, group) for one in sorted(own)]
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
-        """The class of each pool of Carver's in a group.
+        """The class of each pool of Carver's in a group."""
+        yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
 
-        By its name, which is what it is found by: its tag may be lost, or there twice.
+    def _called(self, pool: report.LogicalVolume) -> str | None:
+        """The class of a pool by its name, which is what it is found by; None where none has it.
+
+        Its tag may be lost, or there twice.
         """
-        for pool in filter(is_pool, records.every(group)):
-            tagged = tags.values(pool.tags, tag.CLASS)
-            known = (one.name for one in self._classes)
-            named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
-            called = next((one for one in named if pool_name(one) == pool.name), None)
-            if called is not None:
-                yield called
+        tagged = tags.values(pool.tags, tag.CLASS)
+        known = (one.name for one in self._classes)
+        named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
+        return next((one for one in named if pool_name(one) == pool.name), None)
 
     def _of_pool(self, name: str, group: str) -> Thin:
         """The allocator of a class's pool in a group; with the defaults of a class that is gone."""
