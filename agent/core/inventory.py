@@ -580,8 +580,12 @@ class Inventory:
         return found
 
     def own_groups(self, known: report.Report) -> Iterator[report.Group]:
-        """Carver's groups that are present."""
-        return (known.groups[one] for one in self._groups if one in known.groups)
+        """Carver's groups that are present, and those that a call named.
+
+        No class may name such a one any more; what is Carver's there has its tags.
+        """
+        every = dict.fromkeys((*self._groups, *known.groups))
+        return (known.groups[one] for one in every if one in known.groups)
 
     def fresh_groups(self, *groups: str) -> list[report.Group]:
         """The fresh state of these groups, or of all; without those that are absent."""

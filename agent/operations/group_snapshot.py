@@ -358,7 +358,8 @@ class GroupSnapshotter:
             # Older versions did not record them.
             return set(self._config.groups)
         found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
-        return {one.partition("@")[0] for one in found} & set(self._config.groups)
+        # One that no class names any more may be here still.
+        return set(filter(self._volume_groups.of, (one.partition("@")[0] for one in found)))
 
     def _named(self, known: Every, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""

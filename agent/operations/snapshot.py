@@ -280,7 +280,7 @@ class Snapshotter:
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
         """A part of the snapshots, in the order of their ids; of one group where an id names it."""
         named = VolumeId.parse(call.snapshot_id or call.source_id)
-        if named is not None and named.group in self._config.groups:
+        if named is not None and self._volume_groups.of(named.group) is not None:
             # So the external-snapshotter polls one snapshot: another group may hang.
             known: Known = self._inventory.state(named.group)
             self._inventory.group(known, named.group)
