@@ -101,6 +101,16 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
+def full(group: report.Group, added: int = 1) -> str:
+    """Why so many logical volumes cannot be added to a group, be there room; empty if they can."""
+    if group.may_add(added):
+        return ""
+    return (
+        f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
+        f" have; lift that limit by `vgchange --logicalvolume 0 {group.name}`"
+    )
+
+
 @dataclass(frozen=True)
 class Thick:
     """Volumes that have all their extents from the start.
@@ -114,9 +124,13 @@ class Thick:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The size of the largest volume that can be created now."""
-        if closed_to_new(group):
+        if closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
+
+    def full(self, group: report.Group) -> str:
+        """Why the group may not have another volume; empty if it may."""
+        return full(group)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that a volume can grow by, on its disks."""
@@ -160,7 +174,7 @@ class Cached(Thick):
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The size of the largest volume that slow and fast disks have room for."""
-        if closed_to_new(group):
+        if closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
@@ -212,13 +226,20 @@ class Thin:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The bytes that may still be promised; 0 while the pool is too full."""
-        if self._refusal(group):
-            return 0
-        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
+        return 0 if self.full(group) else self._maximum_bytes(group)
+
+    def full(self, group: report.Group) -> str:
+        """Why the group may not have another volume, and its pool if that is missing."""
+        return full(group, 1 if pool_name(self.device_class) in group.volumes else 2)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that may still be promised."""
-        return self.maximum_bytes(volume.group)
+        return self._maximum_bytes(volume.group)
+
+    def _maximum_bytes(self, group: report.Group) -> int:
+        if self._refusal(group):
+            return 0
+        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The pool's limit, or why it takes no volume."""

@@ -224,7 +224,8 @@ class VolumeCreator:
         if admit is not None:
             admit(every, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
-            raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
+            purpose = allocator.full(group) or allocator.purpose(group)
+            raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
         if one.layout.is_thin:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from agent.core import errors, ids, records, requests, tag, users
-from agent.core.allocation import closed_to_new
+from agent.core.allocation import closed_to_new, full
 from agent.core.classes import SNAPSHOT_SIZE
 from agent.core.conflicts import Call
 from agent.core.context import Context
@@ -170,12 +170,12 @@ class Snapshotter:
         if is_thin:
             allocator = self._allocators.of_volume(volume)
             needed, room = volume.size_bytes, allocator.maximum_bytes(group)
-            purpose = allocator.purpose(group)
+            purpose = allocator.full(group) or allocator.purpose(group)
         else:
             one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            closed = closed_to_new(group)
+            closed = closed_to_new(group) or full(group)
             room = 0 if closed else self._allocators.beside_bytes(group, called)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         room = max(0, room - beside_bytes)
