@@ -181,7 +181,8 @@ class Volume:
         Its capacity is then less than it seems, and no size can be computed from what is asked for.
         """
         if self.is_encrypted and not self.header_bytes:
-            raise errors.TagsDamaged(str(self.id), {f"no `{tag.HEADER}`"})
+            lost = f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
+            raise errors.TagsDamaged(str(self.id), {lost})
 
     @property
     def capacity_bytes(self) -> int:
