@@ -16,7 +16,7 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Newer, Snapshot, Volume
 from agent.core.states import Every, Fresh, Known, Seen
-from agent.core.volume_group import begin_states
+from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import devicemapper, devices, names, report, tags, thin, volumes
 from lvm import errors as lvm_errors
@@ -98,8 +98,7 @@ class Inventory:
         which is not read here: a call about it, or the next retry, reads it.
         """
         others = [one for one in self._volume_groups if one.name not in known.asked]
-        changed = [one for one in others if not one.has_own_changes and one.status != "refused"]
-        read = begin_states(changed)()
+        read = begin_states(filter(_is_to_be_read, others))()
         left = {one.name: one.cached for one in others}
         silent = frozenset(one.name for one in others if not one.has_own_changes)
         unread = frozenset(one.name for one in others if one.status == "unknown")
@@ -109,6 +108,15 @@ class Inventory:
             unread=unread,
             problems=known.problems,
         )
+
+    def await_others(self, *groups: str) -> None:
+        """Read what `everywhere` would, before these groups are held: no hold waits for another's.
+
+        A group that does not answer in three seconds is not waited for again for a minute.
+        """
+        locks.enter(*groups)
+        others = (one for one in self._volume_groups if one.name not in groups)
+        begin_states(filter(_is_to_be_read, others))()
 
     def lists(self) -> Every:
         """All groups for a list: fresh, or as Carver left one that takes long, see `begin_states`.
@@ -297,13 +305,20 @@ class Inventory:
 
     @contextmanager
     def activated(self, group: str, name: str) -> Iterator[devices.Device]:
-        """The device of a logical volume, which is left inactive if it was."""
+        """The device of a logical volume, which is left inactive if it was.
+
+        The caller holds the volume. The group is held to activate and to deactivate it, and not
+        within the `with`, where its disk may hang.
+        """
         was_active = self.is_active(group, name)
         try:
-            yield self.ensure_active(group, name)
+            with self._volume_groups.hold(group):
+                device = self.ensure_active(group, name)
+            yield device
         finally:
             if not was_active:
-                volumes.deactivate(self._volume_groups.lvm(group), group, name)
+                with self._volume_groups.hold(group):
+                    volumes.deactivate(self._volume_groups.lvm(group), group, name)
 
     def is_active(self, group: str, name: str) -> bool:
         """Whether a logical volume, or a pool, is active; no command."""
@@ -842,6 +857,11 @@ class Inventory:
             raise errors.Copying(volume_id, "it is not complete")
         require_own(volume)
         return volume
+
+
+def _is_to_be_read(volume_group: VolumeGroup) -> bool:
+    """Whether the cached state lacks something that Carver did, and a read may help."""
+    return not volume_group.has_own_changes and volume_group.status != "refused"
 
 
 def require_own(volume: Volume) -> None:

@@ -24,8 +24,8 @@ from lvm import caches, layout, names, thin, volumes
 
 _log = logging.getLogger(__name__)
 
-# Tags of the origin that a volume made of the snapshot needs.
-_INHERITED = (
+# Tags of the origin that a volume made of the snapshot needs, as they were when it was taken.
+INHERITED = (
     *(tag.REQUESTED, tag.MKFS_OPTIONS),
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
     *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, *tag.OF_KEYS),
@@ -67,6 +67,7 @@ class Snapshotter:
         with self._limiter.lifted(call.source_id):
             users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)
+        self._inventory.await_others(group)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             self.require_free(known, name)
@@ -105,7 +106,7 @@ class Snapshotter:
             tag.SIZE: str(volume.size_bytes),
             tag.SOURCE: volume.name,
             tag.SEQUENCE: str(records.next_sequence(group)),
-            **{key: volume.own_tags[key] for key in _INHERITED if key in volume.own_tags},
+            **{key: volume.own_tags[key] for key in INHERITED if key in volume.own_tags},
         }
         with self._limiter.lifted(str(volume.id)):
             if pool:
@@ -191,6 +192,7 @@ class Snapshotter:
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             return
+        self._inventory.await_others(parsed.group)
         with self._volume_groups.hold(parsed.group):
             known = self._inventory.state(parsed.group, resume=True)
             try:

@@ -83,7 +83,7 @@ def during_an_older_read(
     volume_group = service.volume_groups.of(group)
     assert volume_group is not None
     slow.on.set()
-    volume_group.metadata.is_outdated = True
+    volume_group.metadata.forget()
     answers: list[str] = []
     calling = threading.Thread(target=lambda: answers.append(answer_of(call)))
     reading = threading.Thread(target=volume_group.state)
