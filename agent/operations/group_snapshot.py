@@ -389,6 +389,7 @@ class GroupSnapshotter:
         """Discard what a failed call left, unless a later call has completed it."""
         # The call that failed holds the name until its answer.
         with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
+            self._inventory.await_others(*job.groups)
             with self._volume_groups.hold(*job.groups):
                 every = self._everywhere(job.groups)
                 found = self._inventory.members(every, job.key)

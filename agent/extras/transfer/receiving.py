@@ -83,6 +83,7 @@ class Receiver:
         return self._pool_remover.when_kept(one.group, pool_name(one.name), begin)
 
     def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
+        self._inventory.await_others(one.group)
         with self._volume_groups.hold(one.group):
             known = self._inventory.state(one.group, resume=True)
             found = self._inventory.named(self._inventory.everywhere(known), name)

@@ -125,14 +125,18 @@ class Sender:
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
             lease = self._activations.lease(snapshot)
-            return self._with_blocks(header, snapshot), lease
+        return self._with_blocks(header), lease
 
-    def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
-        """Add the largest logical block that the contents can lie on, if that can be found."""
-        with suppress(OSError, mount_errors.CommandError, mount_errors.MountError):
-            device = self._inventory.ensure_active(snapshot.group.name, snapshot.name)
-            held = block_sizes.of_contents(self._kernel, header.facts, device.path)
-            return replace(header, facts={**header.facts, BLOCKS: str(held)})
+    def _with_blocks(self, header: Header) -> Header:
+        """Add the largest logical block that the contents can lie on, if that can be found.
+
+        It is read from the snapshot's device, which is active, with no group held.
+        """
+        device = self._inventory.device(header.snapshot_id)
+        if device is not None:
+            with suppress(OSError, mount_errors.MountError):
+                held = block_sizes.of_contents(self._kernel, header.facts, device.path)
+                return replace(header, facts={**header.facts, BLOCKS: str(held)})
         return header
 
     def chain(self, snapshot_id: str) -> str:
