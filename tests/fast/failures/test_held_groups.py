@@ -29,6 +29,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import replace_disk
+from lvm import groups
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import command
@@ -343,6 +344,35 @@ def test_a_copy_whose_source_s_group_went_away_moves_on_to_another_node(
     with expect.code("RESOURCE_EXHAUSTED", "not on this node"):
         make()
     assert names(fake, "b") == set()
+
+
+def test_a_source_is_looked_at_again_for_a_disk_that_came_meanwhile(
+    client: Client,
+    fake: FakeHost,
+    source: csi.Volume,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the source holds may not be usable there."""
+    prepare, taken = service.copier.prepare, list[str]()
+
+    def preparing(*words: Any) -> Any:
+        found = prepare(*words)
+        if not taken:
+            new, area_bytes = fake.new_device(100 * MIB), MIB - groups.LABEL_BYTES
+            groups.extend(fake.lvm, "b", new, area_bytes)
+            service.inventory.outdate()
+        taken.append(str(found.id))
+        return found
+
+    monkeypatch.setattr(service.copier, "prepare", preparing)
+    of = of_volume(source.volume_id)
+    client.create("copy", SIZE, block(), parameters=THERE, source=of)
+    assert len(taken) == 2
+    assert len(set(taken)) == 1
+    assert copied(fake) == DATA
+    idle(service)
+    assert names(fake, "a") == {"vol-source"}
 
 
 class Trial:
