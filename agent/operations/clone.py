@@ -459,8 +459,8 @@ class Copier:
     def _sweep(self, job: Job) -> None:
         """Remove a bridge, if by a fresh report no volume is copied from it."""
         group = ids.group_of(job.key)
-        # Any group may have such a volume. No lock is held while a changed one may hang.
-        self._inventory.await_others(group)
+        # Any group may have such a volume. No lock is held while one that was changed may hang.
+        self._inventory.everywhere(self._inventory.state(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
                 known = self._inventory.everywhere(self._inventory.state(group, resume=True))
