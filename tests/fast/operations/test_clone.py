@@ -318,7 +318,11 @@ def test_volume_that_lost_its_source_is_removed(
 
 
 def test_next_stage_grows_the_file_system(
-    fake: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: FakeHost,
+    client: Client,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def fails(path: str, blocks: int) -> None:
         raise OSError(5, "Input/output error")
@@ -335,6 +339,8 @@ def test_next_stage_grows_the_file_system(
             with expect.code("FAILED_PRECONDITION", "Input/output error"):
                 client.stage(copy, staging, mounted("ext4"))
     assert client.stats(copy.volume_id, staging).usage[0].total == 64 * MIB
+    # Its bridge is removed a moment after the copy is ready.
+    idle(service)
     fake.commands.clear()
     client.stage(copy, staging, mounted("ext4"))
     assert client.stats(copy.volume_id, staging).usage[0].total == 128 * MIB
