@@ -178,12 +178,16 @@ def attached(volume: LogicalVolume) -> str:
 
 
 def parted(group: Group, name: str) -> str:
-    """The cache that was parted from it, or never joined with it; empty for none."""
+    """The cache that was parted from it, or never joined with it; empty for none.
+
+    lvm2 does not record what it was parted from, so the name tells, and all else must agree: it is
+    linear, without tags, and lies on fast disks alone. A thin volume lies on none.
+    """
     found = group.volumes.get(name + _SUFFIX)
     fast = {disk.uuid for disk in group.disks if disk.fast}
-    if found is None or found.tags or not found.disks <= fast:
+    if found is None or found.tags or found.layout != {"linear"} or found.origin:
         return ""
-    return found.name
+    return found.name if found.disks and found.disks <= fast else ""
 
 
 def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:

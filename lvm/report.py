@@ -160,6 +160,8 @@ class Group:
     # the text can grow; of a group that only a test has, no size.
     metadata_bytes: int = 0
     metadata_free_bytes: int = 0
+    # How many logical volumes it may have (vgcreate(8)); 0 for any number.
+    most_volumes: int = 0
 
     @cached_property
     def own_tags(self) -> Mapping[str, str]:
@@ -170,6 +172,10 @@ class Group:
     def is_one_node_s(self) -> bool:
         """Whether it is not exported, and no lock manager shares it with others."""
         return not self.exported and self.lock_type in ("", "none")
+
+    def may_add(self, volumes: int) -> bool:
+        """Whether it may have so many logical volumes more; parts of one do not count."""
+        return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
     def missing_uuids(self) -> tuple[str, ...]:
@@ -281,7 +287,7 @@ class Report:
 
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type,"
-    "vg_mda_size,vg_mda_free",
+    "vg_mda_size,vg_mda_free,max_lv",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
     "pv_tags,pe_start,pv_mda_size,pv_mda_used_count",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
@@ -367,6 +373,7 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         lock_type=row["vg_lock_type"],
         metadata_bytes=int(row["vg_mda_size"]),
         metadata_free_bytes=int(row["vg_mda_free"]),
+        most_volumes=int(row["max_lv"]),
         disks=tuple(
             _physical_volume(disk, SWEEP in own_tags or disk["pv_uuid"] in unclean)
             for disk in part["pv"]

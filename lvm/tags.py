@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 PREFIX = "carver."
@@ -40,12 +40,17 @@ def format_one(key: str, value: str) -> str:
     return f"{PREFIX}{escape(key)}={escape(value)}"
 
 
-def encode(own_tags: Mapping[str, str]) -> list[str]:
+# Own tags by their keys, or as pairs, where one key may have several values.
+Tags = Mapping[str, str] | Collection[tuple[str, str]]
+
+
+def encode(own_tags: Tags) -> list[str]:
     """Encode own tags, in their order."""
-    return [format_one(key, value) for key, value in own_tags.items()]
+    pairs = own_tags.items() if isinstance(own_tags, Mapping) else own_tags
+    return [format_one(key, value) for key, value in pairs]
 
 
-def words(option: str, own_tags: Mapping[str, str]) -> list[str]:
+def words(option: str, own_tags: Tags) -> list[str]:
     """Encode own tags as arguments of lvm2: each after `--addtag` or `--deltag`."""
     return [word for tag in encode(own_tags) for word in (option, tag)]
 

@@ -76,9 +76,7 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvchange", "--permission", "rw", "--", f"{group}/{name}")
 
 
-def mark(
-    lvm: Lvm, group: str, name: str, *, old: Mapping[str, str], new: Mapping[str, str]
-) -> None:
+def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
     """Replace tags in one metadata write: all of them change, or none (lvchange(8))."""
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("lvchange", *changes, "--", f"{group}/{name}")

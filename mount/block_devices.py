@@ -154,7 +154,6 @@ _SWAPS = Path("/proc/swaps")
 
 _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
-_BLKSSZGET = calls.ioctl_number(0, 0x12, 104, 0)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
 
 # What is read of a disk to see whether it is zero, and put there to know that it is not.
@@ -214,8 +213,14 @@ class BlockDevices(Calls):
         return _asked(device, _BLKPBSZGET, "=I")
 
     def logical_block_bytes(self, device: str) -> int:
-        """BLKSSZGET: the smallest piece that can be asked of it, 512 bytes or 4 KiB."""
-        return _asked(device, _BLKSSZGET, "=i")
+        """The smallest piece that can be asked of it, 512 bytes or 4 KiB.
+
+        By sysfs, which opens no device: one that hangs may keep an open waiting. ENXIO where sysfs
+        does not show it.
+        """
+        if found := stacks.logical_block_bytes(self._sysfs(device)):
+            return found
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), device)
 
     def device_is_read_only(self, device: str) -> bool:
         """BLKROGET."""

@@ -52,6 +52,12 @@ def disks(place: Path) -> frozenset[str]:
     return frozenset(map(_name, leaves(str(place))))
 
 
+def logical_block_bytes(place: Path) -> int:
+    """The logical block of a device, or of the disk of a partition; 0 where it is not shown."""
+    found = _queue(str(place), "logical_block_size")
+    return int(found) if found.isascii() and found.isdigit() else 0
+
+
 # By a loop device's node and its file's path: the magic number of that file's file system
 # (statfs(2)). OSError where it is no regular file, or cannot be seen from here.
 LoopFile = Callable[[str, str], int]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import chosen
 import pytest
+import unheld
 from fakes.host import FakeHost
 from model import stopping
 from real.any import AnyHost
@@ -87,6 +88,12 @@ def nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
 
     monkeypatch.setattr(background.DeferredWork, "wake", do)
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs_in_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may hang is not done while a volume group is held."""
+    unheld.watch(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

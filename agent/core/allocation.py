@@ -52,6 +52,8 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether it has the tags of a pool of Carver's, and the name that they imply."""
     is_usable = bool(chunk_bytes(pool)) and not records.unknown_needs(pool)
+    # By the size of its chunks it is zeroed, and none is chosen of two.
+    is_usable = is_usable and not records.faults(pool)
     return is_usable and pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
 
 
@@ -99,6 +101,16 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
+def full(group: report.Group, added: int = 1) -> str:
+    """Why so many logical volumes cannot be added to a group, be there room; empty if they can."""
+    if group.may_add(added):
+        return ""
+    return (
+        f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
+        f" have; lift that limit by `vgchange --logicalvolume 0 {group.name}`"
+    )
+
+
 @dataclass(frozen=True)
 class Thick:
     """Volumes that have all their extents from the start.
@@ -112,9 +124,13 @@ class Thick:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The size of the largest volume that can be created now."""
-        if closed_to_new(group):
+        if closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
+
+    def full(self, group: report.Group) -> str:
+        """Why the group may not have another volume; empty if it may."""
+        return full(group)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that a volume can grow by, on its disks."""
@@ -158,7 +174,7 @@ class Cached(Thick):
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The size of the largest volume that slow and fast disks have room for."""
-        if closed_to_new(group):
+        if closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
@@ -210,13 +226,20 @@ class Thin:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The bytes that may still be promised; 0 while the pool is too full."""
-        if self._refusal(group):
-            return 0
-        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
+        return 0 if self.full(group) else self._maximum_bytes(group)
+
+    def full(self, group: report.Group) -> str:
+        """Why the group may not have another volume, and its pool if that is missing."""
+        return full(group, 1 if pool_name(self.device_class) in group.volumes else 2)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that may still be promised."""
-        return self.maximum_bytes(volume.group)
+        return self._maximum_bytes(volume.group)
+
+    def _maximum_bytes(self, group: report.Group) -> int:
+        if self._refusal(group):
+            return 0
+        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The pool's limit, or why it takes no volume."""
@@ -405,7 +428,14 @@ class Allocators:
         raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
-        """The allocator that extends a volume; without limits if its class is gone."""
+        """The allocator that extends a volume; without limits if its class is gone.
+
+        A thin one is extended in the pool that lvm2 has it in, whatever its tags say.
+        """
+        logical = volume.group.volumes.get(volume.name)
+        pool = volume.group.volumes.get(logical.pool) if logical is not None else None
+        if pool is not None and (called := self._called(pool)) is not None:
+            return self._of_pool(called, volume.group.name)
         shape = volume.layout
         for one in self._classes:
             if (
@@ -436,17 +466,18 @@ class Allocators:
         return [self._of_pool(one, group) for one in sorted(own)]
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
-        """The class of each pool of Carver's in a group.
+        """The class of each pool of Carver's in a group."""
+        yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
 
-        By its name, which is what it is found by: its tag may be lost, or there twice.
+    def _called(self, pool: report.LogicalVolume) -> str | None:
+        """The class of a pool by its name, which is what it is found by; None where none has it.
+
+        Its tag may be lost, or there twice.
         """
-        for pool in filter(is_pool, records.every(group)):
-            tagged = tags.values(pool.tags, tag.CLASS)
-            known = (one.name for one in self._classes)
-            named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
-            called = next((one for one in named if pool_name(one) == pool.name), None)
-            if called is not None:
-                yield called
+        tagged = tags.values(pool.tags, tag.CLASS)
+        known = (one.name for one in self._classes)
+        named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
+        return next((one for one in named if pool_name(one) == pool.name), None)
 
     def _of_pool(self, name: str, group: str) -> Thin:
         """The allocator of a class's pool in a group; with the defaults of a class that is gone."""

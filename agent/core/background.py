@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from agent.core import errors, trace
 from mount import command
@@ -412,6 +412,8 @@ class _Detached:
     turn: threading.Semaphore
     # Running from when the work begins; cancelled, the work never begins.
     ended: Future[None] = field(default_factory=Future)
+    # No tag says that it is under way.
+    on_record: ClassVar = False
     started_seconds: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
@@ -433,9 +435,18 @@ class _Detached:
         finally:
             self.turn.release()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may write to its volume from now on."""
+        return not self.ended.done()
+
     def problem(self) -> errors.StillAtWork:
         seconds = time.monotonic() - self.started_seconds
         return errors.StillAtWork(self.volume_id, self.what, seconds)
+
+
+# What makes a volume's file system.
+MKFS = "mkfs"
 
 
 class DetachedTasks:
@@ -486,6 +497,12 @@ class DetachedTasks:
             raise task.problem()
         self._forget(volume_id)
         task.ended.result()
+
+    def mkfs_of(self, volume_id: str) -> _Detached | None:
+        """The mkfs of a volume that is under way, or waits for its turn, if any."""
+        with self._guard:
+            task = self._detached.get(volume_id)
+        return task if task is not None and task.what == MKFS else None
 
     def cancel(self, volume_id: str) -> None:
         """Do nothing more for a volume that is deleted; raises StillAtWork for work under way."""

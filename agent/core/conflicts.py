@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent.core import errors
+from agent.core.background import DetachedTasks
 from agent.core.task_queue import Job, TaskQueue
 
 
@@ -25,6 +26,7 @@ class Work(StrEnum):
     GROWTH = "the extents that it grows by are zeroed"
     LEFT_GROWTH = "extents that an earlier process reserved for its growth are overwritten"
     REENCRYPT = "it is given a master key of its own"
+    FORMAT = "mkfs of an earlier call makes its file system"
     SWEEP = "free extents of its group are overwritten"
     EMPTY_POOL = "the empty pool of its class is overwritten, to be removed"
 
@@ -104,6 +106,13 @@ TABLE: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
             UNSTAGE=Outcome.HALTS,
             DELETE=Outcome.HALTS,
         ),
+        # A snapshot of half a file system stays that, while its volume becomes a whole one.
+        Work.FORMAT: _row(
+            COPY_FROM=Outcome.ABORTED,
+            SNAPSHOT=Outcome.ABORTED,
+            USE=Outcome.WAITS,
+            DELETE=Outcome.ABORTED,
+        ),
         Work.SWEEP: _row(GROW=Outcome.HALTS),
         Work.EMPTY_POOL: _row(CREATE=Outcome.HALTS),
     }
@@ -115,9 +124,13 @@ Aborted = Callable[[Any], errors.AgentError]
 
 @dataclass(frozen=True)
 class _Queue:
-    """Where the jobs of a work are: by the key of what a call is about."""
+    """Where the jobs of a work are: by the key of what a call is about.
 
-    jobs: TaskQueue[Any]
+    `find` returns one that has `goes_on` and `on_record`; `jobs` are those that can be halted.
+    """
+
+    find: Callable[[str], Any]
+    jobs: TaskQueue[Any] | None
     key_of: Callable[[str], str]
     aborted: Aborted
 
@@ -144,7 +157,11 @@ class Conflicts:
         aborted: Aborted = _pending,
     ) -> None:
         """Have the jobs of a queue met; `key_of` gives the key of one from what a call is about."""
-        self._queues[work] = _Queue(jobs, key_of, aborted)
+        self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
+
+    def add_mkfs(self, detached: DetachedTasks) -> None:
+        """Have each mkfs met that outlives its call."""
+        self._queues[Work.FORMAT] = _Queue(detached.mkfs_of, None, str, lambda task: task.problem())
 
     def check(self, call: Call, subject: str) -> None:
         """Raise NoSuchVolume, or what says that work is under way, where the table says so."""
@@ -152,7 +169,7 @@ class Conflicts:
             outcome = TABLE[work][call]
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
                 continue
-            job = queue.jobs.of(queue.key_of(subject))
+            job = queue.find(queue.key_of(subject))
             if job is None or not job.goes_on:
                 continue
             # A deletion that is not on record may fail, and then the volume is there.
@@ -168,6 +185,6 @@ class Conflicts:
         self.check(call, subject)
         with ExitStack() as halted:
             for work, queue in self._queues.items():
-                if TABLE[work][call] is Outcome.HALTS:
+                if queue.jobs is not None and TABLE[work][call] is Outcome.HALTS:
                     halted.enter_context(queue.jobs.halted(queue.key_of(subject)))
             yield

@@ -16,9 +16,9 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Newer, Snapshot, Volume
 from agent.core.states import Every, Fresh, Known, Seen
-from agent.core.volume_group import begin_states
+from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
-from lvm import devicemapper, devices, names, report, thin, volumes
+from lvm import devicemapper, devices, names, report, tags, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from lvm.lvm2 import Lvm
@@ -94,12 +94,11 @@ class Inventory:
 
         No command and no wait for a group that Carver did not change since it was read: an idle
         group that hangs keeps no call of another. One that was changed, or never read, is read, for
-        three seconds at most, and is `silent` where it does not answer. So is one that is refused
-        since the start, which is not read here: a call about it, or the next retry, reads it.
+        three seconds at most, and is `silent` where it does not answer. So is one that is refused,
+        which is not read here: a call about it, or the next retry, reads it.
         """
         others = [one for one in self._volume_groups if one.name not in known.asked]
-        changed = [one for one in others if not one.has_own_changes and one.status != "refused"]
-        read = begin_states(changed)()
+        read = begin_states(filter(_is_to_be_read, others))()
         left = {one.name: one.cached for one in others}
         silent = frozenset(one.name for one in others if not one.has_own_changes)
         unread = frozenset(one.name for one in others if one.status == "unknown")
@@ -109,6 +108,15 @@ class Inventory:
             unread=unread,
             problems=known.problems,
         )
+
+    def await_others(self, *groups: str) -> None:
+        """Read what `everywhere` would, before these groups are held: no hold waits for another's.
+
+        A group that does not answer in three seconds is not waited for again for a minute.
+        """
+        locks.enter(*groups)
+        others = (one for one in self._volume_groups if one.name not in groups)
+        begin_states(filter(_is_to_be_read, others))()
 
     def lists(self) -> Every:
         """All groups for a list: fresh, or as Carver left one that takes long, see `begin_states`.
@@ -297,13 +305,20 @@ class Inventory:
 
     @contextmanager
     def activated(self, group: str, name: str) -> Iterator[devices.Device]:
-        """The device of a logical volume, which is left inactive if it was."""
+        """The device of a logical volume, which is left inactive if it was.
+
+        The caller holds the volume. The group is held to activate and to deactivate it, and not
+        within the `with`, where its disk may hang.
+        """
         was_active = self.is_active(group, name)
         try:
-            yield self.ensure_active(group, name)
+            with self._volume_groups.hold(group):
+                device = self.ensure_active(group, name)
+            yield device
         finally:
             if not was_active:
-                volumes.deactivate(self._volume_groups.lvm(group), group, name)
+                with self._volume_groups.hold(group):
+                    volumes.deactivate(self._volume_groups.lvm(group), group, name)
 
     def is_active(self, group: str, name: str) -> bool:
         """Whether a logical volume, or a pool, is active; no command."""
@@ -580,8 +595,12 @@ class Inventory:
         return found
 
     def own_groups(self, known: report.Report) -> Iterator[report.Group]:
-        """Carver's groups that are present."""
-        return (known.groups[one] for one in self._groups if one in known.groups)
+        """Carver's groups that are present, and those that a call named.
+
+        No class may name such a one any more; what is Carver's there has its tags.
+        """
+        every = dict.fromkeys((*self._groups, *known.groups))
+        return (known.groups[one] for one in every if one in known.groups)
 
     def fresh_groups(self, *groups: str) -> list[report.Group]:
         """The fresh state of these groups, or of all; without those that are absent."""
@@ -597,6 +616,11 @@ class Inventory:
         if found is not None:
             _require_repaired(known, found.group, found.group.volume(found.name))
         return found
+
+    def require_none_named(self, known: Fresh, name: str, prefix: str) -> None:
+        """Raise NeedsOther, TagsDamaged for one of that name, which `search` leaves out."""
+        for group in self.own_groups(known):
+            self.named_in(group, name, prefix)
 
     def named_in(
         self, group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX
@@ -800,9 +824,10 @@ class Inventory:
         for key, text in new.items():
             tag.require_fits(key, key, text)
         with self._volume_groups.hold(group):
-            found = self.state(group, resume=True).group(group).volume(name).own_tags
-            has = {key: found[key] for key in keys if key in found}
-            old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
+            found = self.state(group, resume=True).group(group).volume(name).tags
+            # Several of one key, as only others write them, are all replaced.
+            has = {(key, value) for key in keys for value in tags.values(found, key)}
+            old, added = sorted(has - new.items()), dict(new.items() - has)
             if old or added:
                 volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
 
@@ -832,6 +857,11 @@ class Inventory:
             raise errors.Copying(volume_id, "it is not complete")
         require_own(volume)
         return volume
+
+
+def _is_to_be_read(volume_group: VolumeGroup) -> bool:
+    """Whether the cached state lacks something that Carver did, and a read may help."""
+    return not volume_group.has_own_changes and volume_group.status != "refused"
 
 
 def require_own(volume: Volume) -> None:

@@ -9,6 +9,7 @@ take the cgroup's I/O controller away at any time, and all limits with it, so th
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,15 +38,13 @@ _NEARLY = 0.95
 class Limited:
     """A volume whose I/O is limited.
 
-    `limited_seconds`: how long its pods did as much as a limit allows. `is_lifted`: for a moment
-    they may do more.
+    `limited_seconds`: how long its pods did as much as a limit allows.
     """
 
     volume_id: str
     number: DeviceNumber
     tuning: Tuning
     size_bytes: int
-    is_lifted: bool = False
     count: IoCount = field(default_factory=IoCount)
     counted_seconds: float = 0.0
     limited_seconds: float = 0.0
@@ -80,6 +79,9 @@ class Limiter:
         # Held for writes to cgroupfs, which wait for no disk.
         self._guard = threading.Lock()
         self._limited: dict[DeviceNumber, Limited] = {}
+        # How many callers want each device without limits for a moment. A count of its own, as its
+        # record may be replaced meanwhile.
+        self._lifted: Counter[DeviceNumber] = Counter()
         # What the kernel has while each is as it should be: with 200 volumes a comparison of all is
         # more than a percent of a core.
         self._kept: Mapping[DeviceNumber, IoMax] | None = None
@@ -120,7 +122,7 @@ class Limiter:
             if new.io_max:
                 self._limited[new.number] = new
             if new.io_max != (UNLIMITED if before is None else before.io_max):
-                self._set(new, new.io_max)
+                self._set_own(new)
 
     def grown(self, volume_id: str, size_bytes: int) -> None:
         """Limit a volume by its new size, in bytes as its users see it."""
@@ -128,7 +130,7 @@ class Limiter:
             for one in self._of(volume_id):
                 if one.size_bytes != size_bytes:
                     one.size_bytes = size_bytes
-                    self._set(one, one.io_max)
+                    self._set_own(one)
 
     @contextmanager
     def leaving(self, volume_id: str, *, is_last: bool) -> Iterator[None]:
@@ -151,23 +153,24 @@ class Limiter:
 
     @contextmanager
     def lifted(self, *volume_ids: str) -> Iterator[None]:
-        """Have volumes without limits within the `with`.
+        """Have volumes without limits within the `with`, until the last of those that overlap ends.
 
         A snapshot has a file system write all that is in memory, while its group waits.
         """
         with self._guard:
             found = [one for volume_id in volume_ids for one in self._of(volume_id)]
             for one in found:
-                one.is_lifted = True
+                self._lifted[one.number] += 1
                 self._set(one, UNLIMITED)
         try:
             yield
         finally:
             with self._guard:
                 for one in found:
-                    one.is_lifted = False
-                    if self._limited.get(one.number) is one:
-                        self._set(one, one.io_max)
+                    self._lifted[one.number] -= 1
+                    if (now := self._limited.get(one.number)) is not None:
+                        self._set_own(now)
+                self._lifted = +self._lifted
 
     def resume(self, *groups: str) -> int:
         """Limit the volumes in use of these groups, or of all, by their tags; how many are.
@@ -209,7 +212,7 @@ class Limiter:
         with self._guard:
             self._kept = present
             for one in self.limited:
-                if one.is_lifted or present.get(one.number) == one.io_max:
+                if self._lifted[one.number] or present.get(one.number) == one.io_max:
                     continue
                 device = self._inventory.device(one.volume_id)
                 if device is None or device.number != one.number:
@@ -239,6 +242,11 @@ class Limiter:
         device = self._inventory.device(volume_id) if self._limited else None
         found = None if device is None else self._limited.get(device.number)
         return [] if found is None else [found]
+
+    def _set_own(self, one: Limited) -> None:
+        """Set a volume's own limits, unless it is without any for a moment: then later."""
+        if not self._lifted[one.number]:
+            self._set(one, one.io_max)
 
     def _set(self, one: Limited, io_max: IoMax) -> None:
         self._kept = None

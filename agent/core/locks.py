@@ -189,6 +189,7 @@ def aside(group: str) -> Iterator[None]:
 
     It must use no group inside. Raises TooManyCalls where too many calls wait so.
     """
+    require_none_held("background work is waited for")
     call = _current.get()
     if call is None:
         yield
@@ -304,10 +305,36 @@ MOST_WAITING = PLACES // 2
 MOST_READING = PLACES * 3 // 8
 
 
+# The groups that this thread holds.
+_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("held", default=frozenset())
+
+
+@contextmanager
+def holding(names: Iterable[str]) -> Iterator[None]:
+    """Note that this thread holds these groups, for `require_none_held`."""
+    token = _held.set(_held.get() | {*names})
+    try:
+        yield
+    finally:
+        _held.reset(token)
+
+
+def require_none_held(doing: str) -> None:
+    """Raise AssertionError where this thread holds a group, and so must not do what may hang.
+
+    That is to read or write a device, to run a program other than lvm2, or to wait for another
+    group: each other call to the group would hang with it. Tests ask this before each operation of
+    the kernel and each program (tests/support/unheld.py).
+    """
+    if held := _held.get():
+        raise AssertionError(f"{doing} while volume group {', '.join(sorted(held))} is held")
+
+
 class GroupLock:
     """The lock of a volume group: FIFO; waiters give up at the RPC deadline.
 
-    Held around lvm2 commands only: never over mkfs, an erase or a copy.
+    Held around lvm2 commands only: never over mkfs, an erase or a copy, nor over a read of a device
+    (`require_none_held`).
     """
 
     def __init__(self, what: str, most: int = MOST_WAITING) -> None:

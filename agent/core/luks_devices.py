@@ -19,6 +19,9 @@ from mount.luks import Cryptsetup, Header
 
 _log = logging.getLogger(__name__)
 
+# Zeroed of an encrypted volume where neither its tag nor its LUKS header says how long that is.
+LONGEST_HEADER_BYTES = 128 << 20
+
 
 class HeaderCopies:
     """Backups of headers in a directory; without one, none are kept."""
@@ -123,13 +126,18 @@ class Mappings:
             _log.warning("the header of %s is not overwritten: its pool is full", volume.id)
             return
         device = active.path
-        length = volume.header_bytes or 2 * luks.METADATA_BYTES
+        length = volume.header_bytes or self._found_bytes(device)
         length = min(length, self._kernel.device_size_bytes(device))
         self._kernel.zero_out(device, 0, length)
         step = math.gcd(length, 1 << 20)
         if not self._kernel.are_zero(device, range(0, length, step), step):
             self._kernel.zero_out(device, 0, length, by=By.WRITES)
         self._kernel.flush(device)
+
+    def _found_bytes(self, path: str) -> int:
+        """The bytes of a header by itself, as the tag that says so is lost."""
+        found = luks.read(self._kernel, path)
+        return LONGEST_HEADER_BYTES if found is None else found.offset_bytes
 
 
 def own_uuid(device: Device) -> str:

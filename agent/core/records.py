@@ -175,6 +175,15 @@ class Volume:
         """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
         return _header_bytes(self.own_tags, self.size_bytes)
 
+    def require_header_bytes(self) -> None:
+        """Raise TagsDamaged where the bytes of a header that it has are lost.
+
+        Its capacity is then less than it seems, and no size can be computed from what is asked for.
+        """
+        if self.is_encrypted and not self.header_bytes:
+            lost = f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
+            raise errors.TagsDamaged(str(self.id), {lost})
+
     @property
     def capacity_bytes(self) -> int:
         """Its size as its users see it: without the header."""
@@ -352,6 +361,9 @@ _DECIDING = frozenset(
         *(tag.NAME, tag.STATE, tag.CLASS, tag.LAYOUT, tag.ACCESS, tag.EPHEMERAL, tag.ADOPTED),
         *(tag.FROM, tag.BRIDGE, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
         *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.SHARED_KEY, tag.FORMATTED),
+        # How much of a volume is filled, and of a snapshot copied; which snapshot is older; whether
+        # a copy may hold a btrfs.
+        *(tag.SIZE, tag.SEQUENCE, tag.FS_TYPE),
         *(tag.SOURCE, tag.GROUP_SNAPSHOT, tag.MEMBERS, tag.MEMBER_GROUPS),
         *(tag.RECEIVED, tag.CHAIN, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING),
         *(tag.RELEASED, tag.MOVE_TO, tag.MOVE_WORD),
@@ -530,8 +542,7 @@ def snapshot(
         group=group,
         name=logical.name,
         source_id=VolumeId.of(group, own_tags.get(tag.SOURCE) or logical.origin or UNKNOWN),
-        size_bytes=_number(own_tags, tag.SIZE)
-        or group.volumes.get(logical.origin, logical).size_bytes,
+        size_bytes=_number(own_tags, tag.SIZE) or _shown_bytes(group, logical),
         time_nanoseconds=_number(own_tags, tag.TIME),
         area_bytes=logical.size_bytes,
         own_tags=own_tags,
@@ -552,8 +563,8 @@ def next_sequence(group: report.Group) -> int:
 
     The group's lock is held, and the report was read under it.
     """
-    own_tags = (one.own_tags for one in every(group))
-    return 1 + max((_number(one, tag.SEQUENCE) for one in own_tags), default=0)
+    every_tag = (one for logical in every(group) for one in tags.values(logical.tags, tag.SEQUENCE))
+    return 1 + max((tags.number(one) or 0 for one in every_tag), default=0)
 
 
 def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
@@ -630,6 +641,12 @@ def is_whole(members: Sequence[Snapshot]) -> bool:
 def _thin_id(snapshot: Snapshot) -> int | None:
     logical = snapshot.group.volumes.get(snapshot.name)
     return None if logical is None else logical.thin_id
+
+
+def _shown_bytes(group: report.Group, snapshot: report.LogicalVolume) -> int:
+    """The size of a snapshot's device: its own in a pool, else about that of its origin."""
+    is_thin = bool(snapshot.pool)
+    return (snapshot if is_thin else group.volumes.get(snapshot.origin, snapshot)).size_bytes
 
 
 def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:

@@ -30,8 +30,8 @@ class Every(report.Report):
 
     What others did in a group since, such as an operator, may be missing. `silent` has the names of
     groups that Carver changed and that have not answered since, where what it did last may be
-    missing, and of those that this process never read, where all of it is. `unread` has those of
-    the second kind that have not answered yet.
+    missing, and of those that this process never read, or that are refused, where all of it is.
+    `unread` has those that have not answered yet.
     """
 
     silent: frozenset[str] = frozenset()

@@ -142,6 +142,8 @@ class VolumeGroup:
             self.cached = _with_tags(self._report(), unwritten)
         except errors.GroupRefused as error:
             self.cached, self.problem, self.time_seconds = None, error, time.time()
+            # What Carver did there is in no state, and may be there.
+            self._is_stale = True
             raise
         except Exception as error:
             self.problem = error

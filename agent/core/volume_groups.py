@@ -149,10 +149,12 @@ class VolumeGroups:
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[HeldGroups]:
-        """Hold the locks of groups; all callers take them in the same order.
+        """Hold the locks of groups; all callers take them in the same order, and all at once.
 
+        Inside, nothing is done that may hang but lvm2's commands (`locks.require_none_held`).
         Raises GroupBusy, TooManyCalls, Starting.
         """
+        locks.require_none_held(f"volume group {', '.join(names)} is waited for")
         locks.enter(*names)
         found = [self.of(one) for one in sorted(set(names))]
         held = HeldGroups()
@@ -160,7 +162,8 @@ class VolumeGroups:
             for one in found:
                 if one is not None:
                     held.take(one)
-            yield held
+            with locks.holding(names):
+                yield held
         finally:
             held.release()
 

@@ -78,8 +78,8 @@ class Adopter:
     def adopt(self, asked: Asked) -> Adoption:
         """Tag and rename a logical volume; one that was adopted stays as it is.
 
-        An inactive one is active while its contents are looked at. Raises NotAdopted, NotAllowed,
-        VolumeMissing, GroupMissing.
+        An inactive one is active while its contents are looked at, with no group held. Raises
+        NotAdopted, NotAllowed, VolumeMissing, GroupMissing.
         """
         if asked.made_by and asked.made_by not in other_drivers.DRIVERS:
             raise errors.NotAllowed("made_by", asked.made_by, other_drivers.DRIVERS)
@@ -87,8 +87,14 @@ class Adopter:
             if (adopted := self._adopted(group, asked)) is not None:
                 self._require_asked(asked, adopted)
                 return Adoption(adopted)
+            seen = group.volume(asked.name)
+            self._planned(asked, group, seen)
+        fs_type = self._contents(asked)
+        with self._held(asked) as group:
             found = group.volume(asked.name)
-            own_tags = self._planned(asked, group, found)
+            if found.uuid != seen.uuid:
+                raise errors.NotAdopted(asked.path, "it was made anew meanwhile; call again")
+            own_tags = self._planned(asked, group, found, fs_type)
             if asked.new_name in group.volumes:
                 raise errors.NotAdopted(asked.path, f"there is a {asked.group}/{asked.new_name}")
             # Those of a call that was cut off, or of an undo, if any.
@@ -115,6 +121,7 @@ class Adopter:
         One that has none of them stays as it is. Raises NotAdopted, Receiving, Moved,
         VolumeMissing, GroupMissing.
         """
+        self._inventory.await_others(asked.group)
         with self._held(asked) as group:
             adopted = self._adopted(group, asked)
             if adopted is None:
@@ -197,9 +204,12 @@ class Adopter:
                 )
 
     def _planned(
-        self, asked: Asked, group: report.Group, found: report.LogicalVolume
+        self, asked: Asked, group: report.Group, found: report.LogicalVolume, fs_type: str = ""
     ) -> Mapping[str, str]:
-        """The tags that make it a volume of Carver's; raises NotAdopted, NotAllowed."""
+        """The tags that make it a volume of Carver's, with this file system, if any.
+
+        Raises NotAdopted, NotAllowed.
+        """
         one = self._class(asked)
         self._check_name(asked, found)
         self._check_driver(asked, asked.name, found)
@@ -210,7 +220,6 @@ class Adopter:
         except errors.VolumeInUse as error:
             why = f"{error}; stop what uses it: pods, mounts, swap, other devices on it"
             raise errors.NotAdopted(asked.path, why) from None
-        fs_type = self._contents(asked)
         own_tags = {
             tag.NAME: asked.name,
             tag.STATE: tag.READY,
@@ -260,7 +269,10 @@ class Adopter:
         raise errors.NotAdopted(asked.path, why)
 
     def _contents(self, asked: Asked) -> str:
-        """The file system on it; empty for a raw block volume. Raises NotAdopted."""
+        """The file system on it; empty for a raw block volume. Raises NotAdopted.
+
+        No group is held: the disk may hang.
+        """
         with self._inventory.activated(asked.group, asked.name) as device:
             found = filesystem.probe(self._kernel, device.path)
         if found is not None and found.fs_type == _LUKS:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from agent.core import errors, ids, tag
 from agent.core.context import Context
-from agent.core.records import Attachment, Volume
+from agent.core.records import Attachment
 from agent.core.requests import AttachVolume, DetachVolume
 from agent.operations import validate
 
@@ -47,28 +47,34 @@ class Attacher:
         if found is not None:
             raise errors.AttachedOtherwise(call.volume_id, found, wanted)
         with self._counted(call.volume_id):
-            self._record(volume, {tag.ATTACHED: str(wanted)})
+            self._record(call.volume_id, {tag.ATTACHED: str(wanted)})
 
     def detach(self, call: DetachVolume) -> None:
         """Remove the record: two commands at most, later one or none.
 
-        What is not there, or not of this node, is not attached to it. What Carver leaves alone
-        keeps its record: no call could remove that, and an attachment must not stay for ever.
+        What is not there, or not of this node, is not attached to it. What Carver must not change,
+        of a refused group or for a newer version, keeps its record: no call could remove that, and
+        an attachment must not stay for ever.
         """
         if call.node_id not in ("", self._node_id):
             return
         try:
             group = ids.group_of(call.volume_id)
             volume = self._inventory.get(self._inventory.state(group), call.volume_id)
-        except (errors.NoSuchVolume, errors.OtherGroup, *errors.LEFT_ALONE):
+        except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
+            return
+        except errors.TagsDamaged:
+            # The record says nothing of the data, and those are left alone.
+            self._record(call.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:
-            self._record(volume, {})
+            self._record(call.volume_id, {})
 
-    def _record(self, volume: Volume, new: dict[str, str]) -> None:
+    def _record(self, volume_id: str, new: dict[str, str]) -> None:
+        group, name = ids.group_of(volume_id), ids.logical_name(volume_id)
         # Crash point: on record before the answer; the repeated call finds it.
-        with self._inventory.logging_refusals(str(volume.id), tag.ATTACHED):
-            self._inventory.replace_tags(volume.group.name, volume.name, (tag.ATTACHED,), new)
+        with self._inventory.logging_refusals(volume_id, tag.ATTACHED):
+            self._inventory.replace_tags(group, name, (tag.ATTACHED,), new)
 
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:

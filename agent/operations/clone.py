@@ -6,16 +6,19 @@ its deadline, without a lock or one of the places for calls; then it answers wit
 the CO repeats the call. Crash point: the tag `copying`; the next start copies from the beginning.
 
 A volume in use is copied from a snapshot of one moment, the bridge, which is taken before the new
-volume is made and removed when that is ready. A bridge without an incomplete volume is unused:
+volume is made and removed when that is ready. Where the source is in another group than the new
+volume, one of the two groups is held at a time, so that a disk that hangs holds up its own alone:
+in between the source is promised to the volume, and nothing removes it. The promise ends with the
+process, which leaves a bridge at most. A bridge without an incomplete volume is unused:
 its removal is retried each minute, and at the next start. A call that finds one meanwhile copies
 from it, if it never had a volume, and else waits until it is removed. Bridges of several groups may
 have one name; a volume's own is one of its source, taken at the time that its tags record.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +32,7 @@ from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.states import Every, Known
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from agent.operations.snapshot import Snapshotter, require_settled
+from agent.operations.snapshot import INHERITED, Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
 from lvm.tuning import Tuning
@@ -68,6 +71,18 @@ def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
     volume = within.usable(known, source.id)
     require_settled(volume)
     return volume
+
+
+def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
+    """The origin of a copy as it was when `source`, its bridge, was taken, perhaps by another call.
+
+    Since then it may have grown, been formatted, or had its key changed; the bridge has not.
+    """
+    if isinstance(origin, Snapshot):
+        return origin
+    kept = {key: text for key, text in origin.own_tags.items() if key not in INHERITED}
+    taken = {key: source.own_tags[key] for key in INHERITED if key in source.own_tags}
+    return replace(origin, size_bytes=source.size_bytes, own_tags={**kept, **taken})
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
@@ -118,6 +133,8 @@ class Copy(Job):
     source_id: str
     # The snapshot itself, from when its group was held and it was found until it is read no more.
     source: Snapshot | None = None
+    # Whether the job has yet to look for it, and it must stay until then.
+    awaits_source: bool = False
 
     def __str__(self) -> str:
         if not self.source_id and not _is_overwritten(self.volume):
@@ -151,6 +168,8 @@ class Copier:
         )
         # When this process took each bridge that has no volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
+        # The ids of snapshots from which a call is about to fill a volume, each with its name.
+        self._promised: set[tuple[str, str]] = set()
 
     def prepare(self, known: Known, name: str, origin: Snapshot | Volume) -> Snapshot:
         """The snapshot from which to copy the volume called `name`: the source, or a new bridge.
@@ -180,26 +199,49 @@ class Copier:
         self._unused[identity] = taken.time_nanoseconds
         return taken
 
+    @contextmanager
+    def promised(self, source: Snapshot, name: str) -> Iterator[None]:
+        """Keep a snapshot within the `with` for the volume called `name`, which is made there.
+
+        To be entered with the snapshot's group held, like `prepare`, and left with no group held.
+        """
+        promise = (str(source.id), name)
+        self._promised.add(promise)
+        try:
+            yield
+        finally:
+            self._promised.discard(promise)
+
     def dismiss(self, *bridge_ids: str) -> None:
         """Have bridges removed in the background where unused, and wait a moment for it."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
         wait([self.bridges.start(Job(one)).ended for one in bridge_ids], patience)
 
     def reading(self, snapshot_id: str) -> list[str]:
-        """The ids of the volumes that are being filled from a snapshot; its group is held."""
-        every = ((one.key, one.source) for one in self.jobs.unfinished())
-        return [key for key, source in every if source and str(source.id) == snapshot_id]
+        """The volumes that are being filled from a snapshot, or will be; its group is held."""
+        begun = (one for one in self.jobs.unfinished() if one.source or one.awaits_source)
+        found = [one.key for one in begun if one.source_id == snapshot_id]
+        return found + [name for one, name in list(self._promised) if one == snapshot_id]
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
         """Fill a volume in the background; the job, or the one that is under way.
 
-        The groups of the volume and of its source are held, so that the source is not deleted
-        before it is known to be read.
+        Their group is held, so that the source is not deleted before it is known to be read.
         """
         if source is None:
             return self.jobs.start(self._copy_of(volume, ""))
         job = self._copy_of(volume, str(source.id))
         job.source = replace(source, group=source.group.only(source.name))
+        return self.jobs.start(job)
+
+    def start_across(self, volume: Volume, source_id: str = "") -> Copy:
+        """Fill a volume from a source in another group, of which only the volume's own is held.
+
+        The job, or the one that is under way. It looks for the source itself, with that group held.
+        `source_id` is said for a volume that is newer than its report.
+        """
+        job = self._copy_of(volume, source_id or _source_id(volume))
+        job.awaits_source = True
         return self.jobs.start(job)
 
     def wait(self, job: Copy) -> Volume:
@@ -321,7 +363,7 @@ class Copier:
         try:
             source = self._fill(job)
         finally:
-            job.source = None
+            job.source, job.awaits_source = None, False
         if source is not None:
             self._drop(source)
 
@@ -417,7 +459,7 @@ class Copier:
     def _sweep(self, job: Job) -> None:
         """Remove a bridge, if by a fresh report no volume is copied from it."""
         group = ids.group_of(job.key)
-        # Any group may have such a volume. No lock is held while a changed one may hang.
+        # Any group may have such a volume. No lock is held while one that was changed may hang.
         self._inventory.everywhere(self._inventory.state(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):

@@ -2,11 +2,15 @@
 
 The logical volume's name is a function of the CO's name, so a repeated call finds what an earlier
 one made, whatever process made it. One lvcreate makes the logical volume, its tags and its device.
+
+A source in another group is taken with that group held (`VolumeCreator._take`), and the volume is
+made afterwards with its own group held. Killed in between, the process leaves a bridge at most.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from agent.core import errors, ids, tag, users
 from agent.core.allocation import pool_name
@@ -16,7 +20,7 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.parameters import Parameters
 from agent.core.records import Snapshot, Volume
-from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange
+from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
 from agent.core.states import Every, Fresh
 from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
@@ -25,6 +29,8 @@ from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import errors as lvm_errors
 from lvm import names, report, volumes
+from lvm.devices import Device
+from lvm.tuning import Tuning
 from lvm.volumes import New
 
 
@@ -43,6 +49,27 @@ class Made:
 
     volume: Volume
     filling: Copy | None = None
+
+
+@dataclass(frozen=True)
+class _Untaken:
+    """A source in another group, which is to be taken before the volume is made in this one."""
+
+    source: Source
+    group: report.Group
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A source in another group, promised to the new volume; `origin` as it was when taken.
+
+    `snapshot` is what is copied: the origin itself, or its bridge. `disks` are those of the new
+    volume's group (UUIDs), on which the contents can lie.
+    """
+
+    origin: Snapshot | Volume
+    snapshot: Snapshot
+    disks: frozenset[str]
 
 
 # No repeated call changes these: the source of a new volume is lost, or not on this node.
@@ -93,20 +120,29 @@ class VolumeCreator:
         one = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
         modify.check(call.tuning, one.layout)
         self._limiter.require(call.tuning)
-        groups = {one.group}
         if call.source is not None:
-            groups.add(ids.group_of(call.source.id))
+            # An id that can be none is refused before anything is looked at.
+            ids.group_of(call.source.id)
             if call.source.kind == VOLUME:
                 with self._limiter.lifted(call.source.id):
                     users.flush(self._kernel, self._inventory, call.source.id)
+        make = partial(self._make_or_find, call, one, admit)
+        return self._pool_remover.when_kept(one.group, pool_name(one.name), make)
 
-        def create() -> Made:
-            found: Made | str = ""
-            while isinstance(found, str):
-                found = self._create(call, one, groups | {found} - {""}, admit)
-            return found
-
-        return self._pool_remover.when_kept(one.group, pool_name(one.name), create)
+    def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
+        """Make or find a volume, with one group held at a time."""
+        group_name, taken = one.group, None
+        with ExitStack() as undo, ExitStack() as promises:
+            while True:
+                self._inventory.await_others(group_name)
+                match self._create(call, one, group_name, taken, admit):
+                    case Made() as made:
+                        undo.pop_all()
+                        return made
+                    case _Untaken() as untaken:
+                        taken = self._take(call, one, untaken, undo, promises)
+                    case str(elsewhere):
+                        group_name = elsewhere
 
     def class_for(
         self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
@@ -127,17 +163,25 @@ class VolumeCreator:
             return plan.class_of(self._config, made)
 
     def _create(
-        self, call: CreateVolume, one: DeviceClass, groups: Set[str], admit: Admit | None
-    ) -> Made | str:
-        """Make or find a volume, with these groups held; another group's name if that has it."""
+        self,
+        call: CreateVolume,
+        one: DeviceClass,
+        group_name: str,
+        taken: _Taken | None,
+        admit: Admit | None,
+    ) -> Made | _Untaken | str:
+        """Make or find a volume, with this group held; the name of the group to hold instead.
+
+        A source in another group is not looked at.
+        """
         prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
-        source = None
-        with ExitStack() as undo, self._volume_groups.hold(*groups):
+        is_across = call.source is not None and ids.group_of(call.source.id) != group_name
+        with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_not_here():
-                known = self._inventory.state(*groups, resume=True)
+                known = self._inventory.state(group_name, resume=True)
             every = self._inventory.everywhere(known)
             found = self._inventory.named(every, call.name, prefix)
-            if found is not None and found.group.name not in groups:
+            if found is not None and found.group.name != group_name:
                 # Made by another class, or by this one while it had another group.
                 return found.group.name
             if found is not None:
@@ -145,21 +189,35 @@ class VolumeCreator:
                 self._conflicts.check(Call.CREATE, str(found.id))
             if found is not None and found.is_half_made:
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
-                group = found.group.name
-                volumes.remove(self._volume_groups.lvm(group), group, found.name)
-                known, found = self._inventory.state(*groups, resume=True), None
+                volumes.remove(self._volume_groups.lvm(group_name), group_name, found.name)
+                known, found = self._inventory.state(group_name, resume=True), None
                 every = self._inventory.everywhere(known)
+            if found is None and group_name != one.group:
+                return one.group
+            source, source_id = None, ""
             try:
                 if found is None:
-                    volume, source = self._make(call, one, (known, every), prefix, undo, admit)
+                    with _absence_as_not_here():
+                        group = self._inventory.group(known, one.group)
+                    is_taken = taken is not None and _disks(group) <= taken.disks
+                    if is_across and call.source is not None and not is_taken:
+                        return _Untaken(call.source, group)
+                    volume, source = self._make(
+                        call, one, (known, every), prefix, undo, admit, taken
+                    )
+                    source_id = "" if source is None else str(source.id)
                 else:
                     volume = found
                     self._finish(call, volume)
-                    if volume.copying:
+                    if volume.copying and not is_across:
                         with _absence_as_not_here():
                             source = self._copier.source_of(known, volume)
                 # Crash point: the volume is tagged `copying`; the next start or call fills it anew.
-                return Made(volume, self._copier.start(volume, source) if volume.copying else None)
+                if not volume.copying:
+                    return Made(volume)
+                if is_across:
+                    return Made(volume, self._copier.start_across(volume, source_id))
+                return Made(volume, self._copier.start(volume, source))
             except _FOR_EVER as error:
                 if found is None:
                     raise
@@ -167,6 +225,51 @@ class VolumeCreator:
         # After this answer no call for the volume follows, so it must not stay.
         self._deleter.delete(str(found.id))
         raise lost
+
+    def _take(
+        self,
+        call: CreateVolume,
+        one: DeviceClass,
+        untaken: _Untaken,
+        undo: ExitStack,
+        promises: ExitStack,
+    ) -> _Taken:
+        """Take the source of a volume, and promise it to the volume.
+
+        What the volume cannot be is refused before a bridge is made. Only the source's group is
+        held, and none while a device is read. Raises as `_make`.
+        """
+        group, source_group = untaken.group, ids.group_of(untaken.source.id)
+        with self._volume_groups.hold(source_group):
+            _, origin = self._origin(untaken.source)
+        size_bytes, _, _ = self._planned(call, one, group, origin)
+        self._require_room(one, group, size_bytes)
+        self._require_blocks(origin, group)
+        with self._volume_groups.hold(source_group):
+            known, same = self._origin(untaken.source)
+            if _uuid(same) != _uuid(origin):
+                # Made anew by hand: its contents were not looked at.
+                raise errors.OperationPending(str(same.id))
+            # Crash point: a bridge without its volume; the next call uses it, the next start
+            # removes it.
+            snapshot = self._copier.prepare(known, call.name, same)
+            if snapshot.is_bridge:
+                undo.callback(self._copier.dismiss, str(snapshot.id))
+            promises.enter_context(self._copier.promised(snapshot, call.name))
+        return _Taken(clone.as_taken(same, snapshot), snapshot, _disks(group))
+
+    def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
+        """What a volume is to be made of, by the fresh state of its group, which is held."""
+        with _absence_as_not_here():
+            known = self._inventory.state(ids.group_of(source.id), resume=True)
+        return known, self._found(known, source)
+
+    def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
+        """What a volume is to be made of; its group is held. Raises NotHere and as `clone.find`."""
+        with _absence_as_not_here():
+            origin = clone.find(self._inventory, known, source)
+        self._conflicts.check(Call.COPY_FROM, str(origin.id))
+        return origin
 
     def complete(self, made: Made, hold: Callable[[], AbstractContextManager[object]]) -> Volume:
         """Wait until a volume has its contents; raises Copying when the caller's time is over.
@@ -177,7 +280,8 @@ class VolumeCreator:
         if made.filling is None:
             return made.volume
         try:
-            return self._copier.wait(made.filling)
+            with _absent_source_as_not_here():
+                return self._copier.wait(made.filling)
         except _NOT_HERE:
             with hold():
                 # Unless it was deleted meanwhile, or begun anew.
@@ -206,45 +310,40 @@ class VolumeCreator:
         prefix: str,
         undo: ExitStack,
         admit: Admit | None,
+        taken: _Taken | None,
     ) -> tuple[Volume, Snapshot | None]:
         """Make a volume; with it the snapshot to copy from, if any. Raises NoRoom, NotHere."""
         known, every = states
-        with _absence_as_not_here():
-            group = self._inventory.group(known, one.group)
-            origin = clone.find(self._inventory, known, call.source) if call.source else None
-        plan.check_stripe_size(one, group)
-        if origin is not None:
-            self._conflicts.check(Call.COPY_FROM, str(origin.id))
-        allocator = self._allocators.of(one)
-        size_bytes, own_tags = plan.new(call, one, allocator, group, origin)
-        if origin is not None:
-            self._require_blocks(origin, group)
-        tuning = modify.bounded(self._config, one, call.tuning)
-        own_tags |= tuning.tags()
+        group = self._inventory.group(known, one.group)
+        origin = None
+        if taken is not None:
+            origin = taken.origin
+        elif call.source is not None:
+            origin = self._found(known, call.source)
+        size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
         if admit is not None:
             admit(every, size_bytes)
-        if size_bytes > (maximum := allocator.maximum_bytes(group)):
-            raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
-        if one.layout.is_thin:
-            self._pool_remover.require_kept(group.name, pool_name(one.name))
+        self._require_room(one, group, size_bytes)
+        allocator, pool = self._allocators.of(one), pool_name(one.name)
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.
         self._eraser.jobs.forget(str(volume_id))
-        pool = pool_name(one.name)
         if origin is not None and clone.is_in(origin, group, pool):
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
             return volume, None
-        source = None
-        if origin is not None:
-            # Crash point: a bridge without its volume; the next call uses it, the next start
-            # removes it.
+        source = None if taken is None else taken.snapshot
+        if origin is not None and source is None:
+            # Crash point: as in `_take`.
             source = self._copier.prepare(known, call.name, origin)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
-                own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
+            origin = clone.as_taken(origin, source)
+            size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
+        if source is not None and source.is_bridge:
+            own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             # Crash point: a pool without a volume; the next call uses it, the next start removes
             # it.
@@ -257,20 +356,54 @@ class VolumeCreator:
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, group, name, size_bytes, own_tags), source
 
-    def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
-        """Raise BadField where what a source holds cannot be used on a group's disks.
+    def _planned(
+        self,
+        call: CreateVolume,
+        one: DeviceClass,
+        group: report.Group,
+        origin: Snapshot | Volume | None,
+    ) -> tuple[int, dict[str, str], Tuning]:
+        """The size, the tags and the settings of a volume to be made. Raises BadField, BadSize."""
+        plan.check_stripe_size(one, group)
+        size_bytes, own_tags = plan.new(call, one, self._allocators.of(one), group, origin)
+        tuning = modify.bounded(self._config, one, call.tuning)
+        return size_bytes, own_tags | tuning.tags(), tuning
 
-        A command or two only where the disks have larger blocks, and the source is inactive.
+    def _require_room(self, one: DeviceClass, group: report.Group, size_bytes: int) -> None:
+        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made."""
+        allocator = self._allocators.of(one)
+        if size_bytes > (maximum := allocator.maximum_bytes(group)):
+            purpose = allocator.full(group) or allocator.purpose(group)
+            raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
+        if one.layout.is_thin:
+            self._pool_remover.require_kept(group.name, pool_name(one.name))
+
+    def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
+        """Raise BadField where what a source holds cannot be used on another group's disks.
+
+        A command or two only where the disks have larger blocks, and the source is inactive. No
+        group is held while a device is read.
         """
-        if origin.group.uuid == group.uuid:
-            return
         wanted = block_sizes.of_group(self._kernel, group)
         if wanted <= block_sizes.of_group(self._kernel, origin.group):
             return
-        with self._inventory.activated(origin.group.name, origin.name) as device:
+        with self._read(origin) as device:
             held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
         if why := block_sizes.problem(held, group, wanted):
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
+
+    @contextmanager
+    def _read(self, origin: Snapshot | Volume) -> Iterator[Device]:
+        """The device of a source, to be read with no group held; the call holds the source."""
+        group = origin.group.name
+        if isinstance(origin, Volume):
+            with self._inventory.activated(group, origin.name) as device:
+                yield device
+            return
+        with self._volume_groups.hold(group):
+            # Left active, as by a copy: to deactivate it might take its volume from a stage.
+            device = self._inventory.activate_snapshot(origin)
+        yield device
 
     def capacity(self, call: GetCapacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command.
@@ -301,6 +434,25 @@ class VolumeCreator:
         minimum = plan.size_bytes(least, call.capabilities, parameters, group, one.layout, header)
         # Several smaller volumes could have more than the largest alone: that is not promised.
         return Capacity(maximum, maximum, minimum - header)
+
+
+def _disks(group: report.Group) -> frozenset[str]:
+    """The UUIDs of a group's disks."""
+    return frozenset(one.uuid for one in group.disks)
+
+
+def _uuid(origin: Snapshot | Volume) -> str:
+    """The UUID of a source's logical volume."""
+    return origin.group.volume(origin.name).uuid
+
+
+@contextmanager
+def _absent_source_as_not_here() -> Iterator[None]:
+    """Raise NotHere where a copy finds that the group of its source is not on this node."""
+    try:
+        yield
+    except errors.OtherGroup as error:
+        raise errors.NotHere(str(error)) from None
 
 
 @contextmanager

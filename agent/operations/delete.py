@@ -55,6 +55,7 @@ class VolumeDeleter:
 
     def _delete(self, volume_id: str, *, is_own: bool) -> None:
         group = ids.group_of(volume_id)
+        self._inventory.await_others(group)
         # Held from the report on: of two deletions at once, one sees that its volume is the last
         # in the pool.
         with self._volume_groups.hold(group):
@@ -81,10 +82,17 @@ class VolumeDeleter:
                 volumes.remove(lvm, group, volume.name)
             elif at_once:
                 users.require_unused(self._kernel, self._inventory, volume)
-                if volume.is_encrypted:
-                    self._mappings.ensure_closed(volume)
-                    self._mappings.erase(volume)
-                # Crash point: the pool may be empty; the next start removes it.
+                if not volume.is_encrypted:
+                    # Crash point: the pool may be empty; the next start removes it.
+                    self._pool_remover.remove(volume)
+        if at_once and volume.is_encrypted:
+            # Without the group, which a disk that hangs would hold up.
+            self._mappings.ensure_closed(volume)
+            self._mappings.erase(volume)
+            # Crash point: without its header, and there; the caller repeats the call.
+            with self._volume_groups.hold(group):
+                known = self._inventory.state(group, resume=True)
+                volume = self._inventory.get(known, volume_id)
                 self._pool_remover.remove(volume)
         if at_once:
             self._pool_remover.after(volume, self._eraser.grace_seconds)

@@ -183,6 +183,7 @@ class EncryptedDevices:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
             if header is None:
                 self._require_blank(volume, device)
+            volume.require_header_bytes()
             # Only for a device that is blank by the probe, or has its own header without a key
             # slot, and has no tag of a header.
             luks.erase(self._kernel, device.path, volume.header_bytes)
@@ -204,7 +205,8 @@ class EncryptedDevices:
             if volume.header_bytes and header.offset_bytes != volume.header_bytes:
                 why = f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}"
                 raise errors.HeaderDamaged(str(volume.id), why)
-        return {} if sealed else {tag.SEALED: header.uuid}
+        found = {tag.SEALED: header.uuid, tag.HEADER: str(header.offset_bytes)}
+        return {key: text for key, text in found.items() if key not in volume.own_tags}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
         if luks.bears_any(self._kernel, device.path):
@@ -212,8 +214,6 @@ class EncryptedDevices:
         found = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
         if found is not None:
             raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
-        if not volume.header_bytes:
-            raise errors.HeaderDamaged(str(volume.id), f"its tag `{tag.HEADER}` is lost")
 
     def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
         """Open a volume by its key, or by the previous one, which is replaced first."""

@@ -396,26 +396,16 @@ class Eraser:
         if found is None or not (found.pool or volume.group.made_of(volume.name) or found.origin):
             return volume
         group = volume.group.name
+        if volume.is_encrypted:
+            with self._volume_groups.hold(group):
+                volume = self._detachable(volume)
+            if volume.group.volume(volume.name).pool:
+                # Without the group, which a disk that hangs would hold up.
+                self._mappings.erase(volume)
         with self._volume_groups.hold(group):
-            volume = self._inventory.doomed_one(
-                self._inventory.state(group, resume=True), str(volume.id)
-            )
-            logical = volume.group.volume(volume.name)
-            if is_given_up(volume.on_disks) and volume.missing_disks:
-                self._given_up(group)
-                why = "it was given up, and goes when all that goes with it is deleted"
-                raise errors.NotOverwritten(str(volume.id), why)
-            is_thin = bool(logical.pool)
-            if volume.missing_disks if is_thin else volume.group.missing_disks:
-                raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
-            if volume.group.copy_on_write_of(volume.name):
-                raise errors.NotOverwritten(
-                    str(volume.id), "its deleted snapshots are overwritten first"
-                )
-            lvm = self._lvm(group)
-            if is_thin:
-                if volume.is_encrypted:
-                    self._mappings.erase(volume)
+            volume = self._detachable(volume)
+            logical, lvm = volume.group.volume(volume.name), self._lvm(group)
+            if logical.pool:
                 try:
                     volumes.remove(lvm, group, volume.name)
                 finally:
@@ -425,6 +415,27 @@ class Eraser:
             if logical.is_copy_on_write:
                 volumes.split(lvm, group, volume.name)
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
+
+    def _detachable(self, volume: Volume) -> Volume:
+        """The volume by a fresh report, if it can be detached; the group is held.
+
+        Raises NoSuchVolume, NotOverwritten.
+        """
+        group = volume.group.name
+        known = self._inventory.state(group, resume=True)
+        volume = self._inventory.doomed_one(known, str(volume.id))
+        if is_given_up(volume.on_disks) and volume.missing_disks:
+            self._given_up(group)
+            why = "it was given up, and goes when all that goes with it is deleted"
+            raise errors.NotOverwritten(str(volume.id), why)
+        is_thin = bool(volume.group.volume(volume.name).pool)
+        if volume.missing_disks if is_thin else volume.group.missing_disks:
+            raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
+        if volume.group.copy_on_write_of(volume.name):
+            raise errors.NotOverwritten(
+                str(volume.id), "its deleted snapshots are overwritten first"
+            )
+        return volume
 
     def _dead_images(self, volume: Volume) -> str:
         """The kernel's health characters of a RAID with failed images; empty if none failed.

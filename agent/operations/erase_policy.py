@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 
-from agent.core import classes, ids, tag
+from agent.core import classes, ids, luks_devices, tag
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
 from agent.core.settings import WIPES, Config
@@ -17,8 +17,6 @@ from mount.stacks import Stack
 
 _log = logging.getLogger(__name__)
 
-# Zeroed of an encrypted volume without a tag that says how long its LUKS header is.
-_LONGEST_HEADER_BYTES = 128 << 20
 # How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
 # and how many where its disks were proved before. Not after a discard, of which a disk may ignore
 # some. Each is read twice, and written once where it was zero before.
@@ -99,7 +97,7 @@ class ErasePolicy:
     def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
         """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
         if self.method(volume) in classes.ERASE_HEADER_ONLY:
-            return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
+            return min(size_bytes, volume.header_bytes or luks_devices.LONGEST_HEADER_BYTES)
         return size_bytes
 
     def purpose(self, volume: Volume) -> Purpose:

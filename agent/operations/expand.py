@@ -48,6 +48,14 @@ _ON_RECORD = (tag.WANTED, tag.REFUSED)
 _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
+class _Open(Exception):
+    """A volume that is to be deactivated has a dm-crypt device, which nothing uses."""
+
+    def __init__(self, volume: Volume) -> None:
+        super().__init__(str(volume.id))
+        self.volume = volume
+
+
 class Expander:
     """Makes volumes larger, and what is on them."""
 
@@ -118,10 +126,14 @@ class Expander:
     def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
         """Expand a volume; wait a moment for new extents that are zeroed first.
 
+        An unused dm-crypt device is closed without the group, which `expand` holds.
         Raises Overwriting, and NotOverwritten where they cannot be zeroed.
         """
         try:
             return expand()
+        except _Open as found:
+            self._mappings.ensure_closed(found.volume)
+            return self._zeroed_first(volume_id, expand)
         except AnotherSize:
             self._growth_zeroer.withdraw(volume_id)
             return self._zeroed_first(volume_id, expand)
@@ -137,6 +149,7 @@ class Expander:
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             volume = self._inventory.usable(known, call.volume_id)
+            volume.require_header_bytes()
             wanted = _wanted_bytes(volume, call.size)
             if wanted > volume.size_bytes:
                 try:
@@ -301,10 +314,11 @@ class Expander:
         if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._inventory, volume)
-        self._mappings.ensure_closed(volume)
         every = self._inventory.everywhere(known)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
             self._inventory.require_not_copied(every, one)
+        if self._inventory.mapping(volume) is not None:
+            raise _Open(volume)
         volumes.deactivate(
             self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
         )

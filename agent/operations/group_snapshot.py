@@ -358,7 +358,8 @@ class GroupSnapshotter:
             # Older versions did not record them.
             return set(self._config.groups)
         found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
-        return {one.partition("@")[0] for one in found} & set(self._config.groups)
+        # One that no class names any more may be here still.
+        return set(filter(self._volume_groups.of, (one.partition("@")[0] for one in found)))
 
     def _named(self, known: Every, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""
@@ -388,6 +389,7 @@ class GroupSnapshotter:
         """Discard what a failed call left, unless a later call has completed it."""
         # The call that failed holds the name until its answer.
         with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
+            self._inventory.await_others(*job.groups)
             with self._volume_groups.hold(*job.groups):
                 every = self._everywhere(job.groups)
                 found = self._inventory.members(every, job.key)

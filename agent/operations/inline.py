@@ -297,8 +297,7 @@ class InlineVolumes:
         if volume is None:
             # A group that does not answer, or is not here, may have it.
             known = self._inventory.state()
-            for group in self._inventory.own_groups(known):
-                self._inventory.named_in(group, volume_id, ids.INLINE_PREFIX)
+            self._inventory.require_none_named(known, volume_id, ids.INLINE_PREFIX)
             self._inventory.require_groups(known)
         return volume
 

@@ -8,6 +8,7 @@ one closed, moved or rebuilt, old one removed, in sync. So repeating the call co
 interrupted, and one call more finds it done. The kernel does the long work in the background.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from operator import attrgetter
 
 from agent.core import errors, records, tag
 from agent.core.allocation import is_own_pool
-from agent.core.background import Attempts, reasons
+from agent.core.background import Attempts, Probes, reasons
 from agent.core.context import Context
 from agent.operations import erase, modify
 from agent.operations.erase_policy import ErasePolicy
@@ -26,14 +27,16 @@ from lvm import groups
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
 from lvm.report import Group, PhysicalVolume
+from mount import command, mounts
 from mount import errors as mount_errors
-from mount import mounts
 from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
 # How often lvm2's process that watches a move is started again: it may have been killed.
 _WATCH_SECONDS = 60.0
+# How long a new disk is read, which takes a moment.
+_LOOK_SECONDS = 5.0
 
 
 class Replacement:
@@ -46,6 +49,8 @@ class Replacement:
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._context, self._repairer = context, repairer
         self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
+        self._looks: Probes[int] = Probes()
+        self._numbers = itertools.count()
         # When this process last started a move, or its watcher (monotonic, seconds).
         self._watched: dict[str, float] = {}
 
@@ -144,17 +149,14 @@ class Replacement:
         if not self._volume_groups.allows(new):
             why = "is not among the configured `devices`, or a filter of lvm.conf rejects it"
             raise errors.BadField("new_disk", f"{new} {why}")
-        mounts.require_unused(self._kernel, new)
         path = self._kernel.real_path(new)
         label = self._volume_groups.scan().get(path)
-        if not isinstance(label, PhysicalLabel):
-            mounts.require_blank(self._kernel, new)
-        elif label.is_used or label.group is not None:
+        if isinstance(label, PhysicalLabel) and (label.is_used or label.group is not None):
             name = label.group.name if label.group is not None else "another group"
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
+        size_bytes = self._vacant_bytes(new, is_labelled=isinstance(label, PhysicalLabel))
         self._require_equal_blocks(group, new)
         extent = group.extent_size_bytes
-        size_bytes = self._kernel.device_size_bytes(new)
         # The widest area, so that a disk with a small one bounds the group's text no more, if there
         # is room for it.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
@@ -166,6 +168,26 @@ class Replacement:
         lvm = self._volume_groups.lvm_with(group.name, path)
         groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
+
+    def _vacant_bytes(self, new: str, *, is_labelled: bool) -> int:
+        """The size of a vacant disk, which is read for some seconds at most: the group is held.
+
+        Raises NotVacant, ProbeFailed.
+        """
+
+        def look() -> int:
+            mounts.require_unused(self._kernel, new)
+            if not is_labelled:
+                mounts.require_blank(self._kernel, new)
+            return self._kernel.device_size_bytes(new)
+
+        until = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
+        # A look of its own: what an earlier call saw may not be so any more.
+        seen = self._looks.probe(f"{new} {next(self._numbers)}", look, until, new)
+        if seen.value is None or seen.hanging_seconds:
+            found = f"has not answered for {seen.hanging_seconds:.0f} s"
+            raise mount_errors.NotVacant(new, found, "see `dmesg`, and name another")
+        return seen.value
 
     def _require_equal_blocks(self, group: Group, new: str) -> None:
         """Raise NotVacant for a disk of 4 KiB blocks if the group's have 512 bytes, or vice versa.

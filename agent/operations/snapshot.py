@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from agent.core import errors, ids, records, requests, tag, users
-from agent.core.allocation import closed_to_new
+from agent.core.allocation import closed_to_new, full
 from agent.core.classes import SNAPSHOT_SIZE
 from agent.core.conflicts import Call
 from agent.core.context import Context
@@ -24,8 +24,8 @@ from lvm import caches, layout, names, thin, volumes
 
 _log = logging.getLogger(__name__)
 
-# Tags of the origin that a volume made of the snapshot needs.
-_INHERITED = (
+# Tags of the origin that a volume made of the snapshot needs, as they were when it was taken.
+INHERITED = (
     *(tag.REQUESTED, tag.MKFS_OPTIONS),
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
     *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, *tag.OF_KEYS),
@@ -67,6 +67,7 @@ class Snapshotter:
         with self._limiter.lifted(call.source_id):
             users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)
+        self._inventory.await_others(group)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             self.require_free(known, name)
@@ -105,7 +106,7 @@ class Snapshotter:
             tag.SIZE: str(volume.size_bytes),
             tag.SOURCE: volume.name,
             tag.SEQUENCE: str(records.next_sequence(group)),
-            **{key: volume.own_tags[key] for key in _INHERITED if key in volume.own_tags},
+            **{key: volume.own_tags[key] for key in INHERITED if key in volume.own_tags},
         }
         with self._limiter.lifted(str(volume.id)):
             if pool:
@@ -170,12 +171,12 @@ class Snapshotter:
         if is_thin:
             allocator = self._allocators.of_volume(volume)
             needed, room = volume.size_bytes, allocator.maximum_bytes(group)
-            purpose = allocator.purpose(group)
+            purpose = allocator.full(group) or allocator.purpose(group)
         else:
             one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            closed = closed_to_new(group)
+            closed = closed_to_new(group) or full(group)
             room = 0 if closed else self._allocators.beside_bytes(group, called)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         room = max(0, room - beside_bytes)
@@ -191,6 +192,7 @@ class Snapshotter:
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             return
+        self._inventory.await_others(parsed.group)
         with self._volume_groups.hold(parsed.group):
             known = self._inventory.state(parsed.group, resume=True)
             try:
@@ -213,11 +215,18 @@ class Snapshotter:
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
 
     def go_on(self, known: Known, snapshot_id: str) -> None:
-        """Erase in the background what is left of a snapshot that was split from its origin."""
-        for remains in self._inventory.doomed(known):
-            if str(remains.id) == snapshot_id:
-                self._inventory.require_repaired(known, remains)
-                self._eraser.delete(remains)
+        """Erase in the background what is left of a snapshot that was split from its origin.
+
+        Raises NeedsOther, TagsDamaged where it is not to be erased.
+        """
+        own_name = ids.logical_name(snapshot_id)
+        if not any(names.is_of(one, own_name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+            return
+        try:
+            remains = self._inventory.doomed_one(known, snapshot_id)
+        except (errors.NoSuchVolume, errors.OtherGroup):
+            return
+        self._eraser.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Erase and remove a snapshot that is there; erasing may outlast the call."""
@@ -273,7 +282,7 @@ class Snapshotter:
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
         """A part of the snapshots, in the order of their ids; of one group where an id names it."""
         named = VolumeId.parse(call.snapshot_id or call.source_id)
-        if named is not None and named.group in self._config.groups:
+        if named is not None and self._volume_groups.of(named.group) is not None:
             # So the external-snapshotter polls one snapshot: another group may hang.
             known: Known = self._inventory.state(named.group)
             self._inventory.group(known, named.group)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from agent.core import errors, tag
+from agent.core.background import MKFS
 from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
@@ -35,6 +36,8 @@ _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 # What has one of these was in use, or holds another volume's data.
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
+# What has one of these had a whole file system, or one that others made.
+_IN_USE = {tag.FORMATTED, tag.ADOPTED}
 _LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
@@ -58,6 +61,7 @@ class Stager:
         self._encrypted = encrypted
         self._expander = expander
         self._conflicts = context.conflicts
+        context.conflicts.add_mkfs(context.detached)
 
     def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
@@ -221,7 +225,7 @@ class Stager:
             # Blank by the probe, and never formatted by the tags: only then.
             make = partial(filesystem.make, self._run, path, fs_type, words)
             make = partial(make, uuid=_own_uuid(device), oldest_kernel=self._oldest_kernel)
-            self._detached.do(str(volume.id), volume.group.name, "mkfs", make, look)
+            self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
             return {tag.FORMATTED: fs_type}
         if not is_own and not filesystem.gives_uuid(fs_type, words):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
@@ -239,14 +243,15 @@ class Stager:
         """Zero the superblock that a killed mkfs left; whether this was one. Raises ProbeFailed.
 
         All must say so: no tag that it was in use or is of others, the UUID that no other mkfs
-        gave, and the mark in the superblock, with which the kernel mounts none.
+        gave, and the mark in the superblock, with which the kernel mounts none. A copy has what its
+        source had, which held no data either: no tag of the source's said that it was formatted.
         """
-        if volume.own_tags.keys() & _USED or found.uuid != _own_uuid(device):
+        is_own = found.uuid == _own_uuid(device)
+        is_of_source = volume.is_copied and _is_derived(found.uuid)
+        if volume.own_tags.keys() & _IN_USE or not (is_own or is_of_source):
             return False
         self._inventory.require_same(volume, device)
-        return filesystem.discard_unfinished(
-            self._kernel, device.path, found.fs_type, _own_uuid(device)
-        )
+        return filesystem.discard_unfinished(self._kernel, device.path, found.fs_type, found.uuid)
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
         """What is on a volume that has no file system by its tags; None if it is blank."""
@@ -383,3 +388,11 @@ class Stager:
 def _own_uuid(device: Device) -> str:
     """The UUID of the file system that is made on a volume; no copied or older one has it."""
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
+
+
+def _is_derived(identity: str) -> bool:
+    """Whether a UUID is derived from a name, as Carver's are, and none that a mkfs chooses."""
+    try:
+        return uuid.UUID(identity).version == 5
+    except ValueError:
+        return False

@@ -59,6 +59,8 @@ class Api:
         """All objects of a kind, by name."""
         cluster = self._cluster
         if kind == "nodes":
+            # Each cluster has a Node, if only for the API server.
+            yield "control-plane", {"metadata": _about("control-plane")}
             yield from ((one, _node(one)) for one in cluster.nodes)
         elif kind == "pods":
             yield from ((one.name, _pod(one)) for one in cluster.pods)
@@ -90,8 +92,8 @@ class _Lists(Lists):
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
         return self._api.whole(path, query)
 
-    def metadata(self, path: str) -> Listing:
-        return self._api.whole(path, {})
+    def metadata(self, path: str, **query: str) -> Listing:
+        return self._api.whole(path, query)
 
 
 def _about(name: str, **more: Any) -> dict[str, Any]:

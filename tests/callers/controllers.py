@@ -32,7 +32,7 @@ from agent.core.values import Address
 from agent.csi.client import Client
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.claims import Claims, Questions
+from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import Record
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
@@ -132,7 +132,7 @@ class Controller:
         self._attach = attach
         self.certificates, self.machines, self.loop = found, every, loop
         claims = Claims(api.objects, api.lists, DRIVER_NAME, TOPOLOGY_KEY)
-        self._questions = Questions(claims)
+        self._questions = ClaimQuestions(claims)
         self._record = record
         # The number of steps after which it dies; a step is a call to a node, or its answer.
         self.dies_after = -1

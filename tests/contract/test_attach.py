@@ -217,6 +217,40 @@ def test_what_is_not_here_is_not_attached_here(
     client.detach(volume.volume_id, "")
 
 
+def test_a_volume_with_damaged_tags_is_detached(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    client.attach(volume.volume_id, capability=SINGLE)
+    words = ("--addtag", "carver.state=wiping", "--addtag", f"carver.attached={WRITER}")
+    host.lvm("lvchange", *words, "--", f"{group}/vol-pvc-1")
+    for _ in range(2):
+        client.detach(volume.volume_id)
+    host.lvm("lvchange", "--deltag", "carver.state=wiping", "--", f"{group}/vol-pvc-1")
+    # No record is left of how it was attached, though there were two.
+    client.attach(volume.volume_id, capability=SHARED)
+
+
+def test_a_volume_of_a_refused_group_is_detached(
+    client: Client, host: AnyHost, config: Config, tmp_path: Path
+) -> None:
+    name = f"attach-{tmp_path.name[-8:]}".replace("_", "-")
+    other = replace(
+        config,
+        endpoint=tmp_path / "again.sock",
+        classes=(DeviceClass("other", name, default=True),),
+    )
+    with host.own_group(name, [host.new_device(33 * MIB)]), served(host, other) as (_, caller):
+        volume = caller.create("pvc-1", 16 * MIB)
+        caller.attach(volume.volume_id)
+        host.deactivate(name, "vol-pvc-1")
+        host.lvm("vgexport", "--", name)
+        for _ in range(2):
+            caller.detach(volume.volume_id)
+        with expect.code("FAILED_PRECONDITION", "exported"):
+            caller.attach(volume.volume_id)
+        host.lvm("vgimport", "--", name)
+
+
 def test_a_call_without_a_node_detaches_from_every_node(client: Client, volume: csi.Volume) -> None:
     client.attach(volume.volume_id)
     client.detach(volume.volume_id, "another")

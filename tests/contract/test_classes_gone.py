@@ -143,3 +143,41 @@ def test_an_earlier_group_of_a_class_is_looked_in_where_its_present_one_is_refus
         with expect.code("RESOURCE_EXHAUSTED", "another node's"):
             client.create("pvc-2", 16 * MIB, block())
     service.stop()
+
+
+def test_what_is_in_a_group_of_which_no_class_is_left_is_served_to_its_end(
+    host: AnyHost, group: str, config: Config
+) -> None:
+    other = host.new_group(60)
+    plain, spare = DeviceClass("plain", group, default=True), DeviceClass("spare", other)
+    thin = DeviceClass("thin", other, layout=Layout("thin"), pool=FIRST)
+    service = serving.start(replace(config, classes=(plain, spare, thin)), host)
+    with Client(config.endpoint) as client:
+        volume = client.create("pvc-1", 16 * MIB, parameters={"class": "spare"})
+        in_pool = client.create("pvc-2", 16 * MIB, block(), parameters={"class": "thin"})
+        mine = client.create("pvc-3", 16 * MIB, block())
+        single = client.snapshot("1", volume.volume_id)
+        sources = [one.volume_id for one in (volume, in_pool, mine)]
+        taken = client.group_snapshot("nightly", sources)
+    service.stop()
+    service = serving.start(replace(config, classes=(plain,)), host, eraser=600)
+    members = [one.snapshot_id for one in taken.snapshots]
+    with Client(config.endpoint) as client:
+        client.stage(volume, host.directory / "staging")
+        client.unstage(volume.volume_id, host.directory / "staging")
+        client.expand(in_pool.volume_id, 32 * MIB)
+        health = csi.ControllerGetVolumeHealthRequest(volume_id=volume.volume_id)
+        assert not client.controller.ControllerGetVolumeHealth(health).volume_health.health_statuses
+        # By their ids, as sidecars ask, and by their names, as they repeat a call.
+        assert client.snapshot("1", volume.volume_id) == single
+        assert single in client.snapshots(volume_id=volume.volume_id)
+        assert client.group_snapshot("nightly", sources) == taken
+        assert client.find_group_snapshot(taken.group_snapshot_id, members) == taken
+        client.delete_group_snapshot(taken.group_snapshot_id, members)
+        with expect.code("NOT_FOUND"):
+            client.find_group_snapshot(taken.group_snapshot_id, members)
+        client.delete_snapshot(single.snapshot_id)
+        for one in sources:
+            client.delete(one)
+    assert not report.read(host.lvm).group(other).volumes
+    service.stop()

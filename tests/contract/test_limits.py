@@ -1,6 +1,7 @@
 """Limits of I/O: kept as tags, set for the pods' cgroup while a volume is in use, never without."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -335,3 +336,24 @@ def test_a_limit_that_none_can_have_is_refused_and_nothing_is_made(
     with expect.code("INVALID_ARGUMENT", "parameters", key, words):
         client.create("pvc-1", SIZE, parameters=mutable)
     assert not names(host, group)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_a_volume_is_without_limits_until_the_last_of_several_calls_needs_it_no_more(
+    client: Client, host: AnyHost, service: Service, ends_first: int
+) -> None:
+    pod = pod_of(client, host)
+    pod.begin()
+    limiter, own = service.context.limiter, (ExitStack(), ExitStack())
+    for one in own:
+        one.enter_context(limiter.lifted(pod.id))
+    own[ends_first].close()
+    assert limits(host, service, pod.volume) == UNLIMITED
+    # Nor does a change of the limits, or a look at them, end it.
+    client.modify(pod.id, {**GIVEN, "carver/readIOPS": "300"})
+    limiter.check()
+    assert limits(host, service, pod.volume) == UNLIMITED
+    own[1 - ends_first].close()
+    assert limits(host, service, pod.volume) == replace(LIMITED, reads=300)
+    pod.end()

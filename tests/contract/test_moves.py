@@ -430,6 +430,32 @@ def test_a_snapshot_taken_before_the_hold_does_not_commit_a_move(
 
 
 @pytest.mark.variation
+@pytest.mark.parametrize(("lost", "is_done"), [(1, True), (5, True), (6, False)])
+def test_a_move_whose_hold_ended_sends_another_round_a_few_times(
+    here: Node, there: Node, volume: csi.Volume, lost: int, is_done: bool
+) -> None:
+    stand, held = Stand(there), here.service.context.holds._held
+    used: list[Sequence[str]] = []
+
+    def before(words: Sequence[str]) -> None:
+        """The hold ends amid the round, and the volume is written to."""
+        if is_last(here, words) and len(used) < lost:
+            held.clear()
+            write(here, "vol-db", random.Random(len(used)))
+            used.append(words)
+
+    stand.before = before
+    if not is_done:
+        with expect.code("FAILED_PRECONDITION", "send another"):
+            move(here, stand, volume).run()
+        assert usable(here) == [volume]
+    # What a command left another goes on with.
+    move(here, stand, volume).run()
+    assert len(used) == lost
+    assert there.content("vol-db") == here.content("vol-db")
+
+
+@pytest.mark.variation
 def test_a_hold_that_is_prolonged_is_not_awaited_forever(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 ACCOUNT = f"system:serviceaccount:{SPACE}:carver-node"
 AUDIENCE = "controller.lvm.csi.carver"
 GROUP = "data@abcdefgh"
+# A Node that never had Carver.
+OTHER = "control-plane"
 
 
 @dataclass
@@ -35,6 +37,9 @@ class Token:
     uid: str = "uid-1"
     # Where the pod is by its own object; None: it is gone.
     is_on: str | None = "here"
+    # The UID of the Node that it was made for: that of the one that is there, without another here;
+    # empty before Kubernetes 1.32.
+    node_uid: str | None = None
 
 
 class Cluster(ApiServer):
@@ -47,6 +52,8 @@ class Cluster(ApiServer):
         self.tokens: dict[str, Token] = {}
         self.reviews = 0
         self.objects[CONTENTS] = []
+        # Each cluster has a Node, if only for this API server.
+        self.add(api_server.NODES, OTHER)
 
     def collection(self, path: str) -> tuple[str, list[Object]] | None:
         if path == CONTENTS:
@@ -62,6 +69,11 @@ class Cluster(ApiServer):
         """Have no Node of these names."""
         known = self.objects[api_server.NODES]
         known[:] = [one for one in known if one["metadata"]["name"] not in nodes]
+
+    def uid_of(self, node: str) -> str:
+        """The UID of the Node of a name; empty where there is none."""
+        uids = {one["metadata"]["name"]: one["metadata"] for one in self.objects[api_server.NODES]}
+        return str(uids[node]["uid"]) if node in uids else ""
 
     def answer(self, path: str, query: Any) -> tuple[int, Object]:
         if not self.rights.allow("GET", path):
@@ -114,10 +126,12 @@ class Cluster(ApiServer):
         known = self.tokens.get(asked["token"])
         if known is None or known.audience not in asked["audiences"]:
             return {"kind": "TokenReview", "status": {"authenticated": False}}
+        node_uid = self.uid_of(known.node) if known.node_uid is None else known.node_uid
         extra = {
             "authentication.kubernetes.io/pod-name": [known.pod],
             "authentication.kubernetes.io/pod-uid": [known.uid],
             "authentication.kubernetes.io/node-name": [known.node],
+            "authentication.kubernetes.io/node-uid": [node_uid],
         }
         user = {"username": known.account, "extra": {k: v for k, v in extra.items() if v != [""]}}
         status = {"authenticated": True, "audiences": [known.audience], "user": user}

@@ -1,5 +1,6 @@
 """Histories of three nodes and one controller, and what must be so whatever happened."""
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, cast
 
@@ -7,12 +8,13 @@ import grpc
 from enrolled import spec_of
 from simulated import SimulatedNode, uuid_of
 
+from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.extras.controller import routes
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.controller.nodes import Nodes, Refused
-from agent.extras.kubernetes.objects import Keep, Listing
+from agent.extras.kubernetes.objects import GROUP_CONTENTS, VOLUMES, Keep, Listing
 
 # For how long a node is deleted before what was on it is forgotten, in seconds.
 GRACE = 600.0
@@ -35,20 +37,34 @@ class Memory:
 
     def __init__(self) -> None:
         # The labels of the Nodes, and the PersistentVolumes, by name.
-        self.nodes: dict[str, dict[str, str]] = {}
+        self.labels: dict[str, dict[str, str]] = {}
+        # How often each Node was made anew.
+        self.made_anew: Counter[str] = Counter()
         self.volumes: dict[str, Mapping[str, Any]] = {}
         # VolumeSnapshotContents.
         self.contents: dict[str, Mapping[str, Any]] = {}
+        # VolumeGroupSnapshotContents; None where they may not be listed.
+        self.group_contents: dict[str, Mapping[str, Any]] | None = None
 
-    def metadata(self, _path: str) -> Listing:
+    def nodes(self) -> Listing:
+        # Each cluster has a Node, if only for the API server.
+        every = {"control-plane": {}, **self.labels}
         about = [
-            {"name": name, "uid": f"uid-of-{name}", "labels": labels}
-            for name, labels in self.nodes.items()
+            {"name": name, "uid": self.uid_of(name), "labels": labels}
+            for name, labels in every.items()
         ]
         return Listing([{"metadata": one} for one in about], "1")
 
-    def whole(self, _path: str, _kind: str, *, keep: Keep) -> Listing:
-        return Listing([keep(one) for one in self.volumes.values()], "1")
+    def uid_of(self, name: str) -> str:
+        return f"uid-{self.made_anew[name]}-of-{name}"
+
+    def whole(
+        self, path: str, _kind: str, *, keep: Keep = lambda one: one, if_served: bool = False
+    ) -> Listing:
+        every = {VOLUMES: self.volumes, GROUP_CONTENTS: self.group_contents}[path]
+        if every is None:
+            raise errors.ClusterSilent(path, "it answers 403", is_refusal=True)
+        return Listing([keep(one) for one in every.values()], "1")
 
     def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
         return {**self.volumes, **self.contents}.get(path.rpartition("/")[2])
@@ -106,13 +122,22 @@ class History:
     def node_comes(self, name: str) -> None:
         if name not in self.nodes:
             self.nodes.add(name)
-            self._memory.nodes[name] = {}
+            self._memory.labels[name] = {}
             self.broken.discard(name)
+
+    def uid_of(self, name: str) -> str:
+        """The UID of the Node of a name."""
+        return self._memory.uid_of(name)
+
+    def node_is_made_anew(self, name: str) -> None:
+        """As for another machine, which has its disks; between two lists of the Nodes."""
+        self._memory.made_anew[name] += 1
+        self.told.discard(name)
 
     def node_goes(self, name: str) -> None:
         self.nodes.discard(name)
         self.labelled.discard(name)
-        self._memory.nodes.pop(name, None)
+        self._memory.labels.pop(name, None)
 
     def breaks(self, name: str) -> None:
         self.broken.add(name)
@@ -170,11 +195,11 @@ class History:
         """Let two minutes go by: nodes enrol and are asked, and lists are read."""
         for name in self.nodes - self.broken:
             self.labelled.add(name)
-            self._memory.nodes[name] = {TOPOLOGY_KEY: name}
+            self._memory.labels[name] = {TOPOLOGY_KEY: name}
         for _ in range(3):
             self.clock.now += 120
             for name in self.nodes - self.broken:
-                self.record.enrol(name, "its address")
+                self.record.enrol(name, "its address", self.uid_of(name))
             if self.record.is_due:
                 self.record.look()
             self._run(self._ask())
@@ -218,6 +243,8 @@ class History:
         for name, node in members.items():
             is_down = name in self.broken
             assert bool(node.problem) is is_down
+            # Nothing is known of it by an earlier machine of its name.
+            assert node.uid == self.uid_of(name)
         for uuid in map(uuid_of, range(len(NAMES))):
             self._judge(uuid, members.keys())
 

@@ -5,19 +5,17 @@ node. A restored or cloned one is made on its source's node all the same, and th
 volumes: neither is ever moved. So the places of a pod's other volumes are looked up first.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
-from weakref import WeakValueDictionary
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
+from agent.extras.controller import questions
 from agent.extras.controller.nodes import unavailable
+from agent.extras.controller.questions import NotInTime, Questions
 from agent.extras.kubernetes.objects import (
     CONTENTS,
     NODES,
@@ -28,7 +26,6 @@ from agent.extras.kubernetes.objects import (
     claims_of,
 )
 from agent.extras.orphans import references
-from mount import command
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
@@ -38,12 +35,6 @@ _SNAPSHOTS = "snapshot.storage.k8s.io"
 _CONTENT = "VolumeSnapshotContent"
 # Where a VolumeSnapshotContent has the id of a snapshot that was there before, or of the volume.
 _HANDLES = ("snapshotHandle", "volumeHandle")
-# How long a question may take from its beginning, and how long it is waited for its turn. It is a
-# third of what the provisioner waits for the call in all: what is not looked up in this time is
-# asked for anew.
-_PATIENCE_SECONDS = 20.0
-# How many namespaces' questions are asked at once.
-_AT_ONCE = 32
 # How many other claims are looked up for one: a pod may name thousands.
 _MOST_CLAIMS = 64
 # What external-provisioner adds to the parameters with --extra-create-metadata.
@@ -95,13 +86,15 @@ class Claims:
         """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
 
         Labels do not count: root on a node can write those of its Node. One request for a few
-        bytes; for the segment of a shortened name the list of all Nodes' metadata.
+        bytes where the Node is there. That it is not is proved by the list of all Nodes, as is
+        whether there is one of a shortened name.
         """
-        if ids.looks_shortened(segment):
-            found = self._lists.metadata(NODES)
-        else:
-            found = self._lists.whole(NODES, "NodeList", fieldSelector=f"metadata.name={segment}")
-        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in found.items)
+        if not ids.looks_shortened(segment):
+            found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
+            if found.items:
+                return True
+        every = self._lists.nodes().items
+        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in every)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
         """Whether the scheduler chose a node for a claim, as it does for a class that waits.
@@ -207,11 +200,10 @@ class Claims:
         return self._objects.find(path, "PersistentVolumeClaim")
 
 
-class Questions:
+class ClaimQuestions:
     """Asks `Claims` from the event loop, for each namespace one question at a time.
 
-    So claims and pods that take long to look up hold up claims of their namespace only. A question
-    that no call waits for any more keeps its turn until it ends.
+    So claims and pods that take long to look up hold up claims of their namespace only.
 
     What the API server does not say in time is asked again, by the provisioner: a volume that was
     made on a wrong node stays there, and its pod never starts. The provisioner could not go on
@@ -220,10 +212,7 @@ class Questions:
 
     def __init__(self, claims: Claims) -> None:
         self.claims = claims
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="claims")
-        self._free = asyncio.Semaphore(_AT_ONCE)
-        # By the namespace; kept by those that wait for it or have it.
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._questions = Questions("claims", questions.PATIENCE_SECONDS)
 
     async def ask(self, namespace: str, question: Callable[..., _T], *about: object) -> _T | None:
         """The answer to a method of `claims`, for a claim of that namespace.
@@ -231,15 +220,10 @@ class Questions:
         None, and a warning, where the API server refuses it for good, as without the right to read
         pods, or an object cannot be parsed. Raises Refused (UNAVAILABLE) where it does not answer.
         """
-        problem, is_refusal = f"other questions about namespace {namespace!r} come first", False
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                await self._take(turn := self._turns.setdefault(namespace, asyncio.Lock()))
-            problem = "the API server does not answer in time"
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                return await self._begin(turn, question, *about)
-        except TimeoutError:
-            pass
+            return await self._questions.ask(f"namespace {namespace!r}", question, *about)
+        except NotInTime as error:
+            problem, is_refusal = str(error), False
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
             problem, is_refusal = str(error), error.is_refusal
         except (AttributeError, KeyError, TypeError) as error:
@@ -252,42 +236,9 @@ class Questions:
         _log.warning("%s", problem)
         return None
 
-    async def _take(self, turn: asyncio.Lock) -> None:
-        """Wait for a namespace's turn, and for a thread."""
-        await turn.acquire()
-        try:
-            await self._free.acquire()
-        except asyncio.CancelledError:
-            turn.release()
-            raise
-
-    def _begin(
-        self, turn: asyncio.Lock, question: Callable[..., _T], *about: object
-    ) -> "asyncio.Future[_T]":
-        """Ask in a thread; the turn ends with that, also if no call waits for it."""
-        loop = asyncio.get_running_loop()
-
-        def release() -> None:
-            turn.release()
-            self._free.release()
-
-        def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(release)
-
-        begun = self._threads.submit(_in_time, question, *about)
-        begun.add_done_callback(ended)
-        return asyncio.wrap_future(begun)
-
     def stop(self) -> None:
         """Ask no more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _in_time(question: Callable[..., _T], *about: object) -> _T:
-    """The answer; the requests that it takes end soon after the time of a question."""
-    with command.time_limit(_PATIENCE_SECONDS):
-        return question(*about)
+        self._questions.stop()
 
 
 def _is_for(reference: Object | None, namespace: str, name: str) -> bool:

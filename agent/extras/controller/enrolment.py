@@ -26,21 +26,26 @@ from agent.core.settings import Config
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.claims import Claims, Questions
+from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import ClusterRecord
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import NODES, Lists, Objects
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
 _REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
-# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens").
+# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens"), and of its Node
+# when the token was made: these two since Kubernetes 1.32, and compared by no API server.
 _NODE_NAME = "authentication.kubernetes.io/node-name"
+_NODE_UID = "authentication.kubernetes.io/node-uid"
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
 # A token that was reviewed is not reviewed again for so long.
 _REVIEW_SECONDS = 300.0
 _MOST_REVIEWED = 20_000
+# How many certificates a node gets at once, and how soon there is another for it. A node whose
+# clock is far behind asks each 15 seconds, one that enrols in vain some times in the first minute.
+_CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
 # Reviews at once; each host has one of them, so that one that sends what is no token delays none.
 _REVIEWS_AT_ONCE = 16
 # A request is a token and a signing request. Who asks for more is none of Carver's nodes.
@@ -64,25 +69,29 @@ class _Reviewed:
     """What a token proved. It counts while the Node is the same, and no other token came for it."""
 
     node: str
-    until: float
-    # The UID of the Node; empty if it was not known yet.
+    # The UID of the Node.
     uid: str
+    until: float
 
 
 class Enrolment:
     """The nodes that enrolled, and what the controller shows to them."""
 
     def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
-        self._config, self._objects = config, objects
+        self._config, self._objects, self._lists = config, objects, lists
         self._namespace = namespace
         self._authority = Authority(objects, namespace, config.controller_authority)
         grace_seconds = _DELETED_SECONDS if config.forget_deleted_nodes else None
         self.record = ClusterRecord(objects, lists, config.driver_name, grace_seconds=grace_seconds)
-        self.questions = Questions(Claims(objects, lists, config.driver_name, config.topology_key))
+        self.questions = ClaimQuestions(
+            Claims(objects, lists, config.driver_name, config.topology_key)
+        )
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
         # By the digest of the token; and the digest of each node's last token.
         self._reviewed: dict[str, _Reviewed] = {}
         self._last: dict[str, str] = {}
+        # Until when each node has had its certificates (monotonic, seconds): more of them, later.
+        self._signed: dict[str, float] = {}
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
         # Why a node was not enrolled last.
@@ -161,23 +170,45 @@ class Enrolment:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"address: {error}")
         if not address:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "address: is required")
-        node = await self._node_of(request.token, context)
-        answer = carver.EnrolResponse()
+        proved = await self._node_of(request.token, context)
+        node, answer = proved.node, carver.EnrolResponse()
         if request.certificate_request:
+            if not self._takes_certificate(node):
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"certificate_request: node {node} asks for more than"
+                    f" {_CERTIFICATES_AT_ONCE} certificates at once; ask again in"
+                    f" {_CERTIFICATE_SECONDS:.0f} s",
+                )
             key = await _public_key(request.certificate_request, context)
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
             _log.info("node %s at %s got a certificate", node, address)
-        if self.record.enrol(node, address):
+        if self.record.enrol(node, address, proved.uid):
             _log.info("node %s serves at %s", node, address)
         return answer.SerializeToString()
 
-    async def _node_of(self, token: str, context: Any) -> str:
+    def _takes_certificate(self, node: str) -> bool:
+        """Whether a node may ask for a certificate now, which then counts.
+
+        Signing holds up the other nodes' enrolments: who has one node's token may not ask for
+        thousands.
+        """
+        now = time.monotonic()
+        until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
+        if until - now > _CERTIFICATES_AT_ONCE * _CERTIFICATE_SECONDS:
+            return False
+        if len(self._signed) >= _MOST_REVIEWED:
+            self._signed = {one: moment for one, moment in self._signed.items() if moment > now}
+        self._signed[node] = until
+        return True
+
+    async def _node_of(self, token: str, context: Any) -> _Reviewed:
         """The node of the pod that a token is bound to; ends the call if it proves none."""
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._reviewed.get(digest)
         if known is not None and self._counts(known, digest):
-            return known.node
+            return known
         # gRPC's name of a peer, such as ipv4:10.0.0.1:40000.
         host = context.peer().rpartition(":")[0]
         if host in self._reviewing:
@@ -186,10 +217,10 @@ class Enrolment:
             )
         self._reviewing.add(host)
         reviewing = asyncio.get_running_loop().run_in_executor(
-            self._reviewers, self._reviewed_node, token, digest
+            self._reviewers, self._review, token, digest
         )
 
-        def ended(reviewed: "asyncio.Future[str]") -> None:
+        def ended(reviewed: "asyncio.Future[_Reviewed]") -> None:
             # Also where the caller has gone, and does not read the error.
             self._reviewing.discard(host)
             _ = reviewed.cancelled() or reviewed.exception()
@@ -197,7 +228,7 @@ class Enrolment:
         reviewing.add_done_callback(ended)
         try:
             return await asyncio.shield(reviewing)
-        except errors.ClusterRefused as error:
+        except (errors.ClusterRefused, errors.ClusterSilent) as error:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, f"the API server did not review the token: {error}"
             )
@@ -214,10 +245,11 @@ class Enrolment:
         is_same = self.record.uid_of(known.node) == known.uid
         return is_last and is_same and known.until > time.monotonic()
 
-    def _reviewed_node(self, token: str, digest: str) -> str:
-        """The node that a token proves by the API server. Raises ValueError, ClusterRefused.
+    def _review(self, token: str, digest: str) -> _Reviewed:
+        """What a token proves by the API server.
 
-        It is kept for the next call: a slow API server answers when this one has given up.
+        It is kept for the next call: a slow API server answers when this one has given up. Raises
+        ValueError, ClusterRefused, ClusterSilent.
         """
         asked_seconds = time.monotonic()
         asked = {
@@ -225,17 +257,20 @@ class Enrolment:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self.audience]},
         }
-        node = self._proved(self._objects.review(_REVIEWS, asked))
+        node, uid = self._proved(self._objects.review(_REVIEWS, asked))
         if len(self._reviewed) >= _MOST_REVIEWED:
             self._reviewed.clear()
             self._last.clear()
-        until, uid = asked_seconds + _REVIEW_SECONDS, self.record.uid_of(node)
-        self._reviewed[digest] = _Reviewed(node, until, uid)
+        found = _Reviewed(node, uid, asked_seconds + _REVIEW_SECONDS)
+        self._reviewed[digest] = found
         self._last[node] = digest
-        return node
+        return found
 
-    def _proved(self, review: Mapping[str, Any]) -> str:
-        """The node that a review proves. Raises ValueError, ClusterRefused."""
+    def _proved(self, review: Mapping[str, Any]) -> tuple[str, str]:
+        """The node that a review proves, and the UID of its Node.
+
+        Raises ValueError, ClusterRefused, ClusterSilent.
+        """
         status = review.get("status") or {}
         if not status.get("authenticated") or self.audience not in status.get("audiences", ()):
             raise ValueError(f"it is not one for {self.audience}")
@@ -255,7 +290,17 @@ class Enrolment:
         named = extra.get(_NODE_NAME) or [node]
         if not node or list(named) != [node]:
             raise ValueError(f"it is bound to node {', '.join(named)}, its pod is on {node}")
-        return node
+        # A pod outlives its Node for a while, and also where that is made anew at once.
+        found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={node}").items
+        uid = str(found[0]["metadata"]["uid"]) if found else ""
+        if not uid:
+            raise ValueError(f"its node {node} has no Node object")
+        if list(extra.get(_NODE_UID) or [uid]) != [uid]:
+            raise ValueError(
+                f"it is bound to an earlier Node {node}, which was deleted and made anew; restart"
+                f" Carver's pod {pods[0]} there, or wait until kubelet renews the token"
+            )
+        return node, uid
 
 
 async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:

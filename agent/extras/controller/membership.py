@@ -17,7 +17,7 @@ from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.kubernetes.objects import (
     CONTENTS,
-    NODES,
+    GROUP_CONTENTS,
     VOLUMES,
     Lists,
     Object,
@@ -27,10 +27,13 @@ from agent.extras.kubernetes.objects import (
 from agent.extras.orphans import references
 from lvm import names
 
-# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent
-# (external-snapshotter, pkg/utils, GetDynamicSnapshotContentNameForSnapshot, and its flag
-# --snapshot-name-prefix by default).
-_SNAPSHOT, _CONTENT = "snapshot-", "snapcontent-"
+# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent; before
+# that of a VolumeGroupSnapshot: the name of its group snapshot (external-snapshotter, pkg/utils,
+# GetDynamicSnapshotContentNameForSnapshot, and its flags --snapshot-name-prefix and
+# --groupsnapshot-name-prefix by default).
+_SNAPSHOT, _CONTENT, _GROUP_SNAPSHOT = "snapshot-", "snapcontent-", "groupsnapshot-"
+# The prefixes of what is taken of volumes.
+_TAKEN = (ids.SNAPSHOT_PREFIX, ids.GROUP_SNAPSHOT_PREFIX)
 # How often the Nodes are listed; how soon for a node that enrolled and is not among them.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
 # How often the Nodes are listed in the time of grace of a deleted one, which may come back.
@@ -38,8 +41,8 @@ _GRACE_INTERVAL_SECONDS = 15.0
 # How often PersistentVolumes are listed again while they may not agree with the nodes; how soon for
 # a claim that counts only then.
 _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
-# Age of the lists by which a node is said to be deleted for some seconds, or a volume to be on one
-# of several nodes.
+# Age of the lists by which a node is said to be deleted for some seconds, or a volume to have no
+# PersistentVolume.
 _FRESH_SECONDS = 30.0
 
 
@@ -65,6 +68,10 @@ class Record:
     def named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return frozenset()
+
+    def uid_of(self, name: str) -> str:
+        """The UID of a Node; empty for one that is not known."""
+        return ""
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes of a group name."""
@@ -95,8 +102,8 @@ class Record:
     def node_of(self, identity: VolumeId) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
 
-        Empty for a node without a Node object. Of a snapshot it is that of its volume. Raises
-        ClusterRefused, ClusterSilent.
+        Empty for a node without a Node object. Of a snapshot it is that of its volume, of a group
+        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent.
         """
         return None
 
@@ -116,6 +123,14 @@ class Record:
         return ()
 
 
+class _Enrolled(NamedTuple):
+    """Where a node serves, the UID of the Node that it proved to be, and when (of the clock)."""
+
+    address: str
+    uid: str
+    seen: float
+
+
 @dataclass(frozen=True)
 class _Seen:
     """What the API server said last. Replaced as a whole: another thread reads it."""
@@ -131,8 +146,8 @@ class _Seen:
     # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # Of groups for which they name several, and of those that do not have the name that follows
-    # from the volume's: the segment by the volume's id.
-    segments: Mapping[str, str] = field(default_factory=dict)
+    # from the volume's: the PersistentVolume's name and segment by the volume's id.
+    placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
@@ -163,8 +178,7 @@ class ClusterRecord(Record):
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
-        # Where the nodes that enrolled serve, and when each did last (seconds of the clock).
-        self._enrolled: dict[str, tuple[str, float]] = {}
+        self._enrolled: dict[str, _Enrolled] = {}
         self._seen, self._every_named = _Seen(), frozenset[str]()
         self._nodes_read = self._volumes_read = float("-inf")
         # When something was last found that only another reading can settle: in PersistentVolumes,
@@ -179,13 +193,20 @@ class ClusterRecord(Record):
     def addresses(self) -> Mapping[str, str]:
         """The members, and where each serves; an empty address for one that has not enrolled."""
         enrolled = self._enrolled
-        return {one: enrolled[one][0] if one in enrolled else "" for one in self.members}
+        return {
+            one: enrolled[one].address if self._has_enrolled(one) else "" for one in self.members
+        }
 
     @property
     def members(self) -> frozenset[str]:
         """The names of all members."""
-        enrolled = self._seen.uids.keys() & self._enrolled.keys()
+        enrolled = frozenset(one for one in list(self._enrolled) if self._has_enrolled(one))
         return self._seen.labelled | self._every_named | enrolled
+
+    def _has_enrolled(self, name: str) -> bool:
+        """Whether a Node enrolled: the one that is there now, not an earlier one of its name."""
+        enrolled, uid = self._enrolled.get(name), self.uid_of(name)
+        return enrolled is not None and bool(uid) and enrolled.uid == uid
 
     @property
     def named(self) -> frozenset[str]:
@@ -196,13 +217,16 @@ class ClusterRecord(Record):
         """The UID of a Node by the last reading; empty for one that was not there."""
         return self._seen.uids.get(name, "")
 
-    def enrol(self, name: str, address: str) -> bool:
-        """Keep where a node serves; return whether that is new. A node without a Node must wait."""
-        is_new = name not in self._enrolled or self._enrolled[name][0] != address
-        self._enrolled[name] = address, self._clock()
-        if name not in self._seen.uids:
-            self._strange = self._clock()
-        return is_new
+    def enrol(self, name: str, address: str, uid: str) -> bool:
+        """Keep where a node serves that proved to be the Node with this UID.
+
+        Return whether that is new. It counts once that Node was seen.
+        """
+        before, now = self._enrolled.get(name), self._clock()
+        self._enrolled[name] = _Enrolled(address, uid, now)
+        if self.uid_of(name) != uid:
+            self._strange = now
+        return before is None or (before.address, before.uid) != (address, uid)
 
     @property
     def is_due(self) -> bool:
@@ -238,8 +262,8 @@ class ClusterRecord(Record):
                     self._read_nodes()
 
     def _read_nodes(self) -> None:
-        begun, before = self._clock(), self._seen.uids
-        found = self._lists.metadata(NODES).items
+        begun = self._clock()
+        found = self._lists.nodes().items
         abouts = [one["metadata"] for one in found]
         uids = {str(one["name"]): str(one.get("uid") or "") for one in abouts}
         nodes = {ids.node_segment(one): one for one in uids}
@@ -253,10 +277,9 @@ class ClusterRecord(Record):
         self._take(
             replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
         )
-        for name, (_, seen) in list(self._enrolled.items()):
+        for name, one in list(self._enrolled.items()):
             # One that was deleted and made again is another machine, which enrols itself.
-            is_same = name in uids and before.get(name, uids[name]) == uids[name]
-            if not is_same and seen < begun:
+            if uids.get(name) != one.uid and one.seen < begun:
                 del self._enrolled[name]
 
     def _read_volumes(self) -> None:
@@ -267,25 +290,25 @@ class ClusterRecord(Record):
         for one in places:
             uuid = one["id"].group_uuid
             named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
-        segments = {
-            str(one["id"]): one["segment"]
+        placed = {
+            str(one["id"]): (one["name"], one["segment"])
             for one in places
             if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
         }
-        self._take(replace(self._seen, named=named, segments=segments))
+        self._take(replace(self._seen, named=named, placed=placed))
         self._volumes_read = begun
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """The id and the topology segment of a PersistentVolume; empty where it names none.
+        """The id, the segment and the name of a PersistentVolume; empty where it names no node.
 
         And whether its name is another than that by which `_segment_of` finds it.
         """
         handle, segment = self._parsed(volume)
         if handle is None:
             return {}
-        name = (volume.get("metadata") or {}).get("name")
+        name = str((volume.get("metadata") or {}).get("name"))
         is_renamed = name != ids.readable_name(str(handle))
-        return {"id": handle, "segment": segment, "is_renamed": is_renamed}
+        return {"id": handle, "segment": segment, "name": name, "is_renamed": is_renamed}
 
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
         """The id in a PersistentVolume and its topology segment; None unless it has one of each."""
@@ -324,7 +347,7 @@ class ClusterRecord(Record):
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
         """Whether the last reading names another node for a volume of a group that several have."""
-        segment = self._seen.segments.get(str(identity), "")
+        _, segment = self._seen.placed.get(str(identity), ("", ""))
         return self._seen.nodes.get(segment, node) != node
 
     def now(self) -> float:
@@ -349,28 +372,75 @@ class ClusterRecord(Record):
         return self._seen.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volume; or empty.
+        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty.
 
         A volume may have a PersistentVolume of any name, which only the list tells.
         """
-        if names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
-            source = self._source_of(identity)
-            return self._segment_of(source) if source is not None else ""
-        name = ids.readable_name(str(identity))
-        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
-        handle, segment = (None, "") if found is None else self._parsed(found)
-        if handle == identity:
+        if any(names.is_of(one, identity.name) for one in _TAKEN):
+            segments = {self._segment_of(one) for one in self._sources_of(identity)} - {""}
+            return segments.pop() if len(segments) == 1 else ""
+        if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
-            if self._volumes_read <= self._clock() - _FRESH_SECONDS:
-                self._read_volumes()
-            return self._seen.segments.get(str(identity), "")
+            if self._volumes_read > self._clock() - _FRESH_SECONDS:
+                name, segment = self._seen.placed.get(str(identity), ("", ""))
+                # The list says which one it is, and that one which node, as it may be new by now.
+                if not name or self._segment_by(name, identity) == segment:
+                    return segment
+            self._read_volumes()
+            return self._seen.placed.get(str(identity), ("", ""))[1]
+
+    def _segment_by(self, name: str, identity: VolumeId) -> str:
+        """The segment in the PersistentVolume of that name; empty if it is not the volume's."""
+        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
+        handle, segment = (None, "") if found is None else self._parsed(found)
+        return segment if handle == identity else ""
+
+    def _sources_of(self, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a snapshot or group snapshot in its volume group; none if imported."""
+        if source := self._source_of(identity):
+            return [source]
+        return self._sources_in_group(identity)
+
+    def _sources_in_group(self, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a group snapshot or of its member, by the group snapshots' contents.
+
+        The ids follow from the group snapshot's name and the volume's id, so that a content is
+        believed about no others. None without the right to list them, as without group snapshots.
+        """
+        kind = "VolumeGroupSnapshotContentList"
+        try:
+            found = self._lists.whole(GROUP_CONTENTS, kind, if_served=True)
+        except errors.ClusterSilent as error:
+            if not error.is_refusal:
+                raise
+            return []
+        for one in found.items:
+            if sources := self._sources_by(one, identity):
+                return sources
+        return []
+
+    def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
+        """The volumes of a group snapshot or of its member; none if the content is of another."""
+        spec = content.get("spec") or {}
+        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
+        if spec.get("driver") != self._driver_name or not uid:
+            return []
+        handles = (spec.get("source") or {}).get("volumeHandles") or ()
+        parsed = (VolumeId.parse(str(one)) for one in handles)
+        sources = [one for one in parsed if one and one.group_uuid == identity.group_uuid]
+        name = f"{_GROUP_SNAPSHOT}{uid}"
+        if identity.name == names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
+            return sources
+        return [one for one in sources if identity.name == ids.group_member(name, str(one))]
 
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
         """The volume of a snapshot, by the content that the snapshotter made for it.
 
-        None for one that was imported, and for the member of a group snapshot.
+        None for one that was imported, for a group snapshot and for its member.
         """
+        if not names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
+            return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         try:
             name, kind = f"{_CONTENT}{uid}", "VolumeSnapshotContent"

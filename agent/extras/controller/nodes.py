@@ -30,6 +30,7 @@ from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.membership import Record
+from agent.extras.controller.questions import NotInTime, Questions
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ _FRESH_SECONDS = 10.0
 # Nodes that are asked at once.
 _AT_ONCE = 64
 _MOST_NAMED = 5
+# How long a question about an id may take in all: PersistentVolumes that are read for it are kept
+# for the call that repeats it.
+_QUESTION_SECONDS = 120.0
 # Characters that are shown of what a node says and cannot be so, of its version and its errors, and
 # the most that its topology and its groups may take.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
@@ -117,6 +121,8 @@ class Node:
     # Empty while it is not known; then there is no channel.
     address: str
     channel: grpc.aio.Channel | None = None
+    # The UID of its Node; empty without an API server.
+    uid: str = ""
     version: str = ""
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of its volume groups, by the start of their UUIDs as ids have it.
@@ -262,6 +268,7 @@ class Nodes:
         # What was logged of groups that several nodes have.
         self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._questions = Questions("owners", _QUESTION_SECONDS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Node]:
@@ -279,9 +286,10 @@ class Nodes:
         """Make these the nodes of the cluster.
 
         One that moved to another address keeps its groups until it says that it has them no more.
+        One whose Node was deleted and made anew is another machine, which has said nothing yet.
         """
         for name, known in list(self._nodes.items()):
-            if name not in addresses:
+            if name not in addresses or self._record.uid_of(name) != known.uid:
                 self._drop(known)
             elif addresses[name] != known.address:
                 known.address = addresses[name]
@@ -289,7 +297,8 @@ class Nodes:
                 self._replace_channel(known)
         for name, address in addresses.items():
             if name not in self._nodes:
-                self._nodes[name] = Node(name, address, self._channel(name, address))
+                channel, uid = self._channel(name, address), self._record.uid_of(name)
+                self._nodes[name] = Node(name, address, channel, uid)
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
@@ -311,7 +320,8 @@ class Nodes:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and ask the API server no more."""
+        self._questions.stop()
         for one in self:
             await one.close()
 
@@ -712,11 +722,16 @@ class Nodes:
     async def _asked(
         self, ask: Callable[[VolumeId], T], identity: VolumeId, problem: str = ""
     ) -> T:
-        """Ask the API server about an id. Raises Refused if the API server does not answer."""
+        """Ask the API server about an id, for each volume group one question at a time.
+
+        Raises Refused if the API server does not answer.
+        """
+        before = f"{problem}; and " if problem else ""
         try:
-            return await asyncio.to_thread(ask, identity)
+            return await self._questions.ask(f"volume group {identity.group_uuid}", ask, identity)
+        except NotInTime as error:
+            raise unavailable(f"{before}cannot look up {identity}: {error}; ask again") from None
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
-            before = f"{problem}; and " if problem else ""
             raise unavailable(f"{before}the API server does not answer: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:

@@ -28,7 +28,7 @@ import grpc
 from agent.core import ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
-from agent.extras.controller.claims import ClaimName, OtherVolume, Questions
+from agent.extras.controller.claims import ClaimName, ClaimQuestions, OtherVolume
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unavailable
 from lvm import names
 from proto import csi_pb2 as csi
@@ -112,7 +112,7 @@ class Placement:
     """
 
     def __init__(
-        self, nodes: Nodes, attempts: Attempts, ask: Ask, questions: Questions | None = None
+        self, nodes: Nodes, attempts: Attempts, ask: Ask, questions: ClaimQuestions | None = None
     ) -> None:
         self._nodes, self._attempts, self._ask = nodes, attempts, ask
         self._questions = questions

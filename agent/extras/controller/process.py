@@ -21,7 +21,7 @@ from agent.daemon.extra import Extra
 from agent.daemon.process import ProcessEnder, claimed, ending_in_time
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
-from agent.extras.controller.claims import Questions
+from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
@@ -54,7 +54,7 @@ class Source(Protocol):
         """What is known of volume groups beside what nodes say."""
 
     @property
-    def questions(self) -> Questions | None:
+    def questions(self) -> ClaimQuestions | None:
         """Who asks the API server about claims; None where there is none."""
 
     async def start(self) -> None:

@@ -24,7 +24,7 @@ from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.claims import Questions
+from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_said
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
@@ -97,7 +97,7 @@ class Router:
         driver_name: str,
         version: str,
         observe: Callable[[Call], None] = lambda _call: None,
-        questions: Questions | None = None,
+        questions: ClaimQuestions | None = None,
         *,
         attach: bool = False,
     ) -> None:

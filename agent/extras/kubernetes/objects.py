@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 # Paths of the API of lists whose objects are the whole cluster's.
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
+GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
 _PAGE_ITEMS = 500
 # What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").
@@ -93,9 +94,20 @@ class Lists:
         """
         return self._whole(path, _Question(kind, query, keep, if_served=if_served))
 
-    def metadata(self, path: str) -> Listing:
+    def metadata(self, path: str, **query: str) -> Listing:
         """Read names, UIDs and labels of a complete collection; raises ClusterSilent."""
-        return self._whole(path, _Question(_METADATA, {}, _labels, {"Accept": _AS_METADATA}))
+        return self._whole(path, _Question(_METADATA, query, _labels, {"Accept": _AS_METADATA}))
+
+    def nodes(self) -> Listing:
+        """Read names, UIDs and labels of all Nodes; raises ClusterSilent, also where none is there.
+
+        Carver's own pod is on a Node. So an API server without any has lost its data, or is
+        another cluster's, and no Node counts as deleted by what it says.
+        """
+        found = self.metadata(NODES)
+        if not found.items:
+            raise errors.ClusterSilent(self._where(NODES), "it has no Node, not even Carver's own")
+        return found
 
     def _whole(self, path: str, asked: "_Question") -> Listing:
         until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)

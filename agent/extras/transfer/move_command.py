@@ -37,6 +37,8 @@ _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
 _KEEP_SECONDS = 8.0
 # Checks while another command holds it: longer than the hold of one that was killed.
 _HELD_LOOKS = 20
+# Last rounds of one command whose hold ended, as on a node that was stopped for a while.
+_MOST_LOST_HOLDS = 5
 _PREFIX = "move-"
 _PREFIX_CHARACTERS = 12
 
@@ -73,6 +75,8 @@ class Move:
         self._verifies = False
         self._proved = ""
         self._taken: dict[str, float] = {}
+        # How many last rounds were in vain as their hold ended.
+        self._lost_holds = 0
 
     def run(self) -> dict[str, Any]:
         """Move it, and return its state there. The volume here stays in quarantine.
@@ -217,7 +221,10 @@ class Move:
         return True
 
     def _last(self, base: str, release: str) -> carver.MoveState | None:
-        """Send what changed since the last round while it is held, and commit the move."""
+        """Send what changed since the last round while it is held, and commit the move.
+
+        None where the hold ended meanwhile, so that another round is due; a few times at most.
+        """
         self._tell("it is not in use: sending what changed since, while it cannot be used")
         with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
@@ -230,7 +237,25 @@ class Move:
             request = carver.CommitMoveRequest(
                 volume_id=self._volume_id, snapshot_id=snapshot_id, token=token
             )
-            return self._transfer.CommitMove(request)
+            try:
+                return self._transfer.CommitMove(request)
+            except grpc.RpcError as error:
+                is_refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+                is_last = self._lost_holds == _MOST_LOST_HOLDS
+                if not is_refused or is_last or self._is_held(token):
+                    raise
+        self._lost_holds += 1
+        self._tell("it could be used meanwhile: sending what changed since once more")
+        return None
+
+    def _is_held(self, token: str) -> bool:
+        """Whether the hold of that token goes on for all that is known."""
+        request = carver.HoldMoveRequest(volume_id=self._volume_id, token=token)
+        try:
+            self._transfer.HoldMove(request)
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.FAILED_PRECONDITION
+        return True
 
     def _compare(self, snapshot_id: str) -> None:
         """Compare checksums of all that both hold; raises NotMoved."""

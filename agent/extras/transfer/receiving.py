@@ -55,10 +55,16 @@ class Receiver:
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:
-        """The state of the volume of that name; `absent` where the report proves there is none."""
+        """The state of the volume of that name; `absent` where the report proves there is none.
+
+        Raises NeedsOther, TagsDamaged: a volume here may not be usable on its first node.
+        """
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
         found = self._inventory.search(lambda one: one.name == own_name)
-        return carver.ReceiveState(state="absent") if found is None else _state(found)
+        if found is not None:
+            return _state(found)
+        self._inventory.require_none_named(self._inventory.state(), name, ids.VOLUME_PREFIX)
+        return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
         """Create or grow the volume for a stream, and return its state: where the stream begins.
@@ -77,6 +83,7 @@ class Receiver:
         return self._pool_remover.when_kept(one.group, pool_name(one.name), begin)
 
     def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
+        self._inventory.await_others(one.group)
         with self._volume_groups.hold(one.group):
             known = self._inventory.state(one.group, resume=True)
             found = self._inventory.named(self._inventory.everywhere(known), name)

@@ -43,7 +43,8 @@ def tags_of(
 ) -> dict[str, str]:
     """The tags of a volume to be received; raises BadField, NotAllowed for a wrong header."""
     sent = {key: value for key, value in header.facts.items() if key in SENT}
-    access = sent.get(tag.ACCESS, BLOCK)
+    # Never a guess: what is given to pods as a device holds no file system of Carver's.
+    access = sent.get(tag.ACCESS, MOUNT if sent.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
     given = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
@@ -117,21 +118,25 @@ class Sender:
         """Activate a snapshot; return a stream's header, since a base if named, and the lease.
 
         `Activations.end_lease` ends it. At most two commands. Raises NoSuchSnapshot, OtherGroup,
-        SourceLost, BadField.
+        SourceLost, TagsDamaged, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
             known = self._inventory.state(group_of(snapshot_id), resume=True)
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
             lease = self._activations.lease(snapshot)
-            return self._with_blocks(header, snapshot), lease
+        return self._with_blocks(header), lease
 
-    def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
-        """Add the largest logical block that the contents can lie on, if that can be found."""
-        with suppress(OSError, mount_errors.CommandError, mount_errors.MountError):
-            device = self._inventory.ensure_active(snapshot.group.name, snapshot.name)
-            held = block_sizes.of_contents(self._kernel, header.facts, device.path)
-            return replace(header, facts={**header.facts, BLOCKS: str(held)})
+    def _with_blocks(self, header: Header) -> Header:
+        """Add the largest logical block that the contents can lie on, if that can be found.
+
+        It is read from the snapshot's device, which is active, with no group held.
+        """
+        device = self._inventory.device(header.snapshot_id)
+        if device is not None:
+            with suppress(OSError, mount_errors.MountError):
+                held = block_sizes.of_contents(self._kernel, header.facts, device.path)
+                return replace(header, facts={**header.facts, BLOCKS: str(held)})
         return header
 
     def chain(self, snapshot_id: str) -> str:
@@ -185,7 +190,10 @@ class Sender:
             # It may have been formatted, or got its header or another key, since.
             since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
             own_tags = {**volume, **since, **own_tags}
-        return {key: own_tags[key] for key in SENT if own_tags.get(key)}
+        sent = {key: own_tags[key] for key in SENT if own_tags.get(key)}
+        # Raises TagsDamaged where the tag is lost, and nothing else says it.
+        is_block = records.is_block(str(snapshot.id), sent)
+        return {**sent, tag.ACCESS: BLOCK if is_block else MOUNT}
 
 
 def chain_of(snapshot: Snapshot) -> str:

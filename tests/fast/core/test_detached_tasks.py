@@ -9,12 +9,13 @@ from pathlib import Path
 import expect
 import grpc
 import pytest
+from csi_client import Client
 from fakes.host import FakeHost
 
 from agent.core import background, errors
 from agent.core.background import DetachedTasks
 from agent.core.settings import Config
-from agent.csi.client import Client, mounted, of_snapshot
+from agent.csi.client import mounted, of_snapshot, of_volume
 from mount.command import Result, time_limit
 
 MIB = 1 << 20
@@ -137,3 +138,37 @@ def test_mkfs_of_a_deleted_volume_leaves_the_next_one_of_its_name_alone(
     assert restored is not None
     assert fake.block.get(DEVICE).contents == restored
     assert not [one for one in fake.commands if one[0] == "mkfs.ext4" and one[-1] == DEVICE]
+
+
+@pytest.mark.parametrize("how", ["snapshot", "group snapshot", "clone"])
+def test_nothing_is_copied_of_a_volume_while_its_mkfs_outlives_its_call(
+    fake: FakeHost, client: Client, config: Config, tmp_path: Path, how: str
+) -> None:
+    volume = client.create("slow", 320 * MIB, mounted("xfs"))
+    long = Work()
+
+    def meet(words: Sequence[str]) -> Result | None:
+        if words[0] == "mkfs.xfs":
+            long()
+        return None
+
+    def copy() -> object:
+        if how == "snapshot":
+            return client.snapshot("snap", volume.volume_id)
+        if how == "group snapshot":
+            return client.group_snapshot("snaps", [volume.volume_id])
+        source = of_volume(volume.volume_id)
+        return client.create("copy", 320 * MIB, mounted("xfs"), source=source)
+
+    fake.intercept = meet
+    try:
+        with Client(config.endpoint, timeout_seconds=1) as hasty, pytest.raises(grpc.RpcError):
+            hasty.stage(volume, tmp_path / "staging", mounted("xfs"))
+        before = set(fake.lvm2.groups["data"].volumes)
+        with expect.code("ABORTED", "mkfs"):
+            copy()
+        assert set(fake.lvm2.groups["data"].volumes) == before
+    finally:
+        long.over.set()
+    client.stage(volume, tmp_path / "staging", mounted("xfs"))
+    copy()

@@ -66,6 +66,22 @@ def test_a_group_is_reported_once_until_it_is_written_to(
     assert known.status == "ready"
 
 
+def test_a_group_that_is_refused_is_not_taken_for_one_of_which_all_is_known(
+    fake: FakeHost, known: VolumeGroup
+) -> None:
+    state(known)
+    assert known.has_own_changes
+    for exported in (True, False):
+        fake.lvm2.groups["data"].exported = exported
+        fake.lvm2.groups["data"].seqno += 1
+        if exported:
+            with pytest.raises(errors.GroupRefused):
+                known.state()
+        else:
+            state(known)
+        assert known.has_own_changes is not exported
+
+
 def test_no_tags_are_kept_of_a_volume_that_is_gone(fake: FakeHost, known: VolumeGroup) -> None:
     def kept() -> int:
         gc.collect()

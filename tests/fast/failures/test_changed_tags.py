@@ -16,7 +16,7 @@ from real.any import device
 from agent.core import allocation, records, tag
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import block, of_snapshot, of_volume
+from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import preflight
 from lvm import report, tags
@@ -347,3 +347,60 @@ def test_a_volume_of_which_no_tag_says_how_it_is_accessed_is_not_formatted(
     client.stage(raw, tmp_path / "raw", block())
     # One that was formatted is for mounts.
     client.stage(used, tmp_path / "used")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *((key, "vol-1") for key in (tag.SIZE, tag.FS_TYPE)),
+        *((key, "snap-1") for key in (tag.SIZE, tag.SEQUENCE)),
+    ],
+)
+def test_no_data_are_copied_by_one_of_two_values(
+    client: Client, fake: FakeHost, key: str, name: str
+) -> None:
+    volume = client.create("1", SIZE, mounted("btrfs" if key == tag.FS_TYPE else "ext4"))
+    snapshot = client.snapshot("1", volume.volume_id)
+    own_tags(fake, name).add(tags.format_one(key, "77"))
+    is_snapshot = name.startswith("snap")
+    source = of_snapshot(snapshot.snapshot_id) if is_snapshot else of_volume(volume.volume_id)
+    with expect.code("FAILED_PRECONDITION", f"`{key}` twice"):
+        client.create("copy", 0, mounted(), source=source)
+    # It is shown, and none gets its number.
+    assert [one.snapshot_id for one in client.snapshots()] == [snapshot.snapshot_id]
+    assert len(client.volumes()) == 1
+
+
+def test_the_number_of_a_snapshot_is_above_each_that_is_there_twice(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("1", SIZE, block())
+    client.snapshot("1", volume.volume_id)
+    own_tags(fake, "snap-1").add("carver.sequence=17")
+    client.snapshot("2", volume.volume_id)
+    assert "carver.sequence=18" in own_tags(fake, "snap-2")
+
+
+def test_a_thin_snapshot_without_its_size_is_as_large_as_it_is(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("1", SIZE, block(), parameters={"class": "thin"})
+    client.snapshot("1", volume.volume_id)
+    client.expand(volume.volume_id, 2 * SIZE)
+    own_tags(fake, "snap-1").remove(f"carver.size={SIZE}")
+    assert [one.size_bytes for one in client.snapshots()] == [SIZE]
+
+
+def test_a_deleted_snapshot_with_damaged_tags_is_not_called_gone(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("1", SIZE, block())
+    snapshot = client.snapshot("1", volume.volume_id)
+    # As a kill leaves it that came before its data were erased.
+    fake.lvm("lvconvert", "--yes", "--splitsnapshot", "--", "data/snap-1")
+    own_tags(fake, "snap-1").add("carver.source=vol-2")
+    with expect.code("FAILED_PRECONDITION", "`source` twice"):
+        client.delete_snapshot(snapshot.snapshot_id)
+    own_tags(fake, "snap-1").remove("carver.source=vol-2")
+    client.delete_snapshot(snapshot.snapshot_id)
+    expect.soon(lambda: "snap-1" not in fake.lvm2.groups["data"].volumes)

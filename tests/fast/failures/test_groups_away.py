@@ -160,12 +160,12 @@ def test_a_group_snapshot_with_a_part_in_a_lost_group_can_be_deleted(
 
 
 def test_a_class_that_leaves_the_configuration_costs_no_snapshot(node: Node) -> None:
-    node.restart(FIRST)
-    assert node.snapshots() == 2
-    with expect.code("FAILED_PRECONDITION", "volume group b"):
-        node.delete()
-    node.restart()
-    assert node.find() == node.taken
+    for left in (FIRST, replace(SECOND, default=True)):
+        node.restart(left)
+        assert node.snapshots() == 2
+        assert node.find() == node.taken
+    node.delete()
+    assert node.snapshots() == 0
 
 
 def test_a_group_snapshot_of_an_older_version_is_recorded_at_the_next_start(node: Node) -> None:

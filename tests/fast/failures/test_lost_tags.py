@@ -14,8 +14,10 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
+from lvm import thin
 from lvm.layout import Layout
 from lvm.thin import Policy
+from lvm.volumes import New
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -145,3 +147,50 @@ def test_a_volume_with_the_name_of_the_one_that_erases_a_pool_is_not_erased(
     service.pool_remover.jobs.shutdown()
     assert group.volumes["wipe-thin"].media.read(0, len(OWN)) == OWN
     assert set(group.volumes) == {"pool-thin", "wipe-thin"}
+
+
+def test_a_thin_volume_of_others_is_not_taken_for_a_cache_that_was_parted(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    """It lies on no disk itself, and so on none that is not fast."""
+    service.eraser.grace_seconds = 20
+    client.create("2", EXTENT, block(), parameters=THIN)
+    thin.create(fake.lvm, "data", "pool-thin", New("vol-1_cache", EXTENT, {}))
+    volumes = fake.lvm2.groups["data"].volumes
+    volumes["vol-1_cache"].media.write(0, OWN)
+    client.delete(client.create("1", SIZE, block()).volume_id)
+    assert set(volumes) == {"pool-thin", "vol-2", "vol-1_cache"}
+    assert volumes["vol-1_cache"].media.read(0, len(OWN)) == OWN
+
+
+@pytest.mark.parametrize("lost", ["class", "class of its own"])
+def test_a_thin_volume_without_its_class_grows_in_the_pool_that_it_is_in(
+    client: Client, fake: FakeHost, lost: str
+) -> None:
+    made = client.create("1", EXTENT, block(), parameters=THIN)
+    tags = fake.lvm2.groups["data"].volumes["vol-1"].tags
+    tags.remove("carver.class=thin")
+    if lost != "class":
+        tags.add("carver.class=plain")
+    most = client.capacity(parameters=THIN).available_capacity
+    with expect.code("OUT_OF_RANGE"):
+        client.expand(made.volume_id, EXTENT + most + EXTENT)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("2", most + EXTENT, block(), parameters=THIN)
+    client.expand(made.volume_id, EXTENT + most)
+    assert client.capacity(parameters=THIN).available_capacity == 0
+
+
+@pytest.mark.parametrize("key", ["class", "chunk"])
+def test_a_pool_with_two_values_of_a_tag_gets_no_new_volume_and_is_not_erased(
+    client: Client, service: Service, fake: FakeHost, key: str
+) -> None:
+    volume = client.create("1", EXTENT, block(), parameters=THIN)
+    pool = fake.lvm2.groups["data"].volumes["pool-thin"]
+    pool.tags.add(f"carver.{key}=zzz")
+    with expect.code("RESOURCE_EXHAUSTED", "lost a tag"):
+        client.create("2", EXTENT, block(), parameters=THIN)
+    assert client.capacity(parameters=THIN).available_capacity == 0
+    client.delete(volume.volume_id)
+    service.pool_remover.jobs.shutdown()
+    assert set(fake.lvm2.groups["data"].volumes) == {"pool-thin"}

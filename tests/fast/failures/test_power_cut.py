@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import configured
+import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -148,7 +150,10 @@ def test_caches_that_are_never_written_back_delay_no_other_volume_s_erase(
     names = [f"pvc-{number}" for number in range(3)]
     held = [dirty.create(one, 10**9) for one in names]
     dirty.client.create("other", SIZE, block(), parameters={"class": "linear"})
-    dirty.delete(*names)
+    for one in names:
+        # A call that finds its job failed already says so; the volume is deleted all the same.
+        with suppress(grpc.RpcError):
+            dirty.delete(one)
     dirty.delete("other")
     for _ in range(3):
         jobs = dirty.service.eraser.jobs
@@ -159,8 +164,8 @@ def test_caches_that_are_never_written_back_delay_no_other_volume_s_erase(
     assert "vol-other" not in volumes
     logged = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]
     assert len(logged) == len(names), "once for each, not each minute"
-    for one in held:
-        one.dirty_blocks = 0
+    for volume in held:
+        volume.dirty_blocks = 0
     serving.again(dirty.service)
     assert volumes == {}
 

@@ -175,3 +175,39 @@ def test_a_key_file_that_others_can_read_or_that_is_no_file_is_refused(tmp_path:
         encrypt.read_key(str(tmp_path / "nowhere"))
     file.chmod(0o400)
     assert encrypt.read_key(str(file)).data == b"sesame"
+
+
+def lose_header_tag(fake: FakeHost) -> str:
+    """Take away the tag that says how long the volume's header is."""
+    [group] = fake.lvm2.groups.values()
+    logical = group.volumes["vol-pvc-1"]
+    [lost] = [one for one in logical.tags if one.startswith("carver.header=")]
+    logical.tags.remove(lost)
+    return lost
+
+
+def test_a_volume_that_lost_the_length_of_its_header_gets_it_again_when_it_is_staged(
+    fake: FakeHost, client: Client, use: Use
+) -> None:
+    use.once(KEY)
+    lost = lose_header_tag(fake)
+    # How much of a new size the header takes is not known.
+    with expect.code("FAILED_PRECONDITION", "no `header`"):
+        client.expand(use.volume.volume_id, 60 * MIB)
+    use.once(KEY)
+    [group] = fake.lvm2.groups.values()
+    expect.soon(lambda: lost in group.volumes["vol-pvc-1"].tags)
+    client.expand(use.volume.volume_id, 60 * MIB)
+
+
+def test_a_header_is_not_made_anew_with_another_length(fake: FakeHost, use: Use) -> None:
+    use.begin_failing(fake, "open", KEY)
+    remove_slots(fake)
+    lost = lose_header_tag(fake)
+    before = dict(device(fake).media.blocks)
+    with expect.code("FAILED_PRECONDITION", "no `header`"):
+        use.begin(KEY)
+    assert device(fake).media.blocks == before
+    [group] = fake.lvm2.groups.values()
+    group.volumes["vol-pvc-1"].tags.add(lost)
+    use.once(KEY)

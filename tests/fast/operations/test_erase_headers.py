@@ -124,3 +124,21 @@ def test_snapshot_waits_for_a_lost_disk(
     following.stop()
     assert set(fake.lvm2.groups["data"].volumes) == {"vol-a"}
     assert fake.freed_bytes("data") == b""
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_thin_volume_that_lost_the_length_of_its_header_loses_all_of_that(
+    client: Client, fake: FakeHost, tmp_path: Path, is_whole: bool
+) -> None:
+    volume = make(client, tmp_path, "thin")
+    logical = fake.lvm2.groups["data"].volumes["vol-a"]
+    [lost] = [one for one in logical.tags if one.startswith("carver.header=")]
+    logical.tags.remove(lost)
+    device = fake.devices.find("data", "vol-a")
+    assert device is not None
+    if not is_whole:
+        fake.block.get(device.path).media.blocks.pop(0)
+    media = fake.block.get(device.path).media
+    media.zeroed.clear()
+    client.delete(volume)
+    assert max(end for start, end in media.zeroed if start == 0) >= int(lost.split("=")[1])

@@ -3,18 +3,31 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import configured
 import expect
 import grpc
 import pytest
 from fakes.host import FakeHost
 
 from agent.core import tag
-from agent.csi.client import Client, block, mounted
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from lvm.devices import Device
+from lvm.layout import Layout
+from lvm.thin import Policy
 from mount import filesystem, table
 from mount.command import Result
 from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    thin = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(over_provisioning=4))
+    classes = (DeviceClass("plain", "data", default=True), thin)
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +76,21 @@ XFS = mounted("xfs")
 
 
 @pytest.fixture
-def unfinished(
-    fake: FakeHost, client: Client, tmp_path: Path, request: pytest.FixtureRequest
-) -> tuple[csi.Volume, str]:
+def unfinished(fake: FakeHost, client: Client, tmp_path: Path) -> tuple[csi.Volume, str]:
     """A volume over whose mkfs.xfs the node was lost, and its device."""
     volume = client.create("db", 320 << 20, XFS)
+    kill_mkfs(fake, client, volume, tmp_path / "staging")
+    return volume, device_of(fake, "db").path
+
+
+def device_of(fake: FakeHost, name: str) -> Device:
+    device = fake.devices.find("data", f"vol-{name}")
+    assert device is not None
+    return device
+
+
+def kill_mkfs(fake: FakeHost, client: Client, volume: csi.Volume, staging: Path) -> None:
+    """Stage a volume, and end its mkfs.xfs before its last write."""
 
     def killed(words: Sequence[str]) -> Result | None:
         if words[0] != "mkfs.xfs":
@@ -79,15 +102,17 @@ def unfinished(
 
     fake.intercept = killed
     with expect.code("INTERNAL"):
-        client.stage(volume, tmp_path / "staging", XFS)
-    device = fake.devices.find("data", "vol-db")
-    assert device is not None
-    return volume, device.path
+        client.stage(volume, staging, XFS)
 
 
 def no_longer_marked(fake: FakeHost, path: str) -> None:
     fake.block.get(path).media.damage = "much"
     fake.block.get(path).media.blocks.pop(0)
+
+
+def copied_from_others(fake: FakeHost, path: str) -> None:
+    of_others(fake, path)
+    tagged("carver.from=data/vol-other")(fake, path)
 
 
 def of_others(fake: FakeHost, path: str) -> None:
@@ -116,10 +141,10 @@ def in_use(fake: FakeHost, path: str) -> None:
     [
         no_longer_marked,
         of_others,
+        copied_from_others,
         in_use,
         tagged("carver.formatted=xfs"),
-        tagged("carver.from=data/vol-other"),
-        tagged("carver.received=data/vol-other"),
+        tagged("carver.formatted=xfs", "carver.from=data/vol-other"),
         tagged("carver.adopted=by-hand"),
     ],
 )
@@ -138,3 +163,37 @@ def test_what_a_killed_mkfs_left_is_not_zeroed_where_anything_speaks_against_it(
         client.stage(volume, tmp_path / "staging", XFS)
     assert filesystem.probe(fake.kernel, path) == before
     assert fake.block.get(path).media.zeroed == []
+
+
+@pytest.mark.parametrize("device_class", ["plain", "thin"])
+@pytest.mark.parametrize("by", ["snapshot", "clone"])
+def test_a_copy_of_what_a_killed_mkfs_left_is_formatted_when_it_is_staged(
+    fake: FakeHost, client: Client, tmp_path: Path, by: str, device_class: str
+) -> None:
+    parameters = {"class": device_class}
+    volume = client.create("db", 320 << 20, XFS, parameters=parameters)
+    kill_mkfs(fake, client, volume, tmp_path / "staging")
+    source = of_volume(volume.volume_id)
+    if by == "snapshot":
+        source = of_snapshot(client.snapshot("s", volume.volume_id).snapshot_id)
+    copy = client.create("copy", 320 << 20, XFS, source=source, parameters=parameters)
+    client.stage(copy, tmp_path / "copy", XFS)
+    [mount] = table.read(fake.kernel).of_device(device_of(fake, "copy").number)
+    assert (mount.path, mount.fs_type) == (str(tmp_path / "copy"), "xfs")
+    # The source is made anew by itself, with the UUID that the copy no longer has.
+    client.stage(volume, tmp_path / "staging", XFS)
+    found = {
+        one: filesystem.probe(fake.kernel, device_of(fake, one).path) for one in ("db", "copy")
+    }
+    assert len({one.uuid for one in found.values() if one is not None}) == 2
+
+
+def test_a_copy_over_whose_own_mkfs_the_node_was_lost_is_formatted_anew(
+    fake: FakeHost, client: Client, tmp_path: Path
+) -> None:
+    blank = client.create("db", 320 << 20, XFS)
+    source = of_snapshot(client.snapshot("s", blank.volume_id).snapshot_id)
+    copy = client.create("copy", 320 << 20, XFS, source=source)
+    kill_mkfs(fake, client, copy, tmp_path / "copy")
+    client.stage(copy, tmp_path / "copy", XFS)
+    assert table.read(fake.kernel).at(str(tmp_path / "copy"))

@@ -126,8 +126,8 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             {
                 f"agent/extras/controller/{one}.py"
                 for one in (
-                    *("claims", "enrolment", "health_events", "lists", "nodes"),
-                    *("placement", "process", "router"),
+                    *("enrolment", "health_events", "lists", "nodes", "placement"),
+                    *("process", "questions", "router"),
                 )
             },
         ),

@@ -12,8 +12,8 @@ import pytest
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.extras.controller import claims
-from agent.extras.controller.claims import ClaimName, Claims, OtherVolume, Questions
+from agent.extras.controller import questions as asking
+from agent.extras.controller.claims import ClaimName, ClaimQuestions, Claims, OtherVolume
 from agent.extras.controller.nodes import Refused
 from agent.extras.kubernetes.objects import Listing, Lists, Object, Objects
 from mount import command
@@ -29,13 +29,17 @@ FIELD = "fieldSelector=metadata.name"
 FRESH = ClaimName("shop", "wal")
 
 
+def node(name: str, **labels: str) -> Object:
+    return {"metadata": {"name": name, "uid": name, "labels": labels}}
+
+
 class Server(Objects, Lists):
     """Objects by their paths, and lists by theirs with the query."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
         self.lists: dict[str, list[Object]] = {}
-        self.nodes: list[Object] = []
+        self.every_node = [node("own")]
         self.asked: list[str] = []
         self.waits = threading.Event()
         self.waits.set()
@@ -46,15 +50,22 @@ class Server(Objects, Lists):
         return self.objects.get(path)
 
     def whole(self, path: str, kind: str, **query: Any) -> Listing:
+        return self._listed(path, query)
+
+    def metadata(self, path: str, **query: str) -> Listing:
+        return self._listed(path, query)
+
+    def _listed(self, path: str, query: Mapping[str, Any]) -> Listing:
         asked = "&".join([path, *(f"{key}={value}" for key, value in query.items())])
         self._note(asked)
         if path == NODES and not query:
-            return Listing(self.nodes, "1")
-        named = [one for one in self.nodes if asked == f"{NODES}&{FIELD}={one['metadata']['name']}"]
+            return Listing(self.every_node, "1")
+        known = {f"{NODES}&{FIELD}={one['metadata']['name']}": one for one in self.every_node}
+        named = [known[asked]] if asked in known else []
         return Listing([*self.lists.get(asked, []), *named], "1")
 
-    def metadata(self, path: str) -> Listing:
-        return self.whole(path, "PartialObjectMetadataList")
+    def _where(self, path: str) -> str:
+        return path
 
     def _note(self, path: str) -> None:
         self.asked.append(path)
@@ -293,21 +304,28 @@ def test_a_claim_that_is_gone_is_not_made_anywhere(known: Claims) -> None:
     assert known.is_scheduled(FRESH)
 
 
-def node(name: str, **labels: str) -> dict[str, Any]:
-    return {"metadata": {"name": name, "uid": name, "labels": labels}}
-
-
 @pytest.mark.parametrize("name", ["b", "node-b.example.com", "n" * 70, f"{'n' * 46}-{'0' * 16}"])
 def test_a_node_is_known_by_the_segment_that_follows_from_its_name(
     name: str, server: Server, known: Claims
 ) -> None:
     """Also before it has the label; and whether it is shortened, as it may look, or not."""
     segment = ids.node_segment(name)
-    server.nodes = [node("other")]
+    server.every_node = [node("other")]
     assert not known.has_node(segment)
-    server.nodes.append(node(name))
+    server.every_node.append(node(name))
+    server.asked.clear()
     assert known.has_node(segment)
-    assert len(server.asked) == 2
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["b", "n" * 70])
+def test_an_api_server_without_any_node_does_not_say_that_a_node_has_left(
+    name: str, server: Server, known: Claims
+) -> None:
+    """It has lost its data: the scheduler would choose again, and the volume be made twice."""
+    server.every_node = []
+    with pytest.raises(errors.ClusterSilent, match="it has no Node"):
+        known.has_node(ids.node_segment(name))
 
 
 @pytest.mark.parametrize("gone", ["b", "n" * 70])
@@ -318,7 +336,7 @@ def test_no_node_s_label_keeps_claims_waiting_for_a_node_that_is_gone(
     """Root on a node can write the labels of its own Node."""
     segment = ids.node_segment(gone)
     thief = node("thief", **{key: segment})
-    server.nodes = [thief]
+    server.every_node = [thief]
     server.lists[f"{NODES}&labelSelector={key}={segment}"] = [thief]
     assert not known.has_node(segment)
 
@@ -354,7 +372,7 @@ def test_what_the_api_server_refuses_is_not_known_and_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusing = Refusing(error)
-    questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
+    questions = ClaimQuestions(Claims(refusing, refusing, DRIVER, KEY))
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(questions.ask("shop", questions.claims.others, FRESH)) is None
     assert "cannot look up shop/wal" in caplog.text
@@ -370,7 +388,7 @@ def test_what_the_api_server_refuses_is_not_known_and_logged(
 )
 def test_what_the_api_server_does_not_answer_is_asked_again(error: Exception) -> None:
     refusing = Refusing(error)
-    questions = Questions(Claims(refusing, refusing, DRIVER, KEY))
+    questions = ClaimQuestions(Claims(refusing, refusing, DRIVER, KEY))
     with pytest.raises(Refused, match="cannot look up shop/wal") as raised:
         asyncio.run(questions.ask("shop", questions.claims.others, FRESH))
     assert raised.value.code is grpc.StatusCode.UNAVAILABLE
@@ -380,9 +398,9 @@ def test_what_the_api_server_does_not_answer_is_asked_again(error: Exception) ->
 def test_a_slow_api_server_is_asked_again(
     server: Server, known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(asking, "PATIENCE_SECONDS", 0.0)
     server.waits.clear()
-    questions = Questions(known)
+    questions = ClaimQuestions(known)
     with pytest.raises(Refused, match="does not answer in time") as raised:
         asyncio.run(questions.ask("shop", known.is_scheduled, FRESH))
     assert raised.value.code is grpc.StatusCode.UNAVAILABLE
@@ -415,8 +433,8 @@ class Slow:
 def test_what_takes_long_in_one_namespace_delays_no_claim_of_another(
     count: int, question: str, known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 2.0)
-    questions, slow = Questions(known), Slow()
+    monkeypatch.setattr(asking, "PATIENCE_SECONDS", 2.0)
+    questions, slow = ClaimQuestions(known), Slow()
     about = "b" if question == "has_node" else FRESH
 
     async def asked() -> object:
@@ -442,8 +460,8 @@ def test_a_question_that_no_call_waits_for_any_more_keeps_its_turn_until_it_ends
     known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of callers that repeat it: the API server is not asked by ever more threads."""
-    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 0.1)
-    questions, slow = Questions(known), Slow()
+    monkeypatch.setattr(asking, "PATIENCE_SECONDS", 0.1)
+    questions, slow = ClaimQuestions(known), Slow()
 
     async def asked() -> None:
         with pytest.raises(Refused, match="does not answer in time"):
@@ -455,7 +473,7 @@ def test_a_question_that_no_call_waits_for_any_more_keeps_its_turn_until_it_ends
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert slow.asked == ["shop"]
-        monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 20.0)
+        monkeypatch.setattr(asking, "PATIENCE_SECONDS", 20.0)
         slow.end.set()
         assert await questions.ask("shop", slow, "shop") == "shop"
         assert (slow.asked, slow.most) == (["shop"] * 2, 1)
@@ -468,9 +486,9 @@ def test_a_question_that_no_call_waits_for_any_more_keeps_its_turn_until_it_ends
 def test_a_question_s_time_begins_with_it_and_not_while_others_come_first(
     names: tuple[str, str], known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_PATIENCE_SECONDS", 2.0)
-    monkeypatch.setattr(claims, "_AT_ONCE", 1)
-    questions = Questions(known)
+    monkeypatch.setattr(asking, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(asking, "_AT_ONCE", 1)
+    questions = ClaimQuestions(known)
 
     def takes_long(name: str) -> str:
         time.sleep(1.2)
@@ -488,8 +506,8 @@ def test_a_question_s_time_begins_with_it_and_not_while_others_come_first(
 def test_more_namespaces_than_are_asked_at_once_take_turns(
     many: int, known: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_AT_ONCE", 2)
-    questions, slow = Questions(known), Slow()
+    monkeypatch.setattr(asking, "_AT_ONCE", 2)
+    questions, slow = ClaimQuestions(known), Slow()
     names = [f"tenant-{number}" for number in range(5)] * many
 
     async def asked() -> list[str | None]:
@@ -499,7 +517,7 @@ def test_more_namespaces_than_are_asked_at_once_take_turns(
         assert sorted(slow.asked) == ["tenant-0", "tenant-1"]
         slow.end.set()
         found = await every
-        while questions._turns:
+        while questions._questions._queues:
             await asyncio.sleep(0.01)
         return found
 
@@ -517,7 +535,7 @@ def test_each_request_of_a_question_has_its_time_limit(
     monkeypatch.setattr(
         Server, "_note", lambda _self, path: left.append(command.remaining_seconds())
     )
-    questions = Questions(known)
+    questions = ClaimQuestions(known)
     about = "b" if question == "has_node" else FRESH
     asyncio.run(questions.ask("shop", getattr(known, question), about))
     questions.stop()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import api_server
@@ -36,6 +37,7 @@ from agent.core.settings import Config
 from agent.core.values import Address
 from agent.csi.client import block
 from agent.extras.controller import authority
+from agent.extras.controller import enrolment as enrolment_module
 from agent.extras.controller.authority import Authority, certificate_request, key_as_pem, new_key
 from agent.extras.controller.enrolling import Enroller, NotEnrolled
 from agent.extras.controller.enrolment import Enrolment
@@ -490,6 +492,105 @@ def test_a_token_counts_no_longer_than_its_node(
     assert made.addresses == ({"here": ""} if is_made_again else {})
 
 
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_token_of_an_earlier_node_proves_none(
+    api: Cluster, enrolment: tuple[Enrolment, int], is_made_again: bool
+) -> None:
+    """Its pod is there still, as the Node was made anew at once; no API server compares them."""
+    made, port = enrolment
+    before = api.uid_of("here")
+    api.tokens["old"] = Token(node_uid=before)
+    api.leave("here")
+    if is_made_again:
+        api.join("here")
+    made.record._read_nodes()
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "old", request=certificate_request(new_key()))
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    says = "an earlier Node here" if is_made_again else "its node here has no Node object"
+    assert says in str(raised.value.details())
+    assert made.addresses == ({"here": ""} if is_made_again else {})
+    if is_made_again:
+        # Kubelet renewed it.
+        api.tokens["new"] = Token()
+        enrol(api, port, "new")
+        assert made.addresses == {"here": "10.0.0.1:9810"}
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.32"])
+def test_who_enrolled_as_an_earlier_node_is_not_called_as_the_next(
+    api: Cluster, enrolment: tuple[Enrolment, int], version: str
+) -> None:
+    """Whether the Nodes were listed in between or not."""
+    made, port = enrolment
+    api.tokens["old"] = Token(node_uid="" if version == "1.31" else None)
+    enrol(api, port, "old")
+    assert made.addresses == {"here": "10.0.0.1:9810"}
+    del api.tokens["old"]
+    api.leave("here")
+    api.join("here")
+    made.record._read_nodes()
+    assert made.addresses == {"here": ""}
+
+
+def test_a_node_that_is_not_listed_yet_enrols_as_the_one_that_it_proved_to_be(
+    api: Cluster, enrolment: tuple[Enrolment, int]
+) -> None:
+    made, port = enrolment
+    api.join("there")
+    api.tokens["t"] = Token("there", is_on="there")
+    enrol(api, port, "t")
+    assert made.addresses == {"here": ""}
+    # Meanwhile it was made anew: the list has another Node than it proved.
+    api.leave("there")
+    api.join("there")
+    made.record._read_nodes()
+    assert made.addresses == {"here": "", "there": ""}
+
+
+def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
+    api: Cluster, enrolment: tuple[Enrolment, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a thief of its token. Other nodes get theirs, and enrolment goes on without."""
+    made, port = enrolment
+    now = [1000.0]
+    monkeypatch.setattr(enrolment_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    api.join("there")
+    api.tokens |= {"t": Token(), "its": Token("there", pod="pod-2", uid="uid-2", is_on="there")}
+    request = certificate_request(new_key())
+    signed = [0]
+    sign = made._authority.sign
+
+    def counted(*arguments: Any) -> bytes:
+        signed[0] += 1
+        return sign(*arguments)
+
+    monkeypatch.setattr(made._authority, "sign", counted)
+
+    def refused() -> str:
+        with pytest.raises(grpc.RpcError) as raised:
+            enrol(api, port, "t", request=request)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return str(raised.value.details())
+
+    for _ in range(10):
+        assert enrol(api, port, "t", request=request).certificate
+    for _ in range(20):
+        assert "ask again in 10 s" in refused()
+    assert signed == [10]
+    assert enrol(api, port, "its", request=request).certificate
+    assert not enrol(api, port, "t", address="10.0.0.3:9810").certificate
+    assert made.addresses["here"] == "10.0.0.3:9810"
+    now[0] += 10
+    assert enrol(api, port, "t", request=request).certificate
+    refused()
+    # What is kept of nodes has an end, too.
+    now[0] += 1000
+    monkeypatch.setattr(enrolment_module, "_MOST_REVIEWED", 2)
+    assert enrol(api, port, "t", request=request).certificate
+    assert len(made._signed) == 1
+
+
 def test_a_signing_request_s_own_names_are_not_signed(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:
@@ -623,7 +724,8 @@ def test_a_host_that_sends_what_is_no_token_delays_no_other(
         return {}
 
     monkeypatch.setattr(made._objects, "review", review)
-    monkeypatch.setattr(made, "_proved", lambda _review: "there")
+    monkeypatch.setattr(made, "_proved", lambda _review: ("there", "uid-1"))
+    monkeypatch.setattr(made.record, "uid_of", lambda _name: "uid-1")
 
     async def test() -> None:
         first = asyncio.create_task(made._node_of("nonsense-0", Caller("10.0.0.9")))
@@ -637,12 +739,12 @@ def test_a_host_that_sends_what_is_no_token_delays_no_other(
         await asyncio.sleep(0)
         with pytest.raises(PermissionError, match="RESOURCE_EXHAUSTED"):
             await made._node_of("nonsense-1", Caller("10.0.0.9"))
-        assert await made._node_of("good", Caller("10.0.0.1")) == "there"
+        assert (await made._node_of("good", Caller("10.0.0.1"))).node == "there"
         answers.set()
         # What came late is known by the next call, which asks nobody.
         while made._reviewing:
             await asyncio.sleep(0.01)
-        assert await made._node_of("nonsense-0", Caller("10.0.0.9")) == "there"
+        assert (await made._node_of("nonsense-0", Caller("10.0.0.9"))).node == "there"
         assert asked == ["nonsense-0", "good"]
 
     loop.run(test())

@@ -41,7 +41,7 @@ from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import GROUP_CONTENTS, Lists, Objects
 from proto import csi_pb2 as csi
 
 UUID = GROUP.partition("@")[2]
@@ -102,7 +102,7 @@ def test_a_node_belongs_while_its_node_exists_and_carver_was_there_once(
     if is_named:
         add_volume(api, "pvc-1", "a")
     if enrols:
-        record.enrol("a", "10.0.0.1:9810")
+        record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
     address = "10.0.0.1:9810" if enrols else ""
     assert record.addresses == ({"a": address} if belongs and has_node else {})
@@ -134,7 +134,7 @@ def test_the_labels_of_a_node_do_not_make_it_another(
     if is_first:
         api.objects[api_server.NODES].reverse()
     add_volume(api, "pvc-1", "a")
-    record.enrol("a", "10.0.0.1:9810")
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
     assert record.addresses == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
     assert record.nodes_of(UUID) == {"a"}
@@ -151,8 +151,8 @@ def test_a_node_that_is_new_is_looked_for_soon(
 ) -> None:
     record.look()
     api.add(api_server.NODES, "a")
-    assert record.enrol("a", "10.0.0.1:9810")
-    assert not record.enrol("a", "10.0.0.1:9810")
+    assert record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
+    assert not record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     # Until its Node was seen it does not belong.
     assert record.addresses == {}
     clock.now += 5
@@ -167,7 +167,7 @@ def test_who_enrols_without_a_node_has_the_nodes_listed_twelve_times_a_minute_at
     api: Cluster, record: ClusterRecord, clock: Clock
 ) -> None:
     for _ in range(60):
-        record.enrol("stranger", "10.0.0.1:9810")
+        record.enrol("stranger", "10.0.0.1:9810", "uid-of-none")
         if record.is_due:
             record.look()
         clock.now += 1
@@ -183,11 +183,12 @@ def test_an_idle_controller_lists_nodes_once_a_minute_and_nothing_else(
     api.asked.clear()
     for second in range(600):
         clock.now += 1
-        record.enrol("ab"[second % 2], "10.0.0.1:9810")
+        name = "ab"[second % 2]
+        record.enrol(name, "10.0.0.1:9810", api.uid_of(name))
         if record.is_due:
             record.look()
-    # The fake has pages of two objects.
-    assert [one for one, _ in api.asked] == [api_server.NODES] * 10
+    # The fake has pages of two objects, and one more Node.
+    assert [one for one, _ in api.asked] == [api_server.NODES] * 20
 
 
 def test_persistentvolumes_are_read_again_only_while_they_are_doubted(
@@ -224,6 +225,28 @@ def test_what_was_known_stays_while_the_api_server_does_not_answer(
     record.look()
 
 
+def test_an_api_server_without_any_node_says_of_none_that_it_is_deleted(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """It has lost its data, as Carver's own pod is on a Node: what was known stays."""
+    api.join("a")
+    add_volume(api, "pvc-1", "a")
+    look(record, clock)
+    nodes = api.objects[api_server.NODES]
+    known = nodes[:]
+    for _ in range(2):
+        nodes.clear()
+        with pytest.raises(errors.ClusterSilent, match="it has no Node"):
+            look(record, clock)
+        assert list(record.addresses) == ["a"]
+        clock.now += GRACE
+        with pytest.raises(errors.ClusterSilent, match="it has no Node"):
+            record.deleted(identity("vol-pvc-1"))
+        nodes += known
+        look(record, clock)
+        assert record.deleted(identity("vol-pvc-1")) is None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -245,6 +268,18 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     assert record.nodes_of(UUID) == frozenset()
     assert record.node_of(identity("vol-pvc-1")) is None
     assert record.deleted(identity("vol-pvc-1")) is None
+
+
+@pytest.mark.parametrize("code", [403, 404])
+def test_without_group_snapshots_in_the_cluster_no_content_names_a_node(
+    api: Cluster, record: ClusterRecord, code: int
+) -> None:
+    """The chart grants no right to list their contents then, and the CRD may be missing."""
+    api.join("a")
+    add_volume(api, "pvc-1", "a")
+    api.lie(GROUP_CONTENTS, api_server.status(code))
+    assert record.node_of(identity("gsnap-groupsnapshot-1")) is None
+    assert GROUP_CONTENTS in [one for one, _ in api.asked]
 
 
 # What was deleted
@@ -370,8 +405,8 @@ def test_a_doubt_outlasts_readings_that_fail(
     look(record, clock)
     path = api_server.NODES if what == "stranger" else api_server.VOLUMES
     if what == "stranger":
-        record.enrol("new", "10.0.0.1:9810")
         api.add(api_server.NODES, "new")
+        record.enrol("new", "10.0.0.1:9810", api.uid_of("new"))
     else:
         getattr(record, what)()
         add_volume(api, "pvc-1", "a")
@@ -406,15 +441,41 @@ def test_a_node_that_was_made_again_is_another_machine(
 ) -> None:
     """Also if it was away between two lists only."""
     api.join("a")
-    record.enrol("a", "10.0.0.1:9810")
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
     assert record.addresses == {"a": "10.0.0.1:9810"}
     api.leave("a")
     api.join("a")
     look(record, clock)
     assert record.addresses == {"a": ""}
-    record.enrol("a", "10.0.0.2:9810")
+    record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
     look(record, clock)
+    assert record.addresses == {"a": "10.0.0.2:9810"}
+
+
+def test_who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """Also if its enrolment came while the Nodes were listed, or before the next one was seen."""
+    api.join("a")
+    earlier = api.uid_of("a")
+    look(record, clock)
+    api.leave("a")
+    api.join("a")
+    clock.now += 60
+    record.enrol("a", "10.0.0.1:9810", earlier)
+    assert record.addresses == {"a": "10.0.0.1:9810"}
+    record.look()
+    assert record.addresses == {"a": ""}
+    record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
+    assert record.addresses == {"a": "10.0.0.2:9810"}
+    # The next one enrols before it is seen: it is looked for soon, and does not count before.
+    api.leave("a")
+    api.join("a")
+    assert record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
+    assert record.addresses == {"a": ""}
+    clock.now += 5
+    record.look()
     assert record.addresses == {"a": "10.0.0.2:9810"}
 
 
@@ -630,7 +691,7 @@ def test_a_controller_that_starts_knows_silent_members(site: Site, tmp_path: Pat
 _names = st.sampled_from(NAMES)
 _actions = st.one_of(
     st.tuples(st.sampled_from(("node_comes", "node_goes", "breaks", "mends")), _names),
-    st.tuples(st.just("loses_disks"), _names),
+    st.tuples(st.sampled_from(("loses_disks", "node_is_made_anew")), _names),
     *(st.tuples(st.sampled_from(("makes", "makes", "steals", "copies")), _names),) * 2,
     st.tuples(st.sampled_from(("removes", "restarts", "looks")), _names),
     st.tuples(st.just("restart")),
@@ -680,6 +741,10 @@ _actions = st.one_of(
         pytest.param(
             [("removes", "a"), ("removes", "c"), ("breaks", "c"), ("restart",), ("makes", "a")],
             id="a silent node of which nothing is known",
+        ),
+        pytest.param(
+            [("removes", "a"), ("breaks", "a"), ("node_is_made_anew", "a"), ("steals", "b")],
+            id="another claims the group without volumes of a silent node that was made anew",
         ),
     ],
 )
@@ -782,10 +847,10 @@ def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() 
         history.volumes[FIRST] = "a"
         history._write()
         history.claims["b"].add(FIRST)
-        history.record.enrol("b", "its address")
+        history.record.enrol("b", "its address", history.uid_of("b"))
         for _ in range(130):
             history.clock.now += 1
-            history.record.enrol("b", "its address")
+            history.record.enrol("b", "its address", history.uid_of("b"))
             if history.record.is_due:
                 history.record.look()
             history._run(history._ask())
@@ -853,7 +918,7 @@ def test_a_member_that_came_a_moment_ago_makes_no_capacity_0_of_a_node_that_came
         history.node_comes("c")
         history.breaks("c")
         history.labelled.add("c")
-        history._memory.nodes["c"] = {TOPOLOGY_KEY: "c"}
+        history._memory.labels["c"] = {TOPOLOGY_KEY: "c"}
         history.claims["b"] = {uuid_of(1)}
         history.settle()
         assert_waits_for_c(history, b)
@@ -913,6 +978,22 @@ def test_of_two_named_nodes_each_volume_s_own_is_called_whatever_its_name(name: 
         history.act("mends", "b")
         history.act("restarts", "b")
         assert owner(history, FIRST, "vol-4").startswith("UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("name", ["my-database", "its-successor"])
+def test_a_persistentvolume_of_any_name_is_read_for_the_call(name: str) -> None:
+    """It was written anew a moment ago, under its name or another, after all were listed."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.volumes.clear()
+        history.claims["b"].add(FIRST)
+        volume = f"data@{FIRST}/vol-pvc-1"
+        history._memory.volumes = {"my-database": {"spec": spec_of(volume, "a")}}
+        history.record.doubt()
+        history.settle()
+        assert owner(history, FIRST, "vol-pvc-1") == "a"
+        history._memory.volumes = {name: {"spec": spec_of(volume, "b")}}
+        assert owner(history, FIRST, "vol-pvc-1") == "b"
 
 
 @pytest.mark.parametrize("node", ["a", "b"])

@@ -1654,6 +1654,34 @@ def test_a_group_that_a_node_got_a_moment_ago_is_its_own(in_cluster: Run) -> Non
     in_cluster(test)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_no_volume_of_a_copy_that_showed_up_a_moment_ago_reaches_the_provisioner(
+    in_cluster: Run, named: bool
+) -> None:
+    """The node is asked again for that answer, not at its next turn within a minute."""
+
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.nodes[:2]
+        if named:
+            cluster.record.groups[uuid_of(0)] = {first.name}
+        second.groups |= first.groups
+        made = there(1)
+        made.volume_id = there(0).volume_id
+        second.forged["CreateVolume"] = csi.CreateVolumeResponse(volume=made).SerializeToString()
+        code, why = await cluster.refused_new("new-1", second.name)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"both claim volume group data ({uuid_of(0)})" in why
+        # It is there, so the claim goes nowhere else; and nothing else is made on either.
+        second.created.add("vol-new-1")
+        code, why = await cluster.refused_new("new-1", second.name)
+        assert (code, "both claim" in why) == (grpc.StatusCode.UNAVAILABLE, True)
+        code, _ = await cluster.refused_new("new-2", first.name)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(one.refused_answers for one in cluster.controller.nodes)
+
+    in_cluster(test)
+
+
 def test_a_node_that_lies_and_then_is_silent_is_found_out_all_the_same(in_cluster: Run) -> None:
     async def test(cluster: Cluster) -> None:
         thief = cluster.nodes[0]

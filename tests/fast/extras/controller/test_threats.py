@@ -107,6 +107,14 @@ TESTS = {
         "enrolment: a_token_counts_no_longer_once_another_came_for_its_node",
         "enrolment: a_token_counts_no_longer_than_its_node",
     ),
+    "from Kubernetes 1.32 on, use one that was made for an earlier Node of that name": (
+        "enrolment: a_token_of_an_earlier_node_proves_none",
+        "enrolment: who_enrolled_as_an_earlier_node_is_not_called_as_the_next",
+        "membership: who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next",
+    ),
+    "have thousands of certificates signed": (
+        "enrolment: a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds",
+    ),
     "have another's volume deleted": (
         "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
         "answer_rules: a_node_cannot_have_done_what_was_asked_about_another_s",

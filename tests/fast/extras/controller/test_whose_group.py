@@ -6,6 +6,7 @@ its stolen key claims it.
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 
 import grpc
@@ -14,11 +15,14 @@ from enrolled import spec_of
 from member_histories import FIRST, GRACE, History, owner
 from simulated import uuid_of
 
+from agent.core import errors, ids
+from agent.core.ids import VolumeId
 from agent.core.settings import DRIVER_NAME
-from agent.extras.controller import routes
+from agent.extras.controller import questions, routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.nodes import Node, Refused
+from mount import command
 from proto import csi_pb2 as csi
 
 VOLUME = f"data@{FIRST}/vol-pvc-{FIRST}"
@@ -238,6 +242,190 @@ def test_a_node_with_a_disk_that_cannot_be_read_has_reported_its_groups(
         history.known._believe(node(history, "c"), said)
     found = owner(history, uuid_of(1), "snap-imported")
     assert (found == "b") is has_looked
+
+
+GROUP_SNAPSHOT = "gsnap-groupsnapshot-uid-7"
+
+
+def member(volume: str) -> str:
+    """The member of the group snapshot that is of a volume; its name has a digest."""
+    return ids.group_member("groupsnapshot-uid-7", volume)
+
+
+def taken(history: History, *volumes: str, driver: str = DRIVER_NAME, uid: str = "uid-7") -> None:
+    """The content of a group snapshot, as the snapshot-controller makes it."""
+    source = {"volumeHandles": list(volumes)}
+    spec = {"driver": driver, "source": source, "volumeGroupSnapshotRef": {"uid": uid}}
+    history._memory.group_contents = {f"groupsnapcontent-{uid}": {"spec": spec}}
+
+
+def silent_since_the_start(history: History, name: str) -> None:
+    history.act("breaks", name)
+    history.act("restart")
+
+
+def test_a_group_snapshot_is_on_its_volumes_node_while_a_member_is_silent(
+    history: History,
+) -> None:
+    silent_since_the_start(history, "c")
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+    # What is in another group says nothing of this one.
+    elsewhere = "other@hhhhhhhh/vol-pvc-h"
+    history._memory.volumes["pvc-h"] = {"spec": spec_of(elsewhere, "b")}
+    taken(history, elsewhere, VOLUME)
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        assert owner(history, FIRST, name) == "a"
+    history.act("breaks", "a")
+    for name in (GROUP_SNAPSHOT, member(VOLUME)):
+        said = owner(history, FIRST, name)
+        assert said.startswith("UNAVAILABLE: node a ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"driver": "another"},
+        {"uid": ""},
+        {"uid": "uid-8"},
+    ],
+)
+def test_a_content_says_nothing_of_a_group_snapshot_that_is_not_its_own(
+    history: History, change: dict[str, str]
+) -> None:
+    silent_since_the_start(history, "c")
+    taken(history, VOLUME, **change)
+    for name in (GROUP_SNAPSHOT, member(VOLUME), "snap-imported"):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+
+
+def test_a_member_of_a_volume_that_its_content_does_not_name_waits(history: History) -> None:
+    silent_since_the_start(history, "c")
+    taken(history, VOLUME, "nonsense", f"data@{uuid_of(1)}/vol-pvc-{uuid_of(1)}")
+    for name in (member("nonsense"), member(f"data@{FIRST}/vol-pvc-2")):
+        assert owner(history, FIRST, name).startswith("UNAVAILABLE: ")
+    assert owner(history, FIRST, member(VOLUME)) == "a"
+
+
+def test_of_two_named_nodes_a_group_snapshot_is_on_that_of_its_volumes(history: History) -> None:
+    named_on_two(history)
+    ours, theirs = (f"data@{FIRST}/vol-pvc-{one}" for one in (1, 2))
+    taken(history, theirs)
+    assert owner(history, FIRST, GROUP_SNAPSHOT) == "b"
+    assert owner(history, FIRST, member(theirs)) == "b"
+    # No group snapshot is of two nodes.
+    taken(history, ours, theirs)
+    assert owner(history, FIRST, GROUP_SNAPSHOT).startswith("UNAVAILABLE: ")
+    assert owner(history, FIRST, member(ours)) == "a"
+    # Its volumes are deleted, and with them what says where they were.
+    taken(history, f"data@{FIRST}/vol-gone")
+    assert owner(history, FIRST, GROUP_SNAPSHOT).startswith("UNAVAILABLE: ")
+
+
+def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_since_the_start(history, "c")
+
+    def fails(*_: object, **__: object) -> None:
+        raise errors.ClusterSilent("contents", "it does not answer in time")
+
+    monkeypatch.setattr(history._memory, "whole", fails)
+    said = owner(history, FIRST, GROUP_SNAPSHOT)
+    assert said.startswith("UNAVAILABLE: the API server does not answer")
+
+
+def test_a_node_that_was_made_anew_has_reported_nothing(
+    history: History, runner: asyncio.Runner
+) -> None:
+    """Another machine of that name may have any group: what the earlier one said is not its own."""
+    for name in ("a", "b"):
+        history.removes(name)
+    history.settle()
+    assert owner(history, uuid_of(1), "snap-imported") == "b"
+    earlier = node(history, "a")
+    history.act("breaks", "a")
+    history.node_is_made_anew("a")
+    history.claims["b"].add(FIRST)
+    history.settle()
+    assert node(history, "a") is not earlier
+    assert not node(history, "a").groups
+    said = owner(history, FIRST, "snap-imported")
+    assert said.startswith("UNAVAILABLE: ")
+    assert "may be that of a, without any report of its groups" in said
+    history.claims["a"].clear()
+    history.act("mends", "a")
+    assert owner(history, FIRST, "snap-imported") == "b"
+
+
+def test_questions_about_one_volume_group_hold_up_no_other(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what else waits for the API server in the loop's own threads, as the list of Nodes."""
+    silent_since_the_start(history, "c")
+    others = f"data@{uuid_of(1)}/vol-pvc-{uuid_of(1)}"
+    goes_on, asked = threading.Event(), []
+    node_of = history.record.node_of
+
+    def slow(identity: VolumeId) -> str | None:
+        asked.append(str(identity))
+        if identity.group_uuid == FIRST:
+            goes_on.wait(60)
+        return node_of(identity)
+
+    monkeypatch.setattr(history.record, "node_of", slow)
+
+    async def test() -> None:
+        name, find = "volume_id", history.known.owner
+        many = [f"data@{FIRST}/vol-{number}" for number in range(200)]
+        waiting = [asyncio.ensure_future(find(one, name)) for one in many]
+        while not asked:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            assert (await find(others, name)).name == "b"
+        assert asked == [many[0], others]
+        assert await asyncio.to_thread(lambda: "listed") == "listed"
+        # Callers that give up and repeat it have nothing more asked.
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        monkeypatch.setattr(questions, "PATIENCE_SECONDS", 0.05)
+        with pytest.raises(Refused, match=f"questions about volume group {FIRST} come first"):
+            await find(VOLUME, name)
+        assert asked == [many[0], others]
+        monkeypatch.setattr(questions, "PATIENCE_SECONDS", 20.0)
+        goes_on.set()
+        assert (await find(VOLUME, name)).name == "a"
+        await history.known.close()
+
+    try:
+        runner.run(test())
+    finally:
+        goes_on.set()
+
+
+def test_a_question_that_takes_long_is_unavailable_and_read_on(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads is there for the call that repeats it."""
+    silent_since_the_start(history, "c")
+    goes_on, limits = threading.Event(), []
+    node_of = history.record.node_of
+
+    def slow(identity: VolumeId) -> str | None:
+        limits.append(command.remaining_seconds())
+        goes_on.wait(60)
+        return node_of(identity)
+
+    monkeypatch.setattr(history.record, "node_of", slow)
+    monkeypatch.setattr(questions, "PATIENCE_SECONDS", 0.05)
+    said = owner(history, FIRST, f"vol-pvc-{FIRST}")
+    assert said.startswith(f"UNAVAILABLE: cannot look up {VOLUME}: ")
+    assert said.endswith("the API server does not answer in time; ask again")
+    goes_on.set()
+    [limit] = limits
+    assert limit is not None
+    assert 60 < limit <= 120
 
 
 def test_a_lie_about_a_group_that_others_contest_is_counted_for_the_liar(

@@ -1,7 +1,7 @@
 """Receiving where an answer was lost, a check waits, or a description is wrong."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,6 +182,7 @@ def taken(directory: Path, facts: dict[str, str], encryption: str = "") -> dict[
     host = FakeHost(directory)
     group = host.new_group(100)
     one = DeviceClass("plain", group, encryption=encryption)
+    facts = {"access": "block", **facts}
     header = Header("volume", "snapshot", 64 * MIB, 17, "chain", facts=facts)
     return sending.tags_of("copy", one, header, 64 * MIB, report.read(host.lvm).group(group))
 
@@ -215,3 +216,70 @@ def test_a_class_that_encrypts_refuses_plain_streams(tmp_path: Path) -> None:
     with pytest.raises(errors.BadField, match="class plain encrypts"):
         taken(tmp_path, {"fsType": "ext4", "access": "mount"}, "luks2")
     assert taken(tmp_path, {"fsType": "ext4", "access": "mount"})["fsType"] == "ext4"
+
+
+def own_tags(node: Node, name: str) -> Mapping[str, str]:
+    return report.read(node.host.lvm).group(node.group).volume(name).own_tags
+
+
+def without_access(node: Node, *names: str) -> None:
+    for name in names:
+        if access := own_tags(node, name).get("access"):
+            words = ("--deltag", f"carver.access={access}")
+            node.host.lvm("lvchange", *words, "--", f"{node.group}/{name}")
+
+
+def test_a_stream_of_what_lost_the_tag_of_its_access_is_not_begun(here: Node, sent: bytes) -> None:
+    assert sent
+    without_access(here, "snap-1")
+    # The volume's tag says it.
+    nodes.stream(here, "1")
+    without_access(here, "vol-db")
+    with expect.code("FAILED_PRECONDITION", "no `access`"):
+        nodes.stream(here, "1")
+
+
+def test_what_was_formatted_is_sent_to_be_mounted(
+    here: Node, there: Node, fake: FakeHost, tmp_path: Path
+) -> None:
+    volume = here.client.create("db", SIZE, mounted())
+    here.client.stage(volume, tmp_path / "staged", mounted())
+    here.client.unstage(volume.volume_id, tmp_path / "staged")
+    expect.soon(lambda: own_tags(here, "vol-db").get("formatted") == "ext4")
+    here.client.snapshot("1", volume.volume_id)
+    without_access(here, "vol-db", "snap-1")
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    assert own_tags(there, "vol-copy")["access"] == "mount"
+
+
+@pytest.mark.parametrize(("facts", "access"), [({}, ""), ({"formatted": "ext4"}, "mount")])
+def test_a_stream_that_does_not_say_how_it_is_accessed_is_not_taken_for_raw_block(
+    there: Node, facts: dict[str, str], access: str
+) -> None:
+    header = Header(
+        volume_id="data@20000000/vol-db",
+        snapshot_id="data@20000000/snap-1",
+        size_bytes=SIZE,
+        taken_nanoseconds=1,
+        chain="a",
+        facts=facts,
+    )
+    group = there.service.inventory.state(there.group).group(there.group)
+
+    def made() -> dict[str, str]:
+        return sending.tags_of("copy", DeviceClass("plain", there.group), header, SIZE, group)
+
+    if access:
+        assert made()["access"] == access
+    else:
+        with pytest.raises(errors.NotAllowed, match="access"):
+            made()
+
+
+def test_a_received_volume_with_damaged_tags_is_not_called_absent(there: Node, sent: bytes) -> None:
+    """Where it is absent a move may be undone, and its first node use it again."""
+    nodes.receive(there, "copy", sent)
+    words = ("--addtag", "carver.state=ready")
+    there.host.lvm("lvchange", *words, "--", f"{there.group}/vol-copy")
+    with expect.code("FAILED_PRECONDITION", "`state` twice"):
+        there.transfer.ReceiveStatus(carver.NameRequest(name="copy"))

@@ -11,6 +11,9 @@ NOTHING: Mapping[str, int] = {}
 def require_new(group: FakeGroup, name: str) -> None:
     if name in group.volumes:
         raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
+    if 0 < group.max_lv <= len(group.volumes):
+        most = f"Maximum number of logical volumes ({group.max_lv}) reached"
+        raise Failure(f"{most} in volume group {group.name}")
 
 
 def allocatable(group: FakeGroup, chosen: Sequence[str] = ()) -> list[FakeDisk]:

@@ -51,6 +51,7 @@ class GroupCommands(Machine):
         if arguments.given("--lock-type"):
             return self._unshare(arguments)
         is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
+        is_limited, most = arguments.given("--logicalvolume"), arguments.take("--logicalvolume")
         has_new_uuid = arguments.flag("--uuid")
         (name,) = arguments.rest()
         group = self._group(name)
@@ -59,6 +60,8 @@ class GroupCommands(Machine):
                 raise Failure("Volume group has active logical volumes.")
             group.uuid = self._uuid()
         group.tags = (group.tags - set(removed)) | set(added)
+        if is_limited:
+            group.max_lv = int(most)
         if is_given:
             assert is_sure, "lvm2 would ask"
             group.system_id = system_id

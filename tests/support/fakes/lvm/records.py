@@ -210,12 +210,14 @@ class FakeGroup:
     system_id: str = ""
     lock_type: str = ""
     exported: bool = False
+    # How many volumes it may have; 0 for any number.
+    max_lv: int = 0
 
     @property
     def checksum(self) -> int:
         """Of all that lvm2 would have in the metadata, also where a test changed it by hand."""
         kept = [sorted(self.tags), self.disks, self.spare]
-        kept += [self.system_id, self.lock_type, self.exported]
+        kept += [self.system_id, self.lock_type, self.exported, self.max_lv]
         kept += [volume.record for _, volume in sorted(self.volumes.items())]
         return zlib.crc32(repr(kept).encode())
 

@@ -60,6 +60,7 @@ class Reports(KernelSide):
                     "vg_lock_type": group.lock_type,
                     "vg_mda_size": str(group.metadata_bytes),
                     "vg_mda_free": str(max(0, group.metadata_free_bytes)),
+                    "max_lv": str(group.max_lv),
                 }
             ],
             "pv": [

@@ -1,0 +1,63 @@
+"""A volume group that may have only so many logical volumes (vgchange(8), --logicalvolume)."""
+
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from csi_client import Client
+from fakes.host import FakeHost
+
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
+from agent.csi.client import block
+from lvm.layout import Layout
+from lvm.thin import Policy
+
+MIB = 1 << 20
+THICK, THIN = {"class": "thick"}, {"class": "thin"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = (
+        DeviceClass("thick", "data", default=True),
+        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+def limit(fake: FakeHost, most: int) -> None:
+    fake.lvm("vgchange", "--logicalvolume", str(most), "--", "data")
+
+
+def has_room(client: Client) -> list[bool]:
+    return [bool(client.capacity(one).available_capacity) for one in (THICK, THIN)]
+
+
+def test_a_thin_volume_without_a_pool_needs_two(fake: FakeHost, client: Client) -> None:
+    client.create("1", 8 * MIB, block(), parameters=THICK)
+    limit(fake, 2)
+    assert has_room(client) == [True, False]
+    with expect.code("RESOURCE_EXHAUSTED", "1 logical volumes, of 2", "--logicalvolume 0 data"):
+        client.create("2", 8 * MIB, block(), parameters=THIN)
+    limit(fake, 3)
+    assert has_room(client) == [True, True]
+    client.create("2", 8 * MIB, block(), parameters=THIN)
+
+
+def test_what_is_full_of_volumes_has_no_room_for_another_and_the_others_grow(
+    fake: FakeHost, client: Client
+) -> None:
+    made = [(client.create("1", 8 * MIB, block(), parameters=THICK), THICK)]
+    made += [(client.create("2", 8 * MIB, block(), parameters=THIN), THIN)]
+    limit(fake, 3)
+    assert has_room(client) == [False, False]
+    for source, parameters in made:
+        with expect.code("RESOURCE_EXHAUSTED", "of 3 that it may have"):
+            client.create("3", 8 * MIB, block(), parameters=parameters)
+        with expect.code("RESOURCE_EXHAUSTED", "of 3 that it may have"):
+            client.snapshot("1", source.volume_id)
+        client.expand(source.volume_id, 12 * MIB)
+    limit(fake, 0)
+    assert has_room(client) == [True, True]
