@@ -28,15 +28,14 @@ if __name__ == "__main__":
 from cluster import record  # noqa: E402
 from conformance.run import Spec, specs  # noqa: E402
 
-from vagrant import cluster, control_plane, host  # noqa: E402
+from vagrant import box, cluster, control_plane, host  # noqa: E402
 from vagrant.control_plane import ControlPlaneError  # noqa: E402
 
 _DRIVER = ROOT / "tests" / "cluster" / "driver.yaml"
 _ATTRIBUTES = ROOT / "deploy" / "kubernetes" / "examples" / "attributes.yaml"
 _RESULTS = ROOT / ".cache" / "e2e"
-# Which specs have ended well in the last run and in those that went on from it.
-_ENDED = _RESULTS / "ended.json"
-_ENDED_WELL = ("passed", "skipped", "pending")
+# Which specs have passed in the last run and in those that went on from it.
+_PASSED = _RESULTS / "passed.json"
 _FOCUS = "External.Storage.*lvm.csi.carver"
 _ALONE = r"\[Serial\]|\[Disruptive\]"
 _WELL, _WRONG, _UNUSABLE = 0, 1, 2
@@ -65,7 +64,7 @@ def main() -> int:
     lab.apply(_ATTRIBUTES.read_text().partition("\n---")[0])
     folder = _RESULTS / time.strftime("%Y%m%d-%H%M%S")
     suite, listed = _listed(lab, folder)
-    before = ended_before(_ENDED, listed, where.title, carver) if arguments.again else []
+    before = passed_before(_PASSED, listed, where.title, carver) if arguments.again else []
     known = {one.name for one in before}
     names = [one for one in listed if one not in known and re.search(arguments.focus, one)]
     alone = [one for one in names if re.search(_ALONE, one)]
@@ -79,7 +78,7 @@ def main() -> int:
         shares["alone"] = alone
         _run(lab, folder, {"alone": focus_on(suite, alone)})
     found = [*before, *outcomes(folder, {name: one for name, one in shares.items() if one})]
-    keep(_ENDED, found, where.title, carver)
+    keep(_PASSED, found, where.title, carver)
     if arguments.record:
         ran = [one for one in found if one.state not in ("skipped", "pending")]
         passed = sum(one.state == "passed" for one in ran)
@@ -89,17 +88,17 @@ def main() -> int:
 
 
 def keep(file: Path, found: Iterable[Spec], where: str, carver: str) -> None:
-    """Remember which specs passed, or skipped themselves, where and with which Carver."""
-    ended = {one.name: one.state for one in found if one.state in _ENDED_WELL}
-    file.write_text(json.dumps({"where": where, "carver": carver, "ended": ended}, indent=1))
+    """Remember which specs passed, where and with which Carver."""
+    passed = [one.name for one in found if one.state == "passed"]
+    file.write_text(json.dumps({"where": where, "carver": carver, "passed": passed}, indent=1))
 
 
-def ended_before(file: Path, listed: Iterable[str], where: str, carver: str) -> list[Spec]:
-    """Return the listed specs that have ended well there, with this Carver; else none."""
+def passed_before(file: Path, listed: Iterable[str], where: str, carver: str) -> list[Spec]:
+    """Return the listed specs that have passed there, with this Carver."""
     kept = json.loads(file.read_text()) if file.exists() else {}
     if (kept.get("where"), kept.get("carver")) != (where, carver):
         return []
-    return [Spec(one, kept["ended"][one], "") for one in listed if one in kept["ended"]]
+    return [Spec(one, "passed", "") for one in listed if one in kept["passed"]]
 
 
 def _listed(lab: cluster.Cluster, folder: Path) -> tuple[str, list[str]]:
@@ -125,8 +124,9 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
         here = folder / name
         here.mkdir(parents=True)
         words = [
-            # The suite's kubectl wants a place for its cache.
-            *("env", f"HOME={here}"),
+            # The suite's kubectl wants a place for its cache. By ssh it stops a node's kubelet; specs
+            # that need this skip themselves without a key.
+            *("env", f"HOME={here}", f"KUBE_SSH_KEY_PATH={box.KEY}", "KUBE_SSH_USER=root"),
             str(lab.programs.path("e2e.test")),
             f"--kubeconfig={control_plane.kubeconfig()}",
             f"--kubectl-path={lab.programs.path('kubectl')}",

@@ -859,14 +859,14 @@ def test_a_spec_that_was_asked_for_and_did_not_run_is_no_success(
 def test_what_passed_is_not_run_again_in_the_same_cluster_with_the_same_carver(
     tmp_path: Path,
 ) -> None:
-    file, names = tmp_path / "ended.json", ["a", "b", "c", "d"]
-    assert e2e.ended_before(file, names, "there", "1.0") == []
+    file, names = tmp_path / "passed.json", ["a", "b", "c", "d"]
+    assert e2e.passed_before(file, names, "there", "1.0") == []
     found = [Spec("a", "passed", ""), Spec("b", "failed", "why"), Spec("c", "skipped", "")]
     e2e.keep(file, [*found, Spec("gone", "passed", "")], "there", "1.0")
-    kept = e2e.ended_before(file, names, "there", "1.0")
-    assert [(one.name, one.state) for one in kept] == [("a", "passed"), ("c", "skipped")]
-    assert e2e.ended_before(file, names, "elsewhere", "1.0") == []
-    assert e2e.ended_before(file, names, "there", "1.1") == []
+    kept = e2e.passed_before(file, names, "there", "1.0")
+    assert [(one.name, one.state) for one in kept] == [("a", "passed")]
+    assert e2e.passed_before(file, names, "elsewhere", "1.0") == []
+    assert e2e.passed_before(file, names, "there", "1.1") == []
 
 
 def test_specs_are_focused_on_by_what_ginkgo_matches() -> None:
