@@ -178,6 +178,10 @@ class Cached(Thick):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
+    def full(self, group: report.Group) -> str:
+        """Why the group may not have another volume and its cache, which is one until they join."""
+        return full(group, 2)
+
     def purpose(self, group: report.Group) -> str:
         """The cache, and the room of fast disks."""
         if why := closed_to_new(group):

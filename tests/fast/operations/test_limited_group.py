@@ -11,11 +11,14 @@ from fakes.host import FakeHost
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block
+from lvm import report
+from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.thin import Policy
 
 MIB = 1 << 20
 THICK, THIN = {"class": "thick"}, {"class": "thin"}
+CACHED = {"class": "cached"}
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def config(tmp_path: Path) -> Config:
     classes = (
         DeviceClass("thick", "data", default=True),
         DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+        DeviceClass("cached", "data", cache=Cache()),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
 
@@ -44,6 +48,19 @@ def test_a_thin_volume_without_a_pool_needs_two(fake: FakeHost, client: Client) 
     limit(fake, 3)
     assert has_room(client) == [True, True]
     client.create("2", 8 * MIB, block(), parameters=THIN)
+
+
+def test_a_volume_with_a_cache_needs_two_until_they_are_one(fake: FakeHost, client: Client) -> None:
+    fake.lvm("vgextend", "--", "data", fake.new_device(200 * MIB))
+    fake.lvm2.groups["data"].disks[-1].tags = {report.FAST}
+    limit(fake, 1)
+    assert not client.capacity(CACHED).available_capacity
+    with expect.code("RESOURCE_EXHAUSTED", "0 logical volumes, of 1", "--logicalvolume 0 data"):
+        client.create("1", 8 * MIB, block(), parameters=CACHED)
+    limit(fake, 2)
+    assert client.capacity(CACHED).available_capacity
+    client.create("1", 8 * MIB, block(), parameters=CACHED)
+    assert client.capacity(THICK).available_capacity
 
 
 def test_what_is_full_of_volumes_has_no_room_for_another_and_the_others_grow(
