@@ -146,6 +146,7 @@ class Expander:
 
     def _expand(self, call: ExpandVolume, is_in_use: bool) -> Volume:
         group = ids.group_of(call.volume_id)
+        self._inventory.await_others(group)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
             volume = self._inventory.usable(known, call.volume_id)
@@ -271,6 +272,7 @@ class Expander:
                 return volume
 
     def _caught_up(self, volume: Volume) -> Volume:
+        self._inventory.await_others(volume.group.name)
         with self._volume_groups.hold(volume.group.name):
             known = self._inventory.state(volume.group.name, resume=True)
             volume = self._inventory.usable(known, str(volume.id))

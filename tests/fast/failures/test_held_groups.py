@@ -5,12 +5,12 @@ That is: no device is read or written, no program runs but lvm2, and no other gr
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import configured
 import expect
@@ -26,6 +26,7 @@ from model.stopping import Switch, stops
 from agent.core import locks
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
+from agent.core.volume_group import VolumeGroup, begin_states
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import replace_disk
@@ -37,6 +38,8 @@ from mount.command import Result
 from mount.kernel import Kernel
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
+
+_T = TypeVar("_T")
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -432,6 +435,47 @@ def test_a_copy_to_another_group_that_is_killed_is_completed_or_leaves_nothing(
         assert names(fake, "a") == {"vol-source"}, when
         assert names(fake, "b") == set(), when
         client.delete(trial.source.volume_id)
+
+
+def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
+    client: Client, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[str]()
+
+    def begins(every: Iterable[VolumeGroup], **more: Any) -> Any:
+        found = list(every)
+        try:
+            locks.require_none_held(f"{[one.name for one in found]} are waited for")
+        except AssertionError as error:
+            waits.extend([str(error)] if found else [])
+        return begin_states(found, **more)
+
+    def call(make: Callable[[], _T]) -> _T:
+        # As after a command of Carver's in each, since which it was not read.
+        for one in service.volume_groups:
+            one.metadata.forget()
+            one._is_stale = True
+        return make()
+
+    monkeypatch.setattr("agent.core.inventory.begin_states", begins)
+    volume, staging = client.create("1", SIZE), tmp_path / "staging"
+    one = volume.volume_id
+    client.stage(volume, staging)
+    client.unstage(one, staging)
+    taken = call(lambda: client.snapshot("1", one)).snapshot_id
+    # A volume that is active and has snapshots is deactivated, where nothing is copied from it.
+    call(lambda: client.expand(one, 2 * SIZE))
+    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION", "snap-1"):
+        call(lambda: client.node_expand(one, staging, 3 * SIZE))
+    client.unstage(one, staging)
+    call(lambda: client.stage(volume, staging))
+    assert service.inventory.require(one).size_bytes == 3 * SIZE
+    client.unstage(one, staging)
+    call(lambda: client.create("copy", 0, parameters=THERE, source=of_snapshot(taken)))
+    call(lambda: client.delete_snapshot(taken))
+    call(lambda: client.delete(one))
+    assert waits == []
 
 
 # Reads of devices
