@@ -334,8 +334,8 @@ def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str)
     """Zero the superblock that a killed mkfs left; whether there was one, with that UUID.
 
     The kernel mounts no such file system, so no user has written to it. For a device that was never
-    formatted by its tags, is no copy, and was given that UUID by its own mkfs alone. Raises
-    ProbeFailed, also where the device is in use.
+    formatted by its tags, and was given that UUID by a mkfs of Carver's alone: its own, or that of
+    the volume that it is a copy of. Raises ProbeFailed, also where the device is in use.
     """
     unfinished = known(fs_type).unfinished
     try:
