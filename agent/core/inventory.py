@@ -307,12 +307,13 @@ class Inventory:
     def activated(self, group: str, name: str) -> Iterator[devices.Device]:
         """The device of a logical volume, which is left inactive if it was.
 
-        The caller holds the volume. The group is held to activate and to deactivate it, and not
-        within the `with`, where its disk may hang.
+        The caller holds the volume, which has no snapshot that may be used meanwhile. The group is
+        held to activate and to deactivate it, and not within the `with`, where its disk may hang.
         """
-        was_active = self.is_active(group, name)
+        was_active = True
         try:
             with self._volume_groups.hold(group):
+                was_active = self.is_active(group, name)
                 device = self.ensure_active(group, name)
             yield device
         finally:

@@ -387,23 +387,21 @@ class VolumeCreator:
         wanted = block_sizes.of_group(self._kernel, group)
         if wanted <= block_sizes.of_group(self._kernel, origin.group):
             return
-        with self._read(origin) as device:
-            held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
+        device = self._activated(origin)
+        held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
         if why := block_sizes.problem(held, group, wanted):
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
-    @contextmanager
-    def _read(self, origin: Snapshot | Volume) -> Iterator[Device]:
-        """The device of a source, to be read with no group held; the call holds the source."""
-        group = origin.group.name
-        if isinstance(origin, Volume):
-            with self._inventory.activated(group, origin.name) as device:
-                yield device
-            return
-        with self._volume_groups.hold(group):
-            # Left active, as by a copy: to deactivate it might take its volume from a stage.
-            device = self._inventory.activate_snapshot(origin)
-        yield device
+    def _activated(self, origin: Snapshot | Volume) -> Device:
+        """The device of a source, to be read with no group held; the call holds the source.
+
+        Left active, as by a copy: to deactivate it might take it, or its bridge or its volume, from
+        a copy that began meanwhile, or from a stage.
+        """
+        with self._volume_groups.hold(origin.group.name):
+            if isinstance(origin, Volume):
+                return self._inventory.activate(origin)
+            return self._inventory.activate_snapshot(origin)
 
     def capacity(self, call: GetCapacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command.

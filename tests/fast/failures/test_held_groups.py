@@ -502,6 +502,39 @@ def test_a_source_that_hangs_when_its_blocks_are_read_holds_up_no_group(
         live(client, "here", "there")
 
 
+def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
+    client: Client, fake: FakeHost, source: csi.Volume, service: Service
+) -> None:
+    work, begin, copying = service.copier.jobs._work, threading.Event(), Gate()
+
+    def waits(job: Any) -> None:
+        assert begin.wait(200)
+        work(job)
+
+    service.copier.jobs._work = waits
+    fake.kernel.override(copy=copying.before(fake.kernel.copy))  # type: ignore[attr-defined]
+    of, logical = of_volume(source.volume_id), fake.kernel.logical_block_bytes
+
+    def blocks(device: str) -> int:
+        if device == "/dev/mapper/a-vol--source":
+            # The copy activates its bridge, and with it the source.
+            begin.set()
+            assert copying.reached.wait(200)
+        return 4096 if device.startswith("/dev/fake-b-") else logical(device)
+
+    with ThreadPoolExecutor(1) as caller:
+        first = caller.submit(client.create, "first", SIZE, block(), source=of)
+        expect.soon(service.copier.jobs.unfinished)
+        fake.lvm("lvchange", "--activate", "n", "--", "a/vol-source")
+        fake.kernel.override(logical_block_bytes=blocks)  # type: ignore[attr-defined]
+        with expect.code("INVALID_ARGUMENT", "blocks of 512"):
+            client.create("second", SIZE, block(), parameters=THERE, source=of)
+        active = service.inventory.is_active("a", "copy-first")
+        copying.open.set()
+        assert first.result(200).content_source == of
+    assert active
+
+
 def test_a_volume_that_hangs_while_it_is_adopted_holds_up_no_other(
     client: Client, fake: FakeHost
 ) -> None:
