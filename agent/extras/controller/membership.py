@@ -42,7 +42,7 @@ _GRACE_INTERVAL_SECONDS = 15.0
 # a claim that counts only then.
 _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
 # Age of the lists by which a node is said to be deleted for some seconds, or a volume to have no
-# PersistentVolume.
+# PersistentVolume; of PersistentVolumes since their reading ended, which may itself take longer.
 _FRESH_SECONDS = 30.0
 
 
@@ -180,7 +180,8 @@ class ClusterRecord(Record):
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
         self._seen, self._every_named = _Seen(), frozenset[str]()
-        self._nodes_read = self._volumes_read = float("-inf")
+        # When they were last read: the beginning of that, and of PersistentVolumes the end, too.
+        self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
         # When something was last found that only another reading can settle: in PersistentVolumes,
         # for a claim, and for a node that enrolled and is not among the Nodes. It is settled by a
         # reading that began later and succeeded.
@@ -296,7 +297,7 @@ class ClusterRecord(Record):
             if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
         }
         self._take(replace(self._seen, named=named, placed=placed))
-        self._volumes_read = begun
+        self._volumes_read, self._volumes_ended = begun, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
         """The id, the segment and the name of a PersistentVolume; empty where it names no node.
@@ -382,7 +383,7 @@ class ClusterRecord(Record):
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
-            if self._volumes_read > self._clock() - _FRESH_SECONDS:
+            if self._volumes_ended > self._clock() - _FRESH_SECONDS:
                 name, segment = self._seen.placed.get(str(identity), ("", ""))
                 # The list says which one it is, and that one which node, as it may be new by now.
                 if not name or self._segment_by(name, identity) == segment:
@@ -463,7 +464,7 @@ class ClusterRecord(Record):
         asked = self._clock()
         own = self._segment_of(identity)
         with self._reading:
-            if not own and self._volumes_read <= asked - _FRESH_SECONDS:
+            if not own and self._volumes_ended <= asked - _FRESH_SECONDS:
                 self._read_volumes()
             if self._nodes_read <= asked - _FRESH_SECONDS:
                 self._read_nodes()

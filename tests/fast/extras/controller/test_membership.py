@@ -41,7 +41,7 @@ from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
-from agent.extras.kubernetes.objects import GROUP_CONTENTS, Lists, Objects
+from agent.extras.kubernetes.objects import GROUP_CONTENTS, Listing, Lists, Objects
 from proto import csi_pb2 as csi
 
 UUID = GROUP.partition("@")[2]
@@ -994,6 +994,31 @@ def test_a_persistentvolume_of_any_name_is_read_for_the_call(name: str) -> None:
         assert owner(history, FIRST, "vol-pvc-1") == "a"
         history._memory.volumes = {name: {"spec": spec_of(volume, "b")}}
         assert owner(history, FIRST, "vol-pvc-1") == "b"
+
+
+def test_persistentvolumes_that_take_long_to_read_are_there_for_the_call_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call gave up meanwhile; read anew for each call they would answer none."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        whole, read = history._memory.whole, list[str]()
+
+        def slow(path: str, kind: str, **more: Any) -> Listing:
+            read.append(path)
+            history.clock.now += 45
+            return whole(path, kind, **more)
+
+        monkeypatch.setattr(history._memory, "whole", slow)
+        history.clock.now += 60
+        unnamed = VolumeId("data", FIRST, "vol-unnamed")
+        for _ in range(2):
+            assert history.record.node_of(unnamed) is None
+            assert history.record.deleted(unnamed) is None
+        assert read == [api_server.VOLUMES]
+        history.clock.now += 31
+        assert history.record.node_of(unnamed) is None
+        assert read == [api_server.VOLUMES] * 2
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
