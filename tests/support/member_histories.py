@@ -14,7 +14,7 @@ from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.extras.controller import routes
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.controller.nodes import Nodes, Refused
-from agent.extras.kubernetes.objects import GROUP_CONTENTS, VOLUMES, Keep, Listing
+from agent.extras.kubernetes.objects import CONTENTS, GROUP_CONTENTS, VOLUMES, Keep, Listing
 
 # For how long a node is deleted before what was on it is forgotten, in seconds.
 GRACE = 600.0
@@ -59,15 +59,28 @@ class Memory:
         return f"uid-{self.made_anew[name]}-of-{name}"
 
     def whole(
-        self, path: str, _kind: str, *, keep: Keep = lambda one: one, if_served: bool = False
+        self,
+        path: str,
+        _kind: str,
+        *,
+        keep: Keep = lambda one: one,
+        if_served: bool = False,
+        fieldSelector: str = "",  # noqa: N803 - the API's name
     ) -> Listing:
-        every = {VOLUMES: self.volumes, GROUP_CONTENTS: self.group_contents}[path]
+        every = {
+            VOLUMES: self.volumes,
+            CONTENTS: self.contents,
+            GROUP_CONTENTS: self.group_contents,
+        }[path]
         if every is None:
             raise errors.ClusterSilent(path, "it answers 403", is_refusal=True)
+        if fieldSelector:
+            name = fieldSelector.removeprefix("metadata.name=")
+            every = {name: every[name]} if name in every else {}
         return Listing([keep(one) for one in every.values()], "1")
 
     def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
-        return {**self.volumes, **self.contents}.get(path.rpartition("/")[2])
+        return self.volumes.get(path.rpartition("/")[2])
 
 
 class History:

@@ -407,19 +407,25 @@ class ClusterRecord(Record):
         """The volumes of a group snapshot or of its member, by the group snapshots' contents.
 
         The ids follow from the group snapshot's name and the volume's id, so that a content is
-        believed about no others. None without the right to list them, as without group snapshots.
+        believed about no others.
         """
-        kind = "VolumeGroupSnapshotContentList"
+        for one in self._contents(GROUP_CONTENTS, "VolumeGroupSnapshotContentList"):
+            if sources := self._sources_by(one, identity):
+                return sources
+        return []
+
+    def _contents(self, path: str, kind: str, **query: Any) -> Sequence[Object]:
+        """The contents of snapshots or group snapshots. Raises ClusterSilent.
+
+        None without the right to list them, and where the cluster does not know them: the chart
+        grants that right only with snapshots, or group snapshots.
+        """
         try:
-            found = self._lists.whole(GROUP_CONTENTS, kind, if_served=True)
+            return self._lists.whole(path, kind, if_served=True, **query).items
         except errors.ClusterSilent as error:
             if not error.is_refusal:
                 raise
             return []
-        for one in found.items:
-            if sources := self._sources_by(one, identity):
-                return sources
-        return []
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
         """The volumes of a group snapshot or of its member; none if the content is of another."""
@@ -443,13 +449,10 @@ class ClusterRecord(Record):
         if not names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
             return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
-        try:
-            name, kind = f"{_CONTENT}{uid}", "VolumeSnapshotContent"
-            found = find_named(self._objects, CONTENTS, name, kind)
-        except errors.ClusterRefused:
-            # Perhaps a cluster without snapshots.
-            return None
-        spec = (found or {}).get("spec") or {}
+        # A list, as only that tells a cluster without snapshots from an API server that fails.
+        named, kind = f"metadata.name={_CONTENT}{uid}", "VolumeSnapshotContentList"
+        found = self._contents(CONTENTS, kind, fieldSelector=named)
+        spec = (found[0] if found else {}).get("spec") or {}
         source = VolumeId.parse(str((spec.get("source") or {}).get("volumeHandle")))
         if spec.get("driver") != self._driver_name or source is None:
             return None

@@ -271,15 +271,19 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
 
 
 @pytest.mark.parametrize("code", [403, 404])
-def test_without_group_snapshots_in_the_cluster_no_content_names_a_node(
-    api: Cluster, record: ClusterRecord, code: int
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(GROUP_CONTENTS, "gsnap-groupsnapshot-1"), (CONTENTS, "snap-snapshot-1")],
+)
+def test_without_snapshots_in_the_cluster_no_content_names_a_node(
+    api: Cluster, record: ClusterRecord, path: str, name: str, code: int
 ) -> None:
     """The chart grants no right to list their contents then, and the CRD may be missing."""
     api.join("a")
     add_volume(api, "pvc-1", "a")
-    api.lie(GROUP_CONTENTS, api_server.status(code))
-    assert record.node_of(identity("gsnap-groupsnapshot-1")) is None
-    assert GROUP_CONTENTS in [one for one, _ in api.asked]
+    api.lie(path, api_server.status(code))
+    assert record.node_of(identity(name)) is None
+    assert [one for one, _ in api.asked].count(path) == 1
 
 
 # What was deleted

@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -22,6 +23,7 @@ from agent.extras.controller import questions, routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.nodes import Node, Refused
+from agent.extras.kubernetes.objects import CONTENTS, Listing
 from mount import command
 from proto import csi_pb2 as csi
 
@@ -322,8 +324,9 @@ def test_of_two_named_nodes_a_group_snapshot_is_on_that_of_its_volumes(history: 
     assert owner(history, FIRST, GROUP_SNAPSHOT).startswith("UNAVAILABLE: ")
 
 
-def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
-    history: History, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [GROUP_SNAPSHOT, SNAPSHOT])
+def test_a_snapshot_waits_while_the_api_server_does_not_list_contents(
+    history: History, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     silent_since_the_start(history, "c")
 
@@ -331,8 +334,29 @@ def test_a_group_snapshot_waits_while_the_api_server_does_not_list_contents(
         raise errors.ClusterSilent("contents", "it does not answer in time")
 
     monkeypatch.setattr(history._memory, "whole", fails)
-    said = owner(history, FIRST, GROUP_SNAPSHOT)
+    said = owner(history, FIRST, name)
     assert said.startswith("UNAVAILABLE: the API server does not answer")
+
+
+def test_a_snapshot_goes_to_no_other_node_while_its_content_cannot_be_read(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its volume is on `a`, whose disks are away, and `b` alone claims the group."""
+    named_on_two(history)
+    history.claims["a"].clear()
+    history.settle()
+    content = {"driver": DRIVER_NAME, "source": {"volumeHandle": f"data@{FIRST}/vol-pvc-1"}}
+    history._memory.contents["snapcontent-uid-1"] = {"spec": content}
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: volume_id: ")
+    whole = history._memory.whole
+
+    def throttled(path: str, *more: Any, **query: Any) -> Listing:
+        if path == CONTENTS:
+            raise errors.ClusterSilent(path, "it answers 429")
+        return whole(path, *more, **query)
+
+    monkeypatch.setattr(history._memory, "whole", throttled)
+    assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: the API server")
 
 
 def test_a_node_that_was_made_anew_has_reported_nothing(
