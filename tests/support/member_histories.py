@@ -77,7 +77,8 @@ class Memory:
         if fieldSelector:
             name = fieldSelector.removeprefix("metadata.name=")
             every = {name: every[name]} if name in every else {}
-        return Listing([keep(one) for one in every.values()], "1")
+        found = [{"metadata": {"name": name}, **one} for name, one in every.items()]
+        return Listing([keep(one) for one in found], "1")
 
     def find(self, path: str, _kind: str) -> Mapping[str, Any] | None:
         return self.volumes.get(path.rpartition("/")[2])

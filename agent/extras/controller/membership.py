@@ -383,13 +383,18 @@ class ClusterRecord(Record):
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
-            if self._volumes_ended > self._clock() - _FRESH_SECONDS:
-                name, segment = self._seen.placed.get(str(identity), ("", ""))
-                # The list says which one it is, and that one which node, as it may be new by now.
-                if not name or self._segment_by(name, identity) == segment:
-                    return segment
-            self._read_volumes()
-            return self._seen.placed.get(str(identity), ("", ""))[1]
+            if self._volumes_ended <= self._clock() - _FRESH_SECONDS:
+                self._read_volumes()
+            name, segment = self._seen.placed.get(str(identity), ("", ""))
+        # The list says which one it is, and that one which node, as it may be new by now. It is
+        # read without the lock, for which calls about other groups and the list of Nodes wait.
+        if name and self._segment_by(name, identity) != segment:
+            differed = self._clock()
+            with self._reading:
+                if self._volumes_read <= differed:
+                    self._read_volumes()
+                _, segment = self._seen.placed.get(str(identity), ("", ""))
+        return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
         """The segment in the PersistentVolume of that name; empty if it is not the volume's."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -998,6 +1000,36 @@ def test_a_persistentvolume_of_any_name_is_read_for_the_call(name: str) -> None:
         assert owner(history, FIRST, "vol-pvc-1") == "a"
         history._memory.volumes = {name: {"spec": spec_of(volume, "b")}}
         assert owner(history, FIRST, "vol-pvc-1") == "b"
+
+
+def test_a_persistentvolume_of_any_name_that_is_read_slowly_holds_up_no_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor calls about other volume groups."""
+    with asyncio.Runner() as runner, ThreadPoolExecutor() as threads:
+        history = History(runner.run)
+        history._memory.volumes["my-database"] = {"spec": spec_of(f"data@{FIRST}/vol-1", "a")}
+        history.record._read_volumes()
+        asked, answers = threading.Event(), threading.Event()
+        find = history._memory.find
+
+        def slow(path: str, kind: str) -> Any:
+            if path.endswith("/my-database"):
+                asked.set()
+                answers.wait(60)
+            return find(path, kind)
+
+        monkeypatch.setattr(history._memory, "find", slow)
+        finding = threads.submit(history.record.node_of, VolumeId("data", FIRST, "vol-1"))
+        try:
+            assert asked.wait(60)
+            history.clock.now += 60
+            threads.submit(history.record.look).result(30)
+            other = VolumeId("data", uuid_of(1), "vol-unnamed")
+            assert threads.submit(history.record.node_of, other).result(30) is None
+        finally:
+            answers.set()
+        assert finding.result(60) == "a"
 
 
 def test_persistentvolumes_that_take_long_to_read_are_there_for_the_call_that_repeats_it(
