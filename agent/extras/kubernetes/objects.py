@@ -164,7 +164,7 @@ class Lists:
         problem = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             problem += "; allow this account to list them (docs/operations.md)"
-        raise errors.ClusterSilent(self._where(path), problem, is_refusal=True)
+        raise errors.ClusterSilent(self._where(path), problem, is_refusal=_is_final(status))
 
     def _where(self, path: str) -> str:
         return f"{self._server.host}:{self._server.port}{self._server.path}{path}"
@@ -173,6 +173,15 @@ class Lists:
 def _is_passing(status: int) -> bool:
     """Whether the API server may answer otherwise when it is asked again."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
+
+
+def _is_final(status: int) -> bool:
+    """Whether the API server refuses a request for good, as it has no such object or right.
+
+    With 401 it does not know who asks, as while it starts or this account's token is renewed: then
+    it says nothing of what it has, and nothing of rights.
+    """
+    return not _is_passing(status) and status != http.client.UNAUTHORIZED
 
 
 @dataclass(frozen=True)
@@ -246,8 +255,8 @@ class Objects:
                 return None
             if status == http.client.OK and answer.get("kind") == kind:
                 return answer
-            problem = _refusal(status, answer)
-            if is_refusal := not _is_passing(status):
+            problem, is_refusal = _refusal(status, answer), _is_final(status)
+            if not _is_passing(status):
                 break
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
@@ -281,7 +290,7 @@ class Objects:
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
             reason = str(answer.get("reason") or "")
-            problem, is_refusal = _refusal(status, answer), not _is_passing(status)
+            problem, is_refusal = _refusal(status, answer), _is_final(status)
             raise errors.ClusterRefused(method, path, problem, reason, is_refusal=is_refusal)
         return answer
 

@@ -288,6 +288,20 @@ def test_without_snapshots_in_the_cluster_no_content_names_a_node(
     assert [one for one, _ in api.asked].count(path) == 1
 
 
+@pytest.mark.parametrize("code", [401, 429])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(GROUP_CONTENTS, "gsnap-groupsnapshot-1"), (CONTENTS, "snap-snapshot-1")],
+)
+def test_a_content_that_the_api_server_does_not_show_may_name_a_node(
+    api: Cluster, record: ClusterRecord, path: str, name: str, code: int
+) -> None:
+    """As where the controller's token is being renewed, or there are too many requests."""
+    api.lie(path, *[api_server.status(code)] * 3)
+    with pytest.raises(errors.ClusterSilent, match=str(code)):
+        record.node_of(identity(name))
+
+
 # What was deleted
 
 

@@ -94,9 +94,11 @@ def test_a_server_that_always_answers_wrong_gives_no_list(api: ApiServer, lie: L
 )
 def test_a_refused_or_redirected_list_is_not_retried(api: ApiServer, code: int, word: str) -> None:
     api.lie(VOLUMES, status(code))
-    with pytest.raises(errors.ClusterSilent, match=word):
+    with pytest.raises(errors.ClusterSilent, match=word) as raised:
         read(api)
     assert len(api.asked) == 1
+    # With 401 it says nothing of what it has, nor of rights: it does not know who asks.
+    assert raised.value.is_refusal is (code != 401)
 
 
 def test_pages_that_expire_are_read_from_the_start(api: ApiServer) -> None:
