@@ -124,8 +124,8 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
         here = folder / name
         here.mkdir(parents=True)
         words = [
-            # The suite's kubectl wants a place for its cache. By ssh it stops a node's kubelet; specs
-            # that need this skip themselves without a key.
+            # The suite's kubectl wants a place for its cache. By ssh it stops a node's kubelet;
+            # specs that need this skip themselves without a key.
             *("env", f"HOME={here}", f"KUBE_SSH_KEY_PATH={box.KEY}", "KUBE_SSH_USER=root"),
             str(lab.programs.path("e2e.test")),
             f"--kubeconfig={control_plane.kubeconfig()}",
