@@ -439,6 +439,13 @@ class Cluster:
         )
         return int(done.stdout.strip() or 0)
 
+    def shell(self, name: str, script: str) -> str:
+        """Run lines of a shell as root on a node, and return what they print; raises GuestError."""
+        done = self.guest(name).run([script], check=False)
+        if done.returncode != 0:
+            raise GuestError(f"{name} refused a step: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
     @_alone
     def add_node(self, copy_of: str = "") -> str:
         """Boot one more machine, join it to the cluster as a node, and return its name.

@@ -14,43 +14,46 @@ from cluster.site import Site
 
 # The area for lvm2's metadata on the disk, in MiB: a smaller one would bound the whole group's.
 _METADATA_MIB = 80
-# The group's room goes to a volume of the check's own, so Carver's next one is on the disk that
-# fails.
-_ADD = """\
+# On the node: a disk that is a file, behind the device mapper (dmsetup(8)). Prints its loop device.
+_MAKE = """\
 set -e
-{lvm} lvcreate --yes --zero n --wipesignatures n --extents 100%FREE --name {name} {group} >&2
-truncate --size {mib}M /tmp/{name}
-device=$(losetup --find --show /tmp/{name})
-dmsetup create {name} --noudevsync --table "0 $(blockdev --getsz $device) linear $device 0" >&2
-{lvm} vgextend --metadatasize {metadata_mib}m {group} /dev/mapper/{name} >&2
+truncate --size {mib}M /var/tmp/{name}
+device=$(losetup --find --show --direct-io=on /var/tmp/{name})
+dmsetup create {name} --table "0 $(blockdev --getsz $device) linear $device 0"
 echo $device
 """
-# What the device mapper does with each read and write (dmsetup(8)); it holds back those of a
-# device that is suspended.
+# The device mapper does so with each read and write; it holds back those of a suspended device.
 _CHANGE = """\
 set -e
 dmsetup load {name} --table "0 $(blockdev --getsz {device}) {target}"
 dmsetup suspend --nolockfs --noflush {name}
-dmsetup resume --noudevsync {name}
+dmsetup resume {name}
 """
 _SUSPEND = "dmsetup suspend --nolockfs --noflush {name}"
-_RESUME = "dmsetup resume --noudevsync {name}"
-# Twice, or after less than all was made: what is gone already is no failure.
-_REMOVE = """\
+_RESUME = "dmsetup resume {name}"
+_UNMAKE = """\
+if dmsetup info {name}; then
+    dmsetup remove --retry {name} || exit
+fi
+for one in $(losetup --associated /var/tmp/{name} --output NAME --noheadings); do
+    losetup --detach $one || exit
+done
+rm -f /var/tmp/{name}
+"""
+# Where Carver runs: the group's room goes to a volume of the check's own, so that Carver's next one
+# is on the disk that fails.
+_ADD = """\
 set -e
-if {lvm} pvs /dev/mapper/{name} >&2; then
-    {lvm} vgreduce {group} /dev/mapper/{name} >&2
+{lvm} lvcreate --yes --zero n --wipesignatures n --extents 100%FREE --name {name} {group}
+{lvm} vgextend --metadatasize {metadata_mib}m {group} /dev/mapper/{name}
+"""
+_REMOVE = """\
+if {lvm} pvs /dev/mapper/{name}; then
+    {lvm} vgreduce {group} /dev/mapper/{name} || exit
 fi
-if {lvm} lvs {group}/{name} >&2; then
-    {lvm} lvremove --yes {group}/{name} >&2
+if {lvm} lvs {group}/{name}; then
+    {lvm} lvremove --yes {group}/{name}
 fi
-if dmsetup info {name} >&2; then
-    dmsetup remove --noudevsync --retry {name} >&2
-fi
-if losetup {device} >&2; then
-    losetup --detach {device}
-fi
-rm -f /tmp/{name}
 """
 # What is said of a volume whose disk is gone, and of one whose disk does not answer.
 _GONE = frozenset({"DiskMissing"})
@@ -71,45 +74,53 @@ class Disk:
         """The name of the disk, and of the volume that takes the group's other room."""
         return objects.named(self.site.run)
 
-    def do(self, script: str, **words: object) -> str:
-        """Run a script where Carver runs on the node; what it prints. Raises Refused."""
+    def add(self) -> "Disk":
+        """Make the disk, and add it to the group as the only one with room."""
+        mib = 2 * self.site.size_mib - 1 + _METADATA_MIB
+        made = replace(self, device=self._on_node(_MAKE, mib=mib).splitlines()[-1])
+        made._in_carver(_ADD)
+        return made
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While this lasts no read or write ends."""
+        self._on_node(_SUSPEND)
+        try:
+            yield
+        finally:
+            self._on_node(_RESUME)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """While this lasts each read and write is refused; what was written stays on the disk."""
+        self._on_node(_CHANGE, target="error")
+        try:
+            yield
+        finally:
+            self._on_node(_CHANGE, target=f"linear {self.device} 0")
+
+    def remove(self) -> None:
+        """Remove what there is of the disk, and the volume that took the group's other room."""
+        site = self.site
+        site.persist(f"{self.group} is without the disk", lambda: self._in_carver(_REMOVE))
+        self._on_node(_UNMAKE)
+
+    def _on_node(self, script: str, **words: object) -> str:
+        """Run a script on the node's machine; what it prints."""
+        line = script.format(name=self.name, device=self.device, **words)
+        return nodes.lab(self.site).shell(self.node, line).strip()
+
+    def _in_carver(self, script: str) -> None:
+        """Run a script where Carver runs lvm2 on the node. Raises Refused."""
         pod = self.site.until(
             f"Carver runs on {self.node}",
             lambda: self.site.place.pod_on(self.site.kubectl, self.node),
         )
         lvm = checks.HOST_LVM if path(pod, "spec", "hostPID") else "lvm"
-        line = script.format(
-            lvm=lvm, name=self.name, group=self.group, device=self.device or "none", **words
-        )
+        line = script.format(lvm=lvm, name=self.name, group=self.group, metadata_mib=_METADATA_MIB)
         about = pod["metadata"]
         where = (about["namespace"], about["name"], installation.container(pod["spec"])["name"])
-        return self.site.kubectl.inside(*where, "sh", "-c", line).strip()
-
-    @contextmanager
-    def hanging(self) -> Iterator[None]:
-        """While this lasts no read or write ends."""
-        self.do(_SUSPEND)
-        try:
-            yield
-        finally:
-            self.site.persist(f"the disk of {self.node} answers", lambda: self._do(_RESUME))
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """While this lasts each read and write is refused; what was written stays on the disk."""
-        self.do(_CHANGE, target="error")
-        try:
-            yield
-        finally:
-            well = f"linear {self.device} 0"
-            self.site.persist(f"the disk of {self.node} serves", lambda: self._do(_CHANGE, well))
-
-    def remove(self) -> None:
-        """Remove what there is of the disk, and the volume that took the group's other room."""
-        self._do(_REMOVE)
-
-    def _do(self, script: str, target: str = "") -> None:
-        self.do(script, target=target)
+        self.site.kubectl.inside(*where, "sh", "-c", line)
 
 
 def sick_disk(site: Site) -> str:
@@ -143,15 +154,12 @@ def sick_disk(site: Site) -> str:
 @contextmanager
 def _added(site: Site, disk: Disk) -> Iterator[Disk]:
     """A disk in the group, the only one with room, while this lasts."""
-    most = f"{2 * site.size_mib - 1 + _METADATA_MIB}"
     try:
-        device = disk.do(_ADD, mib=most, metadata_mib=_METADATA_MIB).splitlines()[-1]
-        disk = replace(disk, device=device)
-        yield disk
+        yield disk.add()
     finally:
         # The volume goes before its disk does.
         removal.clear(site)
-        site.persist(f"the disk of {disk.node} is removed", disk.remove)
+        disk.remove()
 
 
 def _said(site: Site, claim: str, reasons: frozenset[str]) -> str:

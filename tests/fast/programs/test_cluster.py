@@ -179,6 +179,7 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
     assert words.count("pause") == words.count("resume")
     assert [one for one in words if one.startswith("clock")][-1:] in ([], ["clock 0"])
     assert words.count("add") == words.count("remove")
+    assert words.count("make disk") == words.count("unmake disk")
     assert cluster.disks == set()
     assert cluster.carver_nodes() in (["one", "two"], ["two", "one"])
     kept_from = [

@@ -341,8 +341,8 @@ class FakeCluster:
         assert inside[:2] == ["sh", "-c"]
         if "carver volume adopt" in inside[2]:
             return self._adopt(inside[2])
-        if options["container"] == "carver":
-            return self._change_disk(inside[2], pod)
+        if "vgextend" in inside[2] or "vgreduce" in inside[2]:
+            return self._change_group(inside[2], pod)
         volume = self._volume_of(pod)
         script = inside[2].replace("/data", str(volume / "files"))
         if (new := self._bound(pod, "new")) is not None:
@@ -375,22 +375,18 @@ class FakeCluster:
         other = "-2" if "other handle" in self.wrong else ""
         return 0, f'volumeHandle: "data@x/{name}{other}"', ""
 
-    def _change_disk(self, script: str, carver: Object) -> tuple[int, str, str]:
-        """What a disk of a group is made to do on a node; claims are told of what they meet."""
+    def _change_group(self, script: str, carver: Object) -> tuple[int, str, str]:
+        """A check adds a disk of its own to the group of a node, or takes it out again."""
         node = carver["spec"]["nodeName"]
-        if "vgextend" in script:
-            self.disks.add(node)
-            return 0, "/dev/loop7\n", ""
-        if "vgreduce" in script:
-            self.disks.discard(node)
-        reason = "DiskMissing" if " error" in script else "DeviceNotResponding"
-        is_sick = " error" in script or script.startswith("dmsetup suspend")
-        if is_sick and "unsaid" not in self.wrong:
-            assert node in self.disks
-            for key in [one for one in self.objects if one[0] == "persistentvolumeclaims"]:
-                if key[2].endswith("-data"):
-                    self._event(key, "Warning", reason, "the disk")
+        (self.disks.add if "vgextend" in script else self.disks.discard)(node)
         return 0, "", ""
+
+    def harm_disk(self, node: str, reason: str) -> None:
+        """Have the claim whose volume is on a check's own disk be told what happens to that."""
+        assert node in self.disks
+        for key in [one for one in self.objects if one[0] == "persistentvolumeclaims"]:
+            if key[2].endswith("-data") and "unsaid" not in self.wrong:
+                self._event(key, "Warning", reason, "the disk")
 
     def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
         """What the kernel tells a pod of its device."""
@@ -1018,6 +1014,19 @@ class FakeLab:
     def kill(self, name: str, program: str) -> int:
         self.done.append((f"kill {program}", name))
         return int(name == "control" and "survives" not in self.cluster.wrong)
+
+    def shell(self, name: str, script: str) -> str:
+        if "truncate" in script:
+            self.done.append(("make disk", name))
+            return "/dev/loop7\n"
+        if "losetup --detach" in script:
+            assert name not in self.cluster.disks
+            self.done.append(("unmake disk", name))
+        elif script.startswith("dmsetup suspend"):
+            self.cluster.harm_disk(name, "DeviceNotResponding")
+        elif " error" in script:
+            self.cluster.harm_disk(name, "DiskMissing")
+        return ""
 
     def add_node(self, copy_of: str = "") -> str:
         self.done.append(("add", "three"))
