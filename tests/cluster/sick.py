@@ -55,9 +55,8 @@ if {lvm} lvs {group}/{name}; then
     {lvm} lvremove --yes {group}/{name}
 fi
 """
-# What is said of a volume whose disk is gone, and of one whose disk does not answer.
-_GONE = frozenset({"DiskMissing"})
-_HUNG = frozenset({"DeviceNotResponding", "FileSystemNotResponding", "DeviceSuspended"})
+# What the claim's Event says of a volume whose disk refuses all (agent/operations/health.py).
+_GONE = "DiskMissing"
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,10 @@ class Disk:
 
 
 def sick_disk(site: Site) -> str:
-    """A disk hangs under a pod, then fails: the claim's Events say so, and its data are there.
+    """A disk hangs under a pod, then fails: Kubernetes is told so, and the data are there.
 
-    A pod whose volume is on another disk of the same group goes on all the time.
+    While it hangs lvm2 answers nothing, and Carver's pod is not ready; where it fails the claim's
+    Event names the reason. A pod whose volume is on another disk of the group goes on all the time.
     """
     checks.needs_controller(site)
     node = nodes.without_leader(site)
@@ -138,17 +138,18 @@ def sick_disk(site: Site) -> str:
         pod = site.start("pod", data, terms=where)
         words = site.write(pod)
         with disk.hanging():
-            hung = _said(site, data, _HUNG)
+            site.until(f"Carver on {node} is not ready", lambda: _is_not_ready(site, node))
             site.expect(well, site.write(well))
+        site.until(f"Carver on {node} is ready", lambda: _is_not_ready(site, node) is None or None)
         site.expect(pod, words)
         with disk.failing():
-            gone = _said(site, data, _GONE)
+            site.until(f"an Event says {_GONE}", lambda: bool(site.events(data, _GONE)) or None)
             site.expect(well, site.write(well))
         # The file system may have been made read-only by what it met.
         site.stop(pod)
         following = site.start("next", data, terms=where)
         site.expect(following, words)
-    return f"{hung}, then {gone} was said of the claim on {node}"
+    return f"Carver on {node} was not ready, then {_GONE} was said of the claim"
 
 
 @contextmanager
@@ -162,10 +163,6 @@ def _added(site: Site, disk: Disk) -> Iterator[Disk]:
         disk.remove()
 
 
-def _said(site: Site, claim: str, reasons: frozenset[str]) -> str:
-    """Wait until an Event of one of these reasons is on the claim; the reason."""
-
-    def found() -> str | None:
-        return next((one for one in sorted(reasons) if site.events(claim, one)), None)
-
-    return site.until(f"an Event says of claim {claim}: {' or '.join(sorted(reasons))}", found)
+def _is_not_ready(site: Site, node: str) -> bool | None:
+    """True where Carver's pod on the node is not ready, None where it is."""
+    return None if checks.is_ready(site.place.pod_on(site.kubectl, node)) else True

@@ -190,7 +190,8 @@ class Handler(BaseHTTPRequestHandler):
 def as_metadata(found: Object) -> Object:
     """A list without its objects' specs and statuses."""
     items = [{"metadata": one["metadata"]} for one in found["items"]]
-    return {**found, "kind": "PartialObjectMetadataList", "items": items}
+    # Where there are none, as an API server does: no empty list.
+    return {**found, "kind": "PartialObjectMetadataList", "items": items or None}
 
 
 # Lies

@@ -202,6 +202,10 @@ class _Page:
         if not isinstance(whole, dict) or whole.get("kind") != kind:
             raise Unproved(f"its answer is no {kind}")
         about, items = whole.get("metadata"), whole.get("items")
+        if kind == _METADATA and "items" in whole and items is None:
+            # So an API server writes an empty list of metadata alone (k8s.io/apiserver v0.36.3,
+            # pkg/endpoints/handlers/response.go, asPartialObjectMetadataList).
+            items = []
         if not isinstance(about, dict) or not isinstance(items, list):
             raise Unproved(f"its {kind} has no metadata, or no items")
         version, token = about.get("resourceVersion"), about.get("continue") or ""

@@ -91,8 +91,9 @@ class FakeCluster:
         self.silent: set[str] = set()
         # By a node that was made with a copy of another's disk: that other, and what the copy has.
         self.copies: dict[str, tuple[str, set[str]]] = {}
-        # Nodes in whose group a check has a disk of its own.
+        # Nodes in whose group a check has a disk of its own, and those where it hangs.
         self.disks: set[str] = set()
+        self.hung: set[str] = set()
         # Whether what was on a node that was deleted is forgotten.
         self.forgets = False
         # What the liar was asked to create, and how many answers of a node were refused.
@@ -381,12 +382,12 @@ class FakeCluster:
         (self.disks.add if "vgextend" in script else self.disks.discard)(node)
         return 0, "", ""
 
-    def harm_disk(self, node: str, reason: str) -> None:
-        """Have the claim whose volume is on a check's own disk be told what happens to that."""
+    def harm_disk(self, node: str) -> None:
+        """Have the claim whose volume is on a check's own disk be told that it is gone."""
         assert node in self.disks
         for key in [one for one in self.objects if one[0] == "persistentvolumeclaims"]:
-            if key[2].endswith("-data") and "unsaid" not in self.wrong:
-                self._event(key, "Warning", reason, "the disk")
+            if key[2].endswith("-data") and "no event" not in self.wrong:
+                self._event(key, "Warning", "DiskMissing", "the disk")
 
     def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
         """What the kernel tells a pod of its device."""
@@ -652,7 +653,8 @@ class FakeCluster:
         if key[1] == "carver-system":
             # Kubelet, the container's start and the probe take their time.
             if self._ages[key] > _START_STEPS:
-                status["conditions"] = [{"type": "Ready", "status": "True"}]
+                is_hung = pod["spec"].get("nodeName") in self.hung
+                status["conditions"] = [{"type": "Ready", "status": str(not is_hung)}]
             return
         if "nodeName" not in pod["spec"]:
             if "never scheduled" in self.wrong:
@@ -1022,10 +1024,12 @@ class FakeLab:
         if "losetup --detach" in script:
             assert name not in self.cluster.disks
             self.done.append(("unmake disk", name))
-        elif script.startswith("dmsetup suspend"):
-            self.cluster.harm_disk(name, "DeviceNotResponding")
+        elif script.startswith("dmsetup suspend") and "unsaid" not in self.cluster.wrong:
+            self.cluster.hung.add(name)
+        elif script.startswith("dmsetup resume"):
+            self.cluster.hung.discard(name)
         elif " error" in script:
-            self.cluster.harm_disk(name, "DiskMissing")
+            self.cluster.harm_disk(name)
         return ""
 
     def add_node(self, copy_of: str = "") -> str:

@@ -132,6 +132,16 @@ def test_a_slow_list_is_given_up(api: ApiServer, monkeypatch: pytest.MonkeyPatch
         read(api)
 
 
+def test_no_metadata_is_an_answer_as_api_servers_write_it(api: ApiServer) -> None:
+    api.objects[VOLUMES] = []
+    server = Server("tests", "127.0.0.1", api.port)
+    assert [*Lists(server).metadata(VOLUMES).items] == []
+    # A list of whole objects that are none is an empty list, and nothing else proves it.
+    api.lie(VOLUMES, *[changed(lambda document: document.update(items=None))] * 3)
+    with pytest.raises(errors.ClusterSilent, match="no items"):
+        read(api)
+
+
 def list_whole(server: Server) -> object:
     return Lists(server).whole(VOLUMES, "PersistentVolumeList")
 
