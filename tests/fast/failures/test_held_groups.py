@@ -506,6 +506,8 @@ def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
     client: Client, fake: FakeHost, source: csi.Volume, service: Service
 ) -> None:
     work, begin, copying = service.copier.jobs._work, threading.Event(), Gate()
+    # A job begins a moment before its call has left the source's name.
+    service.context.locks.grace_seconds = 60
 
     def waits(job: Any) -> None:
         assert begin.wait(200)
