@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vagrant import box, files, host
@@ -65,26 +65,36 @@ class UserModeMachines:
         with self.running():
             self.fit()
             off = [one for one in self.guests if one.power.state() not in ("running", "paused")]
-            if not off:
-                return
-            what = "the machine" if len(off) == 1 else f"{len(off)} machines"
-            with step(f"boot {what} (user mode)", "up") as booting:
-                _raise_maps(booting)
+            if off:
+                self._boot(off, self._made_of())
+
+    def _boot(self, guests: Sequence[Guest], made_of: Mapping[str, object]) -> None:
+        """Boot machines that are off, or are not there yet."""
+        what = "the machine" if len(guests) == 1 else f"{len(guests)} machines"
+        with step(f"boot {what} (user mode)", "up") as booting:
+            _raise_maps(booting)
+            if not Path(str(made_of["base"])).exists():
                 _make_base(booting)
-                for guest in off:
-                    (folder() / guest.name).mkdir(parents=True, exist_ok=True)
-                    made_of = json.dumps(self._made_of())
-                    files.write(folder() / guest.name / MADE_OF, made_of)
-                    guest.write_ssh_config(str(guest.address()))
-                    guest.power.start()
-                for guest in off:
-                    guest.wait_for_boot()
+            for guest in guests:
+                (folder() / guest.name).mkdir(parents=True, exist_ok=True)
+                files.write(folder() / guest.name / MADE_OF, json.dumps(made_of))
+                guest.write_ssh_config(str(guest.address()))
+                guest.power.start()
+            for guest in guests:
+                guest.wait_for_boot()
 
     def add(self, guest: Guest) -> None:
-        """Boot one more machine like the others; one that was left of that name is made anew."""
+        """Boot one more machine like the others; one that was left of that name is made anew.
+
+        The others stay as they are: a program that adds a machine may have other variables in its
+        environment, or another box by now.
+        """
         _remove(guest.name)
+        others = (files.read_json(folder() / one.name / MADE_OF) for one in self.guests)
+        made_of = next((one for one in others if one is not None), self._made_of())
         self.guests = [*self.guests, guest]
-        self.ensure()
+        with self.running():
+            self._boot([guest], made_of)
 
     def drop(self, name: str) -> None:
         """Remove one machine, and no other."""

@@ -28,6 +28,7 @@ from vagrant import (
     host,
     images,
     machines,
+    machines_in_user_mode,
     node,
     programs,
     user_mode,
@@ -35,6 +36,7 @@ from vagrant import (
 )
 from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest
+from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import ByLibvirt, GuestError
 from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
@@ -929,3 +931,30 @@ def test_machines_in_user_mode_are_shared_out_to_the_processors_one_to_each() ->
     found = [user_mode.processor(number) for number in range(len(usable))]
     assert set(found) == usable
     assert user_mode.processor(len(usable)) == found[0]
+
+
+def test_a_machine_in_user_mode_is_added_like_the_others_which_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its program has other variables than the one that made the others."""
+    base, removed = tmp_path / "base.raw", list[str]()
+    base.touch()
+    made_of = {"base": str(base), "memory": 4096}
+    for name in ("carver-node-1", "carver-node-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / user_mode.MADE_OF).write_text(json.dumps(made_of))
+    monkeypatch.setattr(machines_in_user_mode, "folder", lambda: tmp_path)
+    monkeypatch.setattr(machines_in_user_mode, "_remove", removed.append)
+    monkeypatch.setattr(machines_in_user_mode, "_raise_maps", lambda step: None)
+    monkeypatch.setattr(UserModeMachines, "_made_of", lambda self: {"base": "new", "memory": 1})
+    monkeypatch.setattr(UserModeMachines, "running", lambda self: nullcontext())
+    guests = [Mock() for _ in range(3)]
+    for number, one in enumerate(guests, 1):
+        one.name = f"carver-node-{number}"
+    made = UserModeMachines(guests[:2], 1, "carver-node-")
+    made.add(guests[2])
+    added = tmp_path / "carver-node-3" / user_mode.MADE_OF
+    assert json.loads(added.read_text()) == made_of
+    assert removed == ["carver-node-3"]
+    assert [one.power.start.called for one in guests] == [False, False, True]
+    assert made.guests == guests
