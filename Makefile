@@ -197,7 +197,7 @@ CHECKS ?=
 .PHONY: cluster-test
 cluster-test: venv ## in that cluster: our checks, those that want a lab too, and Kubernetes' own tests
 	$(BIN)/python vagrant/cluster.py check --lab $(CHECKS) || [ $$? = 3 ]
-	$(if $(filter --only,$(CHECKS)),,$(BIN)/python tests/cluster/e2e.py $(filter --record,$(CHECKS)))
+	$(if $(findstring --only,$(CHECKS))$(findstring --clean,$(CHECKS)),,$(BIN)/python tests/cluster/e2e.py $(filter --record,$(CHECKS)))
 
 .PHONY: cluster-down
 cluster-down: venv ## remove the cluster; its programs and the box stay cached

@@ -795,6 +795,18 @@ def _check(arguments: argparse.Namespace) -> int:
     os.execvp(words[0], words)  # noqa: S606
 
 
+def _monitor(arguments: argparse.Namespace) -> int:
+    """Run tests/cluster/monitoring.py, with Prometheus, on the cluster; the options are its own."""
+    present()
+    tests = host.PROJECT / "tests"
+    # By apt, which the lab's network does not reach.
+    subprocess.run([sys.executable, tests / "prometheus" / "programs.py"], check=True)
+    program = tests / "cluster" / "monitoring.py"
+    file = f"--kubeconfig={control_plane.kubeconfig()}"
+    words = host.in_network(sys.executable, str(program), file, *arguments.words)
+    os.execvp(words[0], words)  # noqa: S606
+
+
 def _run(arguments: argparse.Namespace) -> int:
     """Run a command as root on a node; one word is a line for its shell."""
     words = present().guest(arguments.node).ssh(arguments.words)
@@ -833,15 +845,25 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "down": _down,
     "kubectl": _kubectl,
     "check": _check,
+    "monitor": _monitor,
     "run": _run,
     "clock": _clock,
     "install": _install,
-    **dict.fromkeys(("power-off", "power-on", "pause", "resume", "reboot", "reset"), _change),
+    **dict.fromkeys(("power-off", "power-on", "reset", "reboot", "pause", "resume"), _change),
 }
 
 
 # Whose words are those of another program, options and all.
-_OF_OTHERS = frozenset({"check", "kubectl"})
+_OF_OTHERS = frozenset({"check", "kubectl", "monitor"})
+# What each change of a node's power is.
+_CHANGES = {
+    "power-off": "Cut a node's power.",
+    "power-on": "Start a node that is off.",
+    "reset": "Cut a node's power, and start it again.",
+    "reboot": "Reboot a node in good order.",
+    "pause": "Stop a node's processors.",
+    "resume": "Let a paused node go on.",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -852,7 +874,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function in _COMMANDS.items():
         command = commands.add_parser(
             name,
-            help=(function.__doc__ or "").partition("\n")[0],
+            help=_CHANGES.get(name, (function.__doc__ or "").partition("\n")[0]),
             add_help=name not in _OF_OTHERS,
             allow_abbrev=False,
         )
@@ -861,7 +883,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "clock":
             command.add_argument("seconds", type=int)
         if name == "install":
-            command.add_argument("values", nargs="*", help="such as everything, sidecars")
+            names = ", ".join(sorted(one.stem for one in _VALUES.glob("*.yaml")))
+            command.add_argument("values", nargs="*", help=f"any of {names}; none: the manifest's")
         if name == "run":
             # The command's options are not ours.
             command.add_argument("words", nargs=argparse.REMAINDER)

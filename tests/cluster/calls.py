@@ -4,11 +4,14 @@
     vagrant/cluster.py install recording        # Carver logs each call with its request
     tests/cluster/e2e.py                        # or anything else that makes calls
     tests/cluster/calls.py > calls.jsonl
+    tests/cluster/calls.py --node carver-node-2 > tests/data/NAME.jsonl
 
-The lines have the form of tests/data/real-callers.jsonl, and the node that was called. Secrets are
-not in the log, and so not here.
+Each line names the node that was called. With `--node` only that node's calls are printed, in the
+form of tests/data/real-callers.jsonl, which test_replay.py repeats. Secrets are not in the log, and
+so not here.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,6 +22,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # This file is a program, and Python would look beside it only.
 sys.path.insert(0, str(ROOT))
+
+from vagrant import venv  # noqa: E402
+
+if __name__ == "__main__":
+    venv.enter()
 
 from vagrant import cluster  # noqa: E402
 
@@ -35,15 +43,25 @@ _OF_LINE = frozenset({"time", "level", "logger", "message", "method"})
 
 
 def main() -> int:
-    """Print the calls of every node; the exit code."""
-    lab = cluster.present()
+    """Print the calls of every node, or of one; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--node", default="", help="print this node's calls, to be replayed")
+    wanted = parser.parse_args().node
+    lab, printed = cluster.present(), 0
     words = (f"--namespace={cluster.NAMESPACE}", "--selector=app.kubernetes.io/component=node")
     for pod in lab.control_plane.objects("pods", *words):
         name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
         log = lab.kubectl("logs", name, "--container=carver", words[0]).stdout
+        if wanted not in ("", node):
+            continue
+        of_node = {} if wanted else {"node": node}
         for call in kept(calls(log.splitlines())):
-            print(json.dumps({**call, "node": node}, separators=(",", ":")))
-    return 0
+            print(json.dumps({**call, **of_node}, separators=(",", ":")))
+            printed += 1
+    if not printed:
+        text = "no call is in the log with its request: vagrant/cluster.py install recording"
+        print(f"calls.py: {text}", file=sys.stderr)
+    return 0 if printed else 1
 
 
 def calls(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -68,8 +86,10 @@ def calls(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 call["error"] = one["error"]
             ended.append(call)
         elif one.get("message") == "request":
-            call = next(it for it in ended if it["method"] == one["method"] and "request" not in it)
-            call["request"] = {key: it for key, it in one.items() if key not in _OF_LINE}
+            of_method = [it for it in ended if it["method"] == one["method"]]
+            # There is none where the log begins within a call.
+            for call in [it for it in of_method if "request" not in it][:1]:
+                call["request"] = {key: it for key, it in one.items() if key not in _OF_LINE}
     yield from (one for one in ended if "request" in one)
 
 

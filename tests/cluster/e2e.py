@@ -2,8 +2,11 @@
 """Run Kubernetes' own storage tests on Carver, in the cluster of `make cluster`, and judge them.
 
 `e2e.test` is compiled with the cluster's other programs. Specs that may run beside others are
-shared out to some processes; the serial and disruptive ones follow in one process. Each spec that
-fails must have a reason in docs/testing.md, or this program fails.
+shared out to some processes; the serial and disruptive ones follow in one process.
+
+Exit codes: 0 all passed, or failed for a reason that docs/testing.md gives, as a row of specs and
+reasons under "Kubernetes' own e2e suite"; 1 a spec failed, or none ran; 2 there is no cluster; 130
+interrupted.
 """
 
 import argparse
@@ -38,20 +41,28 @@ _RESULTS = ROOT / ".cache" / "e2e"
 _PASSED = _RESULTS / "passed.json"
 _FOCUS = "External.Storage.*lvm.csi.carver"
 _ALONE = r"\[Serial\]|\[Disruptive\]"
-_WELL, _WRONG, _UNUSABLE = 0, 1, 2
+# Specs for which a cluster needs a controller.
+_OF_CONTROLLER = r"Pre-provisioned.Snapshot|VolumeAttributesClass"
+_WELL, _WRONG, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main() -> int:
     """Read the command line and run; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shards", type=int, default=3, help="processes (%(default)s)")
+    parser.add_argument(
+        "--shards", type=int, default=3, help="specs that run at once (%(default)s)"
+    )
     parser.add_argument("--focus", default="", help="only specs whose name this expression matches")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="only specs that have not passed before in this cluster, with this Carver",
+        help="leave out specs that have passed before in such a cluster, with this Carver",
     )
-    parser.add_argument("--record", action="store_true", help="write the outcome into the docs")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write the outcome into trials.json and docs/testing.md",
+    )
     arguments = parser.parse_args()
     if arguments.focus and arguments.record:
         parser.error("--record is about every spec: leave out --focus")
@@ -64,6 +75,8 @@ def main() -> int:
     lab.apply(_ATTRIBUTES.read_text().partition("\n---")[0])
     folder = _RESULTS / time.strftime("%Y%m%d-%H%M%S")
     suite, listed = _listed(lab, folder)
+    if where.mode != "controller":
+        listed = [one for one in listed if not re.search(_OF_CONTROLLER, one)]
     before = passed_before(_PASSED, listed, where.title, carver) if arguments.again else []
     known = {one.name for one in before}
     names = [one for one in listed if one not in known and re.search(arguments.focus, one)]
@@ -73,11 +86,17 @@ def main() -> int:
     shares = {
         f"shard-{number}": beside[number :: arguments.shards] for number in range(arguments.shards)
     }
-    _run(lab, folder, {name: focus_on(suite, share) for name, share in shares.items() if share})
-    if alone:
-        shares["alone"] = alone
-        _run(lab, folder, {"alone": focus_on(suite, alone)})
-    found = [*before, *outcomes(folder, {name: one for name, one in shares.items() if one})]
+    shares = {name: share for name, share in shares.items() if share}
+    try:
+        _run(lab, folder, {name: focus_on(suite, share) for name, share in shares.items()})
+        if alone:
+            shares["alone"] = alone
+            _run(lab, folder, {"alone": focus_on(suite, alone)})
+    except KeyboardInterrupt:
+        keep(_PASSED, outcomes(folder, shares), where.title, carver)
+        print("e2e.py: interrupted; --again leaves out what has passed", file=sys.stderr)
+        return _INTERRUPTED
+    found = [*before, *outcomes(folder, shares)]
     keep(_PASSED, found, where.title, carver)
     if arguments.record:
         ran = [one for one in found if one.state not in ("skipped", "pending")]
@@ -88,9 +107,14 @@ def main() -> int:
 
 
 def keep(file: Path, found: Iterable[Spec], where: str, carver: str) -> None:
-    """Remember which specs passed, where and with which Carver."""
-    passed = [one.name for one in found if one.state == "passed"]
-    file.write_text(json.dumps({"where": where, "carver": carver, "passed": passed}, indent=1))
+    """Remember which specs passed, where and with which Carver; what is known of others stays."""
+    ended = {one.name: one.state for one in found}
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    is_same = (kept.get("where"), kept.get("carver")) == (where, carver)
+    passed = {one for one in kept["passed"] if one not in ended} if is_same else set()
+    passed |= {one for one, state in ended.items() if state == "passed"}
+    made = {"where": where, "carver": carver, "passed": sorted(passed)}
+    file.write_text(json.dumps(made, indent=1))
 
 
 def passed_before(file: Path, listed: Iterable[str], where: str, carver: str) -> list[Spec]:

@@ -7,8 +7,9 @@ node's name. Prints one table: each query and alert, and whether it has data. De
 Prometheus without Kubernetes' discovery, so this program lists the pods, and gives Prometheus each
 port with the labels that the discovery of pods has; the chart's relabelings do the rest.
 
-    tests/cluster/monitoring.py --kubeconfig FILE --picture docs/images/dashboard.svg
-    tests/cluster/monitoring.py --server https://192.0.2.1:6443 --ca FILE --token-file FILE
+    .venv/bin/python tests/cluster/monitoring.py --kubeconfig FILE --picture dashboard.svg
+    .venv/bin/python tests/cluster/monitoring.py --server URL --ca FILE --token-file FILE
+    vagrant/cluster.py monitor --picture docs/images/dashboard.svg     # in the lab's cluster
 
 Beside checks that provoke alerts (`--prompt`: each fires at once) it tells which have fired, and
 for which nodes. Ctrl-C ends the scraping, and what was scraped is asked.
