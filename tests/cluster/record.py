@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster import checks, lab_checks
+
 ROOT = Path(__file__).resolve().parents[2]
 TRIALS = Path(__file__).with_name("trials.json")
 DOCUMENT = ROOT / "docs" / "testing.md"
@@ -18,6 +20,7 @@ _BEGIN, _END = "<!-- trials: begin -->", "<!-- trials: end -->"
 # Values that only change what is logged, or what `mode` and `nodes` say already.
 _WITHOUT_EFFECT = frozenset({"recording", "sidecars"})
 _NOT_TRIED = "not tried"
+_EVERY = (*checks.ALL, *lab_checks.ALL)
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,17 @@ def read() -> list[dict[str, Any]]:
 def with_table(document: str, trials: Iterable[Mapping[str, Any]]) -> str:
     """Return the document with the table that the trials make; its other text is left as it is."""
     marked = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
-    lines = "\n".join([_BEGIN, "", *table([*trials]), "", _END])
+    lines = "\n".join([_BEGIN, "", *table([*trials], _EVERY), "", _END])
     return marked.sub(lambda _: lines, document)
 
 
-def table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write the table's lines: a row for each check, a column for each configuration."""
-    names = list(dict.fromkeys(name for one in trials for name in one["outcomes"]))
+def table(trials: Sequence[Mapping[str, Any]], every: Iterable[str] = ()) -> list[str]:
+    """Write the table's lines: a row for each check, a column for each configuration.
+
+    Those of `every` have a row also where none was tried.
+    """
+    recorded = (name for one in trials for name in one["outcomes"])
+    names = list(dict.fromkeys((*every, *recorded)))
     heads = ["check", *(_of(one).title for one in trials)]
     rows = [heads, ["---"] * len(heads)]
     for name in names:
