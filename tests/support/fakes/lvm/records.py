@@ -240,7 +240,7 @@ class FakeGroup:
 
     def free(self, disk: FakeDisk) -> int:
         """The extents of a disk that no volume has."""
-        taken = sum(one.taken(disk.name) for one in self.volumes.values())
+        taken = sum(one.taken(disk.name) for one in [*self.volumes.values()])
         free = disk.extents - taken - self.spare.get(disk.name, 0)
         if self.moving is not None and disk.name == self.moving[1]:
             [source] = (one for one in self.disks if one.name == self.moving[0])
@@ -249,7 +249,7 @@ class FakeGroup:
 
     def thin(self, pool: str) -> list[FakeThin]:
         """The volumes in a pool."""
-        found = self.volumes.values()
+        found = [*self.volumes.values()]
         return [one for one in found if isinstance(one, FakeThin) and one.pool == pool]
 
 

@@ -34,7 +34,7 @@ class Reports(KernelSide):
         columns = {}
         while part := arguments.take("--configreport"):
             columns[part] = arguments.take("--options").split(",")
-        rows = [self._report(group) for group in self.groups.values() if self._sees(group)]
+        rows = [self._report(group) for group in [*self.groups.values()] if self._sees(group)]
         if orphans := self._orphans():
             rows.append({"pv": orphans, "pvseg": []})
         chosen = [
@@ -48,6 +48,8 @@ class Reports(KernelSide):
 
     def _report(self, group: FakeGroup) -> dict[str, list[dict[str, str]]]:
         missing = {one.name for one in group.disks if one.missing or not self._reaches(one)}
+        # Of one moment: another command may add one meanwhile, which lvm2's lock would keep back.
+        volumes = [*group.volumes.values()]
         return {
             "vg": [
                 {
@@ -79,7 +81,7 @@ class Reports(KernelSide):
                 }
                 for disk in group.disks
             ],
-            "lv": [self._row(group, volume) for volume in group.volumes.values()],
+            "lv": [self._row(group, volume) for volume in volumes],
             "pvseg": [
                 {"pv_uuid": disk.uuid, "lv_name": name, "pvseg_size": str(size)}
                 for disk in group.disks
@@ -97,7 +99,7 @@ class Reports(KernelSide):
                     if isinstance(volume, FakeThin | FakePool)
                     else "",
                 }
-                for volume in group.volumes.values()
+                for volume in volumes
             ],
         }
 
@@ -239,7 +241,7 @@ def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
         yield "[pvmove0]", source.extents - group.free(source)
         if disk == source.name:
             return
-    for volume in group.volumes.values():
+    for volume in [*group.volumes.values()]:
         size = volume.extents.get(disk, 0)
         if isinstance(volume, FakePool):
             yield f"[{volume.name}_tmeta]", volume.metadata.get(disk, 0)
