@@ -90,7 +90,8 @@ def running(program: Path, folder: Path, configuration: Mapping[str, Any]) -> It
     words = [str(program), f"--config.file={file}", f"--web.listen-address={address}"]
     words.append(f"--storage.tsdb.path={folder / 'storage'}")
     with log.open("w") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
+        # In a session of its own: a terminal's Ctrl-C, after which it is still asked, would end it.
+        process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
             made = Prometheus(f"http://{address}")
             until = time.monotonic() + _START_SECONDS
