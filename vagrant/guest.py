@@ -4,6 +4,7 @@ How a machine is run is its `Power`: by libvirt here, in user mode in user_mode.
 the one machine in which Carver is a service. This module's functions are its methods.
 """
 
+import hashlib
 import shlex
 import subprocess
 import threading
@@ -31,7 +32,9 @@ class Guest:
         """Name the machine, the file in which its ssh configuration is written, and its power."""
         self.name, self.config, self.power = name, config, power
         # A socket's path is limited to 108 bytes; /run is short, and is empty after a reboot.
-        self._socket = f"/run/{name}.ssh"
+        # Another checkout's machine of that name has another: a shared connection would lead to it.
+        checkout = hashlib.sha256(str(config).encode()).hexdigest()[:8]
+        self._socket = f"/run/{name}-{checkout}.ssh"
 
     def write_ssh_config(self, address: str) -> None:
         """Write the configuration with which any ssh reaches the guest."""

@@ -962,3 +962,16 @@ def test_a_machine_in_user_mode_is_added_like_the_others_which_stay(
     assert removed == ["carver-node-3"]
     assert [one.power.start.called for one in guests] == [False, False, True]
     assert made.guests == guests
+
+
+def test_machines_of_two_checkouts_share_no_connection(tmp_path: Path) -> None:
+    sockets = []
+    for checkout in ("one", "two"):
+        (tmp_path / checkout).mkdir()
+        guest = Guest("carver-node-1", tmp_path / checkout / "ssh_config", Mock())
+        guest.write_ssh_config("192.0.2.1")
+        [line] = re.findall(r"ControlPath (.+)", guest.config.read_text())
+        sockets.append(line)
+    assert len({*sockets}) == 2
+    # ssh adds a random suffix of 17 characters while it makes one (unix(7) allows 108 bytes).
+    assert max(map(len, sockets)) < 80
