@@ -441,10 +441,7 @@ class Cluster:
 
     def shell(self, name: str, script: str) -> str:
         """Run lines of a shell as root on a node, and return what they print; raises GuestError."""
-        done = self.guest(name).run([script], check=False)
-        if done.returncode != 0:
-            raise GuestError(f"{name} refused a step: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
+        return node.run(self.guest(name), script)
 
     @_alone
     def add_node(self, copy_of: str = "") -> str:
@@ -840,21 +837,6 @@ def _install(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "up": _up,
-    "down": _down,
-    "kubectl": _kubectl,
-    "check": _check,
-    "monitor": _monitor,
-    "run": _run,
-    "clock": _clock,
-    "install": _install,
-    **dict.fromkeys(("power-off", "power-on", "reset", "reboot", "pause", "resume"), _change),
-}
-
-
-# Whose words are those of another program, options and all.
-_OF_OTHERS = frozenset({"check", "kubectl", "monitor"})
 # What each change of a node's power is.
 _CHANGES = {
     "power-off": "Cut a node's power.",
@@ -864,6 +846,21 @@ _CHANGES = {
     "pause": "Stop a node's processors.",
     "resume": "Let a paused node go on.",
 }
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "up": _up,
+    "down": _down,
+    "kubectl": _kubectl,
+    "check": _check,
+    "monitor": _monitor,
+    "run": _run,
+    "clock": _clock,
+    "install": _install,
+    **dict.fromkeys(_CHANGES, _change),
+}
+
+
+# Whose words are those of another program, options and all.
+_OF_OTHERS = frozenset({"check", "kubectl", "monitor"})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -145,7 +145,7 @@ def install(guest: Guest, number: int, bridge: str, gates: Mapping[str, bool]) -
     """
     address = str(guest.address())
     served_from = f"rsync://{bridge}:{PORT}/node"
-    _run(
+    run(
         guest,
         f"hostnamectl set-hostname {guest.name}",
         f"grep -q {guest.name} /etc/hosts || echo 127.0.1.1 {guest.name} >> /etc/hosts",
@@ -179,7 +179,7 @@ def import_images(guest: Guest, bridge: str, archives: Sequence[str]) -> None:
     They are imported one after the other: side by side they take longer.
     """
     served_from = f"rsync://{bridge}:{PORT}/node"
-    _run(
+    run(
         guest,
         f"rsync --recursive --times --delete {served_from}/stamps/ {HOME}/stamps/",
         *(_imported(served_from, name) for name in archives),
@@ -219,7 +219,7 @@ def boot_id(guest: Guest) -> str:
 
 def start(guest: Guest) -> None:
     """Start kubelet, or restart it where its program or its configuration changed."""
-    _run(
+    run(
         guest,
         f"{HOME}/prepare.sh",
         _started(
@@ -248,13 +248,17 @@ def _started(unit: str, programs: Sequence[str], texts: Sequence[str]) -> str:
     )
 
 
-def _run(guest: Guest, *lines: str) -> None:
-    """Run lines of a shell in the guest; raise GuestError with the end of what they said."""
+def run(guest: Guest, *lines: str) -> str:
+    """Run lines of a shell in the guest, and return what they print.
+
+    Raises GuestError with the end of what they said where one fails.
+    """
     text = "\n".join(["set -eu", *lines])
     done = guest.run(["bash -s"], stdin=text, check=False, timeout_seconds=1800)
     if done.returncode != 0:
         said = (done.stdout + done.stderr).splitlines()[-20:]
         raise GuestError(f"{guest.name} refused a step:\n" + "\n".join(said))
+    return done.stdout
 
 
 def _files(

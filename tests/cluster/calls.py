@@ -86,10 +86,11 @@ def calls(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 call["error"] = one["error"]
             ended.append(call)
         elif one.get("message") == "request":
-            of_method = [it for it in ended if it["method"] == one["method"]]
+            of_method = (it for it in ended if it["method"] == one["method"])
+            oldest = next((it for it in of_method if "request" not in it), None)
             # There is none where the log begins within a call.
-            for call in [it for it in of_method if "request" not in it][:1]:
-                call["request"] = {key: it for key, it in one.items() if key not in _OF_LINE}
+            if oldest is not None:
+                oldest["request"] = {key: it for key, it in one.items() if key not in _OF_LINE}
     yield from (one for one in ended if "request" in one)
 
 

@@ -41,8 +41,6 @@ carver volume adopt {group}/{other} --from openebs --claim {claim} {words} && ex
 {lvm} lvchange $with {group}/{name} >&2
 exit 1
 """
-# lvm2 where the pod has the node's, by `lvm2: host` of the chart.
-HOST_LVM = "nsenter --target 1 --mount --uts --ipc -- lvm"
 
 
 def claim(site: Site) -> str:
@@ -480,16 +478,14 @@ def adopt(site: Site) -> str:
         raise NotHere(f"volume {name} is not called as OpenEBS does (--volume-name-prefix)")
     device_class = path(source, "volumeAttributes", "carver/class", default="")
     script = ADOPT.format(
-        lvm=HOST_LVM if path(pod, "spec", "hostPID") else "lvm",
+        lvm=installation.lvm_of(pod),
         group=place.partition("@")[0],
         name=name,
         other=name.removeprefix("vol-"),
         claim=f"{site.namespace}/{data}",
         words=f"--class {device_class}" if device_class else "",
     )
-    inside = (pod["metadata"]["namespace"], pod["metadata"]["name"])
-    container = installation.container(pod["spec"])["name"]
-    printed = site.kubectl.inside(*inside, container, "sh", "-c", script)
+    printed = installation.inside(site.kubectl, pod, "sh", "-c", script)
     # By the same name it is the same volume.
     if json.dumps(source["volumeHandle"]) not in printed:
         raise Failed(f"{name} was adopted as another: {printed}")

@@ -4,7 +4,7 @@ import json
 import re
 
 from cluster.checks import is_ready
-from cluster.installation import container
+from cluster.installation import container, inside
 from cluster.kubectl import Object, path
 from cluster.site import Failed, Site
 
@@ -109,8 +109,8 @@ def orphans(site: Site, pod: Object, *words: str) -> str:
 
 def _inside(site: Site, pod: Object, *words: str) -> str:
     """What a command prints in a controller's pod; raises Refused where the command fails."""
-    where = (pod["metadata"]["namespace"], pod["metadata"]["name"], container(pod["spec"])["name"])
-    return site.until(f"{where[1]} runs {words[0]}", lambda: site.kubectl.inside(*where, *words))
+    what = f"{pod['metadata']['name']} runs {words[0]}"
+    return site.until(what, lambda: inside(site.kubectl, pod, *words))
 
 
 def _metric(site: Site, pod: Object, name: str, node: str) -> float | None:

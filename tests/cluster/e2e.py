@@ -37,7 +37,7 @@ from vagrant.control_plane import ControlPlaneError  # noqa: E402
 _DRIVER = ROOT / "tests" / "cluster" / "driver.yaml"
 _ATTRIBUTES = ROOT / "deploy" / "kubernetes" / "examples" / "attributes.yaml"
 _RESULTS = ROOT / ".cache" / "e2e"
-# Which specs have passed in the last run and in those that went on from it.
+# Which specs have passed, in which cluster and with which Carver.
 _PASSED = _RESULTS / "passed.json"
 _FOCUS = "External.Storage.*lvm.csi.carver"
 _ALONE = r"\[Serial\]|\[Disruptive\]"
@@ -109,9 +109,7 @@ def main() -> int:
 def keep(file: Path, found: Iterable[Spec], where: str, carver: str) -> None:
     """Remember which specs passed, where and with which Carver; what is known of others stays."""
     ended = {one.name: one.state for one in found}
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    is_same = (kept.get("where"), kept.get("carver")) == (where, carver)
-    passed = {one for one in kept["passed"] if one not in ended} if is_same else set()
+    passed = _kept(file, where, carver) - ended.keys()
     passed |= {one for one, state in ended.items() if state == "passed"}
     made = {"where": where, "carver": carver, "passed": sorted(passed)}
     file.write_text(json.dumps(made, indent=1))
@@ -119,10 +117,14 @@ def keep(file: Path, found: Iterable[Spec], where: str, carver: str) -> None:
 
 def passed_before(file: Path, listed: Iterable[str], where: str, carver: str) -> list[Spec]:
     """Return the listed specs that have passed there, with this Carver."""
+    kept = _kept(file, where, carver)
+    return [Spec(one, "passed", "") for one in listed if one in kept]
+
+
+def _kept(file: Path, where: str, carver: str) -> set[str]:
     kept = json.loads(file.read_text()) if file.exists() else {}
-    if (kept.get("where"), kept.get("carver")) != (where, carver):
-        return []
-    return [Spec(one, "passed", "") for one in listed if one in kept["passed"]]
+    is_same = (kept.get("where"), kept.get("carver")) == (where, carver)
+    return set(kept["passed"]) if is_same else set()
 
 
 def _listed(lab: cluster.Cluster, folder: Path) -> tuple[str, list[str]]:

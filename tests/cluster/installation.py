@@ -18,6 +18,8 @@ from cluster.kubectl import (
     path,
 )
 
+# lvm2 where the pod has the node's, by `lvm2: host` of the chart.
+_HOST_LVM = "nsenter --target 1 --mount --uts --ipc -- lvm"
 _GROUPS = "--feature-gates=CSIVolumeGroupSnapshot=true"
 _DISTRIBUTED = "--enable-distributed-snapshotting"
 
@@ -82,13 +84,8 @@ class Installation:
         """
         if (pod := self.pod_on(kubectl, node)) is None:
             return None
-        where = (
-            pod["metadata"]["namespace"],
-            pod["metadata"]["name"],
-            container(pod["spec"])["name"],
-        )
         try:
-            found = json.loads(kubectl.inside(*where, "carver", "status", "--json"))
+            found = json.loads(inside(kubectl, pod, "carver", "status", "--json"))
         except (Refused, json.JSONDecodeError):
             return None
         volumes = {
@@ -178,6 +175,17 @@ def container(spec: Object) -> Object:
     """Carver's own container among its pod's."""
     own = [one for one in spec["containers"] if one["name"] == "carver"]
     return dict((own or spec["containers"])[0])
+
+
+def inside(kubectl: Kubectl, pod: Object, *words: str) -> str:
+    """What a command prints within Carver's container of its pod; raises Refused."""
+    about = pod["metadata"]
+    return kubectl.inside(about["namespace"], about["name"], container(pod["spec"])["name"], *words)
+
+
+def lvm_of(pod: Object) -> str:
+    """How lvm2 is called within Carver's pod; the node's own where that serves (`lvm2: host`)."""
+    return _HOST_LVM if path(pod, "spec", "hostPID") else "lvm"
 
 
 def _nodes(kubectl: Kubectl, driver: str) -> list[Object]:

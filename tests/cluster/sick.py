@@ -115,11 +115,9 @@ class Disk:
             f"Carver runs on {self.node}",
             lambda: self.site.place.pod_on(self.site.kubectl, self.node),
         )
-        lvm = checks.HOST_LVM if path(pod, "spec", "hostPID") else "lvm"
-        line = script.format(lvm=lvm, name=self.name, group=self.group, metadata_mib=_METADATA_MIB)
-        about = pod["metadata"]
-        where = (about["namespace"], about["name"], installation.container(pod["spec"])["name"])
-        self.site.kubectl.inside(*where, "sh", "-c", line)
+        words = {"lvm": installation.lvm_of(pod), "name": self.name, "group": self.group}
+        line = script.format(**words, metadata_mib=_METADATA_MIB)
+        installation.inside(self.site.kubectl, pod, "sh", "-c", line)
 
 
 def sick_disk(site: Site) -> str:
@@ -140,7 +138,7 @@ def sick_disk(site: Site) -> str:
         with disk.hanging():
             site.until(f"Carver on {node} is not ready", lambda: _is_not_ready(site, node))
             _goes_on(site, well)
-        site.until(f"Carver on {node} is ready", lambda: _is_not_ready(site, node) is None or None)
+        nodes.is_back(site, node)
         site.expect(pod, words)
         with disk.failing():
             site.until(f"an Event says {_GONE}", lambda: bool(site.events(data, _GONE)) or None)

@@ -372,7 +372,7 @@ def test_a_node_s_scripts_are_such_that_a_shell_understands(
 ) -> None:
     files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
     scripts = [files[f"{node.HOME}/prepare.sh"]]
-    monkeypatch.setattr(node, "_run", lambda _, *lines: scripts.append("\n".join(lines)))
+    monkeypatch.setattr(node, "run", lambda _, *lines: scripts.append("\n".join(lines)))
     monkeypatch.setattr(Guest, "address", lambda _: "192.0.2.1")
     one = Guest("carver-node-1", folder / "config", ByLibvirt("carver-node-1"))
     node.install(one, 1, "192.0.2.254", {})

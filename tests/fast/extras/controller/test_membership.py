@@ -272,11 +272,15 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     assert record.deleted(identity("vol-pvc-1")) is None
 
 
-@pytest.mark.parametrize("code", [403, 404])
-@pytest.mark.parametrize(
+# Where the contents of group snapshots and of snapshots are listed, and what would be in one.
+of_each_kind_of_content = pytest.mark.parametrize(
     ("path", "name"),
     [(GROUP_CONTENTS, "gsnap-groupsnapshot-1"), (CONTENTS, "snap-snapshot-1")],
 )
+
+
+@pytest.mark.parametrize("code", [403, 404])
+@of_each_kind_of_content
 def test_without_snapshots_in_the_cluster_no_content_names_a_node(
     api: Cluster, record: ClusterRecord, path: str, name: str, code: int
 ) -> None:
@@ -289,10 +293,7 @@ def test_without_snapshots_in_the_cluster_no_content_names_a_node(
 
 
 @pytest.mark.parametrize("code", [401, 429])
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [(GROUP_CONTENTS, "gsnap-groupsnapshot-1"), (CONTENTS, "snap-snapshot-1")],
-)
+@of_each_kind_of_content
 def test_a_content_that_the_api_server_does_not_show_may_name_a_node(
     api: Cluster, record: ClusterRecord, path: str, name: str, code: int
 ) -> None:
