@@ -17,6 +17,9 @@ from lvm.report import Group
 from mount import errors as mount_errors
 from mount import filesystem
 
+# For how long after a call of kubelet's it counts as one who asks: three of its default intervals.
+_WATCHED_SECONDS = 180.0
+
 
 class Readiness:
     """Readiness by the cheap checks of the preflight and the last state of lvm2.
@@ -61,9 +64,22 @@ class StorageHealth:
         self._admission, self._diagnosis, self.node = context.admission, diagnosis, node
         # For tests.
         self.disk_errors = DiskErrors()
+        # When it was last asked, in monotonic seconds.
+        self._asked_seconds: float | None = None
+
+    def is_watched(self) -> bool:
+        """Whether kubelet asks for health itself, by this service's last minutes.
+
+        Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth: once in its
+        `volumeStatsAggPeriod`, which is a minute by default, also while no pod has a volume here
+        (Kubernetes 1.37.2, pkg/kubelet/volumemanager/volumehealth/manager.go).
+        """
+        asked = self._asked_seconds
+        return asked is not None and time.monotonic() - asked < _WATCHED_SECONDS
 
     def conditions(self) -> Sequence[Condition]:
         """What is wrong with the storage, each reason once; usually nothing."""
+        self._asked_seconds = time.monotonic()
         self._inventory.keep_fresh()
         until = time.monotonic() + health.PATIENCE_SECONDS
         found = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cluster import checks, installation, nodes, objects, removal
 from cluster.kubectl import path
-from cluster.site import Site
+from cluster.site import Failed, Site
 
 # The area for lvm2's metadata on the disk, in MiB: a smaller one would bound the whole group's.
 _METADATA_MIB = 80
@@ -124,7 +124,8 @@ def sick_disk(site: Site) -> str:
     """A disk hangs under a pod, then fails: Kubernetes is told so, and the data are there.
 
     While it hangs lvm2 answers nothing, and Carver's pod is not ready; where it fails the claim's
-    Event names the reason. A pod whose volume is on another disk of the group goes on all the time.
+    Event names the reason, and the pod is told once, by an Event or by its kubelet. A pod whose
+    volume is on another disk of the group goes on all the time.
     """
     checks.needs_controller(site)
     node = nodes.without_leader(site)
@@ -142,12 +143,15 @@ def sick_disk(site: Site) -> str:
         site.expect(pod, words)
         with disk.failing():
             site.until(f"an Event says {_GONE}", lambda: bool(site.events(data, _GONE)) or None)
+            teller = site.until(f"the pod is told of {_GONE}", lambda: _teller(site, pod))
             _goes_on(site, well)
+            if len(tellers := _tellers(site, pod)) > 1:
+                raise Failed(f"the pod is told of {_GONE} twice: by {' and by '.join(tellers)}")
         # The file system may have been made read-only by what it met.
         site.stop(pod)
         following = site.start("next", data, terms=where)
         site.expect(following, words)
-    return f"Carver on {node} was not ready, then {_GONE} was said of the claim"
+    return f"Carver on {node} was not ready, then {_GONE} was said of claim and pod, by {teller}"
 
 
 @contextmanager
@@ -165,6 +169,26 @@ def _goes_on(site: Site, pod: str) -> None:
     """See that a pod writes, and that it is on its disk; sync(1) would wait for each disk."""
     file = f"{objects.PLACE}/words"
     site.sh(pod, f"date | dd of={file} conv=fsync 2>/dev/null && cat {file}")
+
+
+def _teller(site: Site, pod: str) -> str | None:
+    """Who has told a pod what its volume has; None while it is not told."""
+    return next(iter(_tellers(site, pod)), None)
+
+
+def _tellers(site: Site, pod: str) -> list[str]:
+    """All who have told a pod what its volume has.
+
+    A kubelet with the feature gate CSIVolumeHealth, of Kubernetes 1.37, writes to the pod's status.
+    """
+    status = path(site.kubectl.find("pods", pod, site.namespace) or {}, "status", default={})
+    reasons = [
+        condition.get("reason")
+        for volume in status.get("volumeHealth") or ()
+        for condition in volume.get("healthConditions") or ()
+    ]
+    of_kubelet = ["the pod's status"] if _GONE in reasons else []
+    return of_kubelet + (["an Event"] if site.events(pod, _GONE) else [])
 
 
 def _is_not_ready(site: Site, node: str) -> bool | None:

@@ -350,7 +350,9 @@ class HealthEvents(Extra):
 
     def _write(self, one: _Condition, event: Event, users: VolumeUsers) -> None:
         """Write one Event on all that it concerns. Raises ClusterRefused, ClusterSilent."""
-        found = users.of(one.key.volume_id, one.node, one.segment)
+        node = self._nodes.get(one.node)
+        is_watched = node is not None and node.is_watched
+        found = users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
         if one.subjects is None:
             for subject in found:
                 self._events.ensure(subject, event, is_new=one.is_new)

@@ -130,6 +130,8 @@ class Node:
     # Whether it has looked at all its disks by its last look; None for an older version, which does
     # not say.
     is_whole: bool | None = None
+    # Whether its kubelet asks for its volumes' health, and tells the pods that use them.
+    is_watched: bool = False
     # Whether it has reported its groups to this controller: all, as far as its version knows.
     has_reported: bool = False
     # Since when (of the record) it claims each of its groups, and those whose claim is settled.
@@ -835,6 +837,7 @@ class Nodes:
             self._former.setdefault(uuid, {})[node.name] = self._record.now()
             self._record.doubt()
         node.segments, node.groups = segments, groups
+        node.is_watched = manifest.get(routes.IS_WATCHED) == routes.YES
         for uuid in groups:
             if uuid not in node.claimed:
                 node.claimed[uuid] = self._record.now()

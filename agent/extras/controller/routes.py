@@ -17,6 +17,8 @@ NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
 # another.
 # IN_PART if it has looked, and a disk may have another; empty before its first look.
 IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
+# Whether the node's kubelet asks for its volumes' health: YES, or empty.
+IS_WATCHED = "health-watched"
 
 # By service and call: the field with the id of the volume, snapshot or group snapshot.
 FIELDS: Mapping[str, Mapping[str, str]] = {

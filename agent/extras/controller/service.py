@@ -179,7 +179,7 @@ class _Routed(Identity):
 
     def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
         self._config, self._is_whole = service.context.config, is_whole
-        self._volume_groups = service.volume_groups
+        self._volume_groups, self._storage = service.volume_groups, service.storage
         super().__init__(service.readiness, self._config.driver_name, service.offered)
 
     def GetPluginInfo(  # noqa: N802
@@ -189,6 +189,7 @@ class _Routed(Identity):
         answer = super().GetPluginInfo(request, context)
         answer.manifest[routes.NODE_ID] = self._config.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
+        answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
         # Before the groups, which may become more meanwhile.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())

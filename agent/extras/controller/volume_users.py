@@ -30,10 +30,13 @@ class VolumeUsers:
         self._listed: Mapping[str, Object] | None = None
         self._pods: dict[str, Sequence[Object]] = {}
 
-    def of(self, volume_id: str, node: str, segment: str = "") -> Sequence[Subject]:
+    def of(
+        self, volume_id: str, node: str, segment: str = "", *, is_watched: bool = False
+    ) -> Sequence[Subject]:
         """The claim, then the pods on that node that use it; empty for a volume without a claim.
 
         With `segment` it is empty also unless the PersistentVolume names that topology segment.
+        No pods are named where kubelet tells them itself, as it does on a node that `is_watched`.
         """
         found = self._volume(volume_id)
         if found is None or (found.get("status") or {}).get("phase") != "Bound":
@@ -46,7 +49,9 @@ class VolumeUsers:
             "PersistentVolumeClaim",
             *(str(bound.get(key) or "") for key in ("namespace", "name", "uid")),
         )
-        return (claim, *self._users(claim, node)) if claim.uid else ()
+        if not claim.uid:
+            return ()
+        return (claim,) if is_watched else (claim, *self._users(claim, node))
 
     def _volume(self, volume_id: str) -> Object | None:
         # The provisioner names a PersistentVolume as its volume; a person may name it otherwise.
@@ -80,7 +85,8 @@ class VolumeUsers:
 def _has_health(pod: Object) -> bool:
     """Whether a kubelet with the feature CSIVolumeHealth wrote to a pod's status.
 
-    It asks NodeGetVolumeHealth of the volumes of all of its pods, and an entry stays when its
-    conditions are over (SetPodVolumeHealth of Kubernetes 1.37, pkg/kubelet/status).
+    The node says so as well, but not in the first minute of its Carver. Kubelet asks
+    NodeGetVolumeHealth of the volumes of all of its pods, and an entry stays when its conditions
+    are over (SetPodVolumeHealth of Kubernetes 1.37.2, pkg/kubelet/status/status_manager.go).
     """
     return bool((pod.get("status") or {}).get("volumeHealth"))

@@ -25,7 +25,7 @@ from simulated import SimulatedNode, uuid_of
 from agent.core import errors
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import block
-from agent.extras.controller import certificates, health_events, nodes, process
+from agent.extras.controller import certificates, health_events, nodes, process, routes
 from agent.extras.controller.health_events import HealthEvents
 from agent.extras.controller.process import ClusterController, Files
 from agent.extras.kubernetes.access import Server
@@ -283,6 +283,19 @@ def test_what_a_kubelet_writes_to_pods_itself_is_said_on_the_claim_alone(
         *own,
         "Warning RaidDegraded data x1",
     ]
+
+
+def test_what_a_kubelet_that_asks_has_not_written_yet_is_said_on_the_claim_alone(
+    site: Site,
+) -> None:
+    """It writes the same to the pod within its next minute."""
+    site.nodes[1].whole[routes.IS_WATCHED] = routes.YES
+    site.ask()
+    site.api.claimed(site.sick(1, DEGRADED))
+    site.api.pod("db-0", site.nodes[1].name)
+    assert site.look() == ["Warning RaidDegraded data x1"]
+    site.sick(1)
+    assert site.look(CALM) == ["Normal ConditionEnded data x1", "Warning RaidDegraded data x1"]
 
 
 @pytest.mark.parametrize("status", [None, {"volumeHealth": None}, {"volumeHealth": []}])
