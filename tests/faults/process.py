@@ -84,6 +84,8 @@ class Process(Machine):
             *("--devices", ",".join(self.host.lvm.devices)),
             *("--node-id", "here", "--registration", "none"),
             *("--lvm-session", str(self.sessions).lower()),
+            # The model has every call.
+            *("--attach", "true"),
         ]
 
     def start(self, switch: Switch) -> None:
