@@ -173,6 +173,10 @@ class Cluster:
                 *("agnhost", "e2e.test", "hello-populator"),
             ]
         )
+        if not render.HELM.exists():
+            # Checks install Carver by helm, from the lab's network, which has no way out.
+            with step("compile helm", "compile-helm"):
+                render.ensure_helm()
         archives = self._archives()
         self._make_store(archives)
         _remove_those_of_the_other_power()
