@@ -124,7 +124,7 @@ def sick_disk(site: Site) -> str:
     """A disk hangs under a pod, then fails: Kubernetes is told so, and the data are there.
 
     While it hangs lvm2 answers nothing, and Carver's pod is not ready; where it fails the claim's
-    Event names the reason, and the pod is told once, by an Event or by its kubelet. A pod whose
+    Event names the reason, and the pod hears it once, by an Event or from its kubelet. A pod whose
     volume is on another disk of the group goes on all the time.
     """
     checks.needs_controller(site)
@@ -143,10 +143,10 @@ def sick_disk(site: Site) -> str:
         site.expect(pod, words)
         with disk.failing():
             site.until(f"an Event says {_GONE}", lambda: bool(site.events(data, _GONE)) or None)
-            teller = site.until(f"the pod is told of {_GONE}", lambda: _teller(site, pod))
+            teller = site.until(f"the pod hears of {_GONE}", lambda: _teller(site, pod))
             _goes_on(site, well)
             if len(tellers := _tellers(site, pod)) > 1:
-                raise Failed(f"the pod is told of {_GONE} twice: by {' and by '.join(tellers)}")
+                raise Failed(f"the pod hears of {_GONE} twice: by {' and by '.join(tellers)}")
         # The file system may have been made read-only by what it met.
         site.stop(pod)
         following = site.start("next", data, terms=where)
@@ -172,12 +172,12 @@ def _goes_on(site: Site, pod: str) -> None:
 
 
 def _teller(site: Site, pod: str) -> str | None:
-    """Who has told a pod what its volume has; None while it is not told."""
+    """Who says to a pod what is wrong with its volume; None while it is not said."""
     return next(iter(_tellers(site, pod)), None)
 
 
 def _tellers(site: Site, pod: str) -> list[str]:
-    """All who have told a pod what its volume has.
+    """All who say to a pod what is wrong with its volume.
 
     A kubelet with the feature gate CSIVolumeHealth, of Kubernetes 1.37, writes to the pod's status.
     """

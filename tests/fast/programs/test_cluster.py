@@ -129,6 +129,19 @@ def test_each_check_that_wants_a_lab_can_be_run_alone(
     assert cluster.carver_nodes() in (["one", "two"], ["two", "one"])
 
 
+def test_where_kubelet_says_to_the_pod_what_is_wrong_no_event_does(
+    cluster: FakeCluster, lab: FakeLab, tried: Tried
+) -> None:
+    cluster.wrong.add("kubelet asks")
+    assert "was said of claim and pod, by the pod's status" in tried(
+        run.WELL, "--lab", "--only", "sick-disk"
+    )
+    cluster.wrong.add("said twice")
+    assert "the pod hears of DiskMissing twice: by the pod's status and by an Event" in tried(
+        run.WRONG, "--lab", "--only", "sick-disk"
+    )
+
+
 @pytest.mark.parametrize("check", lab_checks.ALL)
 def test_without_a_lab_no_check_touches_a_machine(
     cluster: FakeCluster, lab: FakeLab, check: str, capsys: pytest.CaptureFixture[str]
@@ -152,6 +165,7 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("never ready", "controller-killed", "is ready"),
         ("unsaid", "sick-disk", "not within 20 s: Carver on one is not ready"),
         ("no event", "sick-disk", "not within 20 s: an Event says DiskMissing"),
+        ("unsaid to the pod", "sick-disk", "not within 20 s: the pod hears of DiskMissing"),
         ("survives", "controller-killed", "no process of `carver controller` was found"),
         ("left out", "quiet-node", "not within 20 s: two is silent"),
         ("shorter", "quiet-node", "lists the volumes of a cluster without two"),

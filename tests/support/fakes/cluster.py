@@ -383,11 +383,26 @@ class FakeCluster:
         return 0, "", ""
 
     def harm_disk(self, node: str) -> None:
-        """Have the claim whose volume is on a check's own disk be told that it is gone."""
+        """Say of the volume on a check's own disk that the disk is gone.
+
+        Its claim has an Event, and its pod either an Event or what a kubelet writes that asks.
+        """
         assert node in self.disks
+        if "no event" in self.wrong:
+            return
+        reason = "DiskMissing"
         for key in [one for one in self.objects if one[0] == "persistentvolumeclaims"]:
-            if key[2].endswith("-data") and "no event" not in self.wrong:
-                self._event(key, "Warning", "DiskMissing", "the disk")
+            if key[2].endswith("-data"):
+                self._event(key, "Warning", reason, "the disk")
+        for key in [one for one in self.objects if one[0] == "pods"]:
+            pod = self.objects[key]
+            if not any(claim.endswith("-data") for claim in self._claims(pod)):
+                continue
+            if "kubelet asks" in self.wrong:
+                health = {"name": "volume", "healthConditions": [{"reason": reason}]}
+                pod["status"]["volumeHealth"] = [health]
+            if "said twice" in self.wrong or not self.wrong & {"kubelet asks", "unsaid to the pod"}:
+                self._event(key, "Warning", reason, "the disk")
 
     def _show_read_ahead(self, script: str, pod: Object, volume: Path) -> str:
         """What the kernel tells a pod of its device."""
