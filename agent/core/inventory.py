@@ -233,7 +233,9 @@ class Inventory:
     def _is_unmade(self, group: report.Group, one: report.LogicalVolume) -> bool:
         """Whether the kernel's pool lacks the transaction that makes a thin volume.
 
-        It is asked only for an inactive volume that was the last to be made in its pool.
+        It is asked only for an inactive volume that was the last to be made in its pool. An
+        inactive pool is activated first: lvm2 may have died before it activated the pool, and where
+        it then fails to activate the volume, it deactivates the pool again.
         """
         pool = group.volumes.get(one.pool)
         if one.active or pool is None or one.transaction_id is None:
@@ -246,7 +248,10 @@ class Inventory:
             return False
         try:
             status = self.pool_status(group.name, pool.name)
-        except errors.PoolSilent:
+            if status is None and pool.disks.isdisjoint(group.missing_uuids):
+                volumes.activate(self._volume_groups.lvm(group.name), group.name, pool.name)
+                status = self.pool_status(group.name, pool.name)
+        except (errors.PoolSilent, mount_errors.CommandFailed):
             return False
         if status is None or status.mode != "rw" or status.needs_check:
             return False

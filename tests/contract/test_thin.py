@@ -103,13 +103,16 @@ def test_a_half_made_pool_is_made_again_or_removed(
         assert not report.read(host.lvm).group(group).volumes
 
 
+@pytest.mark.parametrize("is_pool_active", [True, False], ids=["active pool", "inactive pool"])
 @pytest.mark.long_on_lvm
 def test_a_volume_that_lvm2_died_while_making_is_made_anew_or_deleted(
-    client: Client, host: AnyHost, group: str, staging: Path
+    client: Client, host: AnyHost, group: str, staging: Path, is_pool_active: bool
 ) -> None:
     """It cannot be activated before the pool's next change, and nothing was ever in it."""
     volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
     host.unmake_thin(group, "pool-thin", "vol-pvc-1")
+    if not is_pool_active:
+        host.deactivate(group, "pool-thin")
     again = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
     assert again.volume_id == volume.volume_id
     client.stage(again, staging, block())

@@ -127,7 +127,7 @@ class Machine:
         if isinstance(volume, FakeThin):
             pool = group.volumes[volume.pool]
             assert isinstance(pool, FakePool)
-            if pool.active and volume.transaction == pool.transaction_in_kernel < pool.transaction:
+            if volume.transaction == pool.transaction_in_kernel < pool.transaction:
                 raise Failure("device-mapper: reload ioctl on  (253:7) failed: No data available")
         if self._told.settings.get("activation/volume_list", group.name) != group.name:
             return  # and it succeeds
