@@ -736,6 +736,17 @@ class Inventory:
             away |= set(self._groups) - set(known.groups)
         return away
 
+    def is_known_unused(self, known: Every, bridge: Snapshot) -> bool:
+        """Whether a bridge that no volume of `known` needs is needed by none of a silent group.
+
+        Its own tag has the group of the one volume that it was taken for.
+        """
+        return not known.unanswered(*_groups_of_copy(bridge))
+
+    def require_known_unused(self, known: Every, bridge: Snapshot) -> None:
+        """Raise GroupBusy where `is_known_unused` is false."""
+        known.require_answered(*_groups_of_copy(bridge))
+
     def all_snapshots(self, known: Known) -> Iterator[Snapshot]:
         """Every snapshot that this version uses, also those that volumes are copied from."""
         return (one for one in self._snapshots(known) if isinstance(one, Snapshot))
@@ -750,7 +761,7 @@ class Inventory:
 
         The source's group is held, which each new copy takes as well. Raises GroupBusy for a
         snapshot while a group was never read, which may have such a volume. A volume itself is not
-        read: a copy has its bridge, which is not removed while a group is silent.
+        read: a copy has its bridge, which is not removed while the copy's group is silent.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
             known.require_read()
@@ -858,6 +869,11 @@ class Inventory:
             raise errors.Copying(volume_id, "it is not complete")
         require_own(volume)
         return volume
+
+
+def _groups_of_copy(bridge: Snapshot) -> list[str]:
+    """The groups that may have the volume that a bridge was taken for; none where any may."""
+    return [ids.group_of(bridge.copy_id)] if bridge.copy_id else []
 
 
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:

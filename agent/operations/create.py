@@ -252,7 +252,7 @@ class VolumeCreator:
                 raise errors.OperationPending(str(same.id))
             # Crash point: a bridge without its volume; the next call uses it, the next start
             # removes it.
-            snapshot = self._copier.prepare(known, call.name, same)
+            snapshot = self._copier.prepare(known, call.name, same, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
             promises.enter_context(self._copier.promised(snapshot, call.name))
@@ -337,7 +337,7 @@ class VolumeCreator:
         source = None if taken is None else taken.snapshot
         if origin is not None and source is None:
             # Crash point: as in `_take`.
-            source = self._copier.prepare(known, call.name, origin)
+            source = self._copier.prepare(known, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.as_taken(origin, source)
