@@ -107,7 +107,8 @@ def full(group: report.Group, added: int = 1) -> str:
         return ""
     return (
         f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
-        f" have; lift that limit by `vgchange --logicalvolume 0 {group.name}`"
+        f" have by its max_lv, and this takes {added} more; lift that limit by `vgchange"
+        f" --logicalvolume 0 {group.name}`"
     )
 
 
@@ -128,9 +129,12 @@ class Thick:
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
 
-    def full(self, group: report.Group) -> str:
-        """Why the group may not have another volume; empty if it may."""
-        return full(group)
+    def full(self, group: report.Group, beside: int = 0) -> str:
+        """Why the group may not have another volume, and so many logical volumes beside it.
+
+        Empty if it may.
+        """
+        return full(group, 1 + beside)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that a volume can grow by, on its disks."""
@@ -178,9 +182,9 @@ class Cached(Thick):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
-    def full(self, group: report.Group) -> str:
+    def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume and its cache, which is one until they join."""
-        return full(group, 2)
+        return full(group, 2 + beside)
 
     def purpose(self, group: report.Group) -> str:
         """The cache, and the room of fast disks."""
@@ -232,9 +236,9 @@ class Thin:
         """The bytes that may still be promised; 0 while the pool is too full."""
         return 0 if self.full(group) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group) -> str:
+    def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume, and its pool if that is missing."""
-        return full(group, 1 if pool_name(self.device_class) in group.volumes else 2)
+        return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that may still be promised."""

@@ -173,6 +173,12 @@ class Copier:
         # The ids of snapshots from which a call is about to fill a volume, each with its name.
         self._promised: set[tuple[str, str]] = set()
 
+    def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
+        """Whether `prepare` is going to take a bridge, which is a further logical volume."""
+        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
+        identity = str(VolumeId.of(origin.group, bridge))
+        return isinstance(origin, Volume) and self._bridge(known, identity) is None
+
     def prepare(
         self, known: Known, name: str, origin: Snapshot | Volume, into: report.Group
     ) -> Snapshot:

@@ -323,13 +323,21 @@ class VolumeCreator:
         size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
         if admit is not None:
             admit(every, size_bytes)
-        self._require_room(one, group, size_bytes)
         allocator, pool = self._allocators.of(one), pool_name(one.name)
+        is_shared = origin is not None and clone.is_in(origin, group, pool)
+        # The bridge of a copy within the group is a logical volume of its own until it is ready.
+        takes_bridge = (
+            taken is None
+            and origin is not None
+            and not is_shared
+            and self._copier.takes_bridge(known, call.name, origin)
+        )
+        self._require_room(one, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.
         self._eraser.jobs.forget(str(volume_id))
-        if origin is not None and clone.is_in(origin, group, pool):
+        if origin is not None and is_shared:
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
@@ -369,11 +377,17 @@ class VolumeCreator:
         tuning = modify.bounded(self._config, one, call.tuning)
         return size_bytes, own_tags | tuning.tags(), tuning
 
-    def _require_room(self, one: DeviceClass, group: report.Group, size_bytes: int) -> None:
-        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made."""
+    def _require_room(
+        self, one: DeviceClass, group: report.Group, size_bytes: int, beside: int = 0
+    ) -> None:
+        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made.
+
+        `beside`: how many logical volumes the group gets beside the volume.
+        """
         allocator = self._allocators.of(one)
-        if size_bytes > (maximum := allocator.maximum_bytes(group)):
-            purpose = allocator.full(group) or allocator.purpose(group)
+        limited = allocator.full(group, beside)
+        if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
+            purpose = limited or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
         if one.layout.is_thin:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
