@@ -359,6 +359,12 @@ class Inventory:
                 if names.is_of(prefix, name):
                     yield group, name
 
+    def active_ids(self, prefix: str, group: str) -> Iterator[VolumeId]:
+        """The ids of active volumes with a prefix, also of a group never read; no command."""
+        for _, name in self.active(prefix, group):
+            if (found := self._devices.find(group, name)) is not None:
+                yield VolumeId(group, ids.start_of(found.group_uuid), name)
+
     def is_any_active(self, group: str) -> bool:
         """Whether any logical volume of a group is active; no command."""
         return bool(self._devices.active(group))
