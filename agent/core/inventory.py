@@ -624,6 +624,35 @@ class Inventory:
             _require_repaired(known, found.group, found.group.volume(found.name))
         return found
 
+    def why_unsure(self, known: Every, own_name: str) -> str:
+        """Why a logical volume may be in a group of which `known` has not all; empty if in none.
+
+        It is if it is active there, or was there when lvm2 wrote to the group last.
+        """
+        for one in sorted(known.silent):
+            if self.is_active(one, own_name) or self._volume_groups.was_in(one, own_name):
+                found = self._volume_groups.known(one)
+                problem = None if found is None else found.problem
+                why = f", and does not answer: {problem}" if problem else ", and does not answer"
+                return f"volume group {one} may have {own_name}{why}"
+        return ""
+
+    def group_left_with(self, own_name: str) -> str | None:
+        """The group that no class names any more and that had a logical volume of that name.
+
+        Raises GroupBusy where it may be on disks that cannot be read. No command.
+        """
+        for one in self._volume_groups.left():
+            if not self._volume_groups.was_in(one, own_name):
+                continue
+            if self._volume_groups.of(one) is not None:
+                return one
+            if unknown := self._volume_groups.unknown_disks():
+                disks = ", ".join(path for path, _ in unknown)
+                why = f"it had {own_name}, and may be on {disks}, which cannot be read"
+                raise errors.GroupBusy(f"volume group {one}", why)
+        return None
+
     def require_none_named(self, known: Fresh, name: str, prefix: str) -> None:
         """Raise NeedsOther, TagsDamaged for one of that name, which `search` leaves out."""
         for group in self.own_groups(known):

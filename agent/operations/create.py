@@ -131,7 +131,10 @@ class VolumeCreator:
 
     def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
         """Make or find a volume, with one group held at a time."""
-        group_name, taken = one.group, None
+        prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
+        # An earlier call may have made it while the class had a group that no class has by now.
+        left = self._inventory.group_left_with(names.logical_volume(prefix, call.name))
+        group_name, taken = left or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._inventory.await_others(group_name)
@@ -194,6 +197,10 @@ class VolumeCreator:
                 every = self._inventory.everywhere(known)
             if found is None and group_name != one.group:
                 return one.group
+            own_name = names.logical_volume(prefix, call.name)
+            if found is None and (why := self._inventory.why_unsure(every, own_name)):
+                # An earlier call may have made it while the class had that group.
+                raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
                 if found is None:
