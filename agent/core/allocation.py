@@ -112,6 +112,17 @@ def full(group: report.Group, added: int = 1) -> str:
     )
 
 
+def _of_policy(group: report.Group) -> str:
+    """What a group's allocation policy takes from the room; empty where it takes nothing."""
+    if not group.keeps_to_one_disk:
+        return ""
+    piece = "in one piece" if group.policy == report.CONTIGUOUS else "on one disk"
+    return (
+        f" ({piece}, by the group's allocation policy {group.policy}; `vgchange --alloc normal"
+        f" {group.name}` changes it)"
+    )
+
+
 @dataclass(frozen=True)
 class Thick:
     """Volumes that have all their extents from the start.
@@ -150,7 +161,8 @@ class Thick:
         disks = sum(1 for disk in group.disks if disk.free_extents)
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        room = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        return f"{room}{_of_policy(group)}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""
@@ -253,6 +265,7 @@ class Thin:
         """The pool's limit, or why it takes no volume."""
         why = self._refusal(group)
         times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
+        times += _of_policy(group)
         return f"for thin volumes: {why or times}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
@@ -299,7 +312,7 @@ class Thin:
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
             return None
-        room = 0 if closed(group) else pools.growth_extents(group, pool, self.kept(group))
+        room = 0 if closed(group) else pools.room_extents(group, pool, self.kept(group))
         more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
         if more:
             size = (pool.data_extents + more) * extent
