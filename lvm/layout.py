@@ -200,12 +200,13 @@ def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LI
 def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 0) -> int:
     """The largest volume that can be made now, in bytes; one extent more cannot.
 
-    Linear: all that is free. Others: as many stripes as the layout has, each as long as the last of
-    the disks that it takes has room for, less its metadata. The reserve stays free in the group.
+    Linear: all that is free, on one disk if the group's policy wants that. Others: as many stripes
+    as the layout has, each as long as the last of the disks that it takes has room for, less its
+    metadata. The reserve stays free in the group.
     """
     spare = max(0, group.free_extents - reserve_extents)
     if layout.is_linear:
-        return spare * group.extent_size_bytes
+        return min(spare, group.linear_extents) * group.extent_size_bytes
     chosen = _roomiest(group.disks, layout.disks)
     if len(chosen) < layout.disks:
         return 0
@@ -226,7 +227,7 @@ def maximum_growth_bytes(
     """By how many bytes a volume can grow; a volume that is not linear stays on its disks."""
     spare = max(0, group.free_extents - reserve_extents)
     if layout.is_linear:
-        return spare * group.extent_size_bytes
+        return min(spare, group.linear_extents) * group.extent_size_bytes
     own = [disk.free_extents for disk in group.disks if disk.uuid in volume.disks]
     # Fewer disks than the layout has are what a degraded or converted volume has left.
     on_each = min(min(own), spare // layout.disks) if len(own) == layout.disks else 0

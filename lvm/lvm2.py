@@ -15,6 +15,7 @@ from mount.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
 _LVM = "etc/lvm"
+_BACKUP = f"{_LVM}/backup"
 # lvmdevices(8): where the file is, and what it is called where lvm.conf(5) says nothing.
 _DEVICES = f"{_LVM}/devices"
 DEVICES_FILE = f"{_DEVICES}/system.devices"
@@ -99,10 +100,38 @@ def backed_up(root: Path | None, group: str) -> str:
     if root is None:
         return ""
     try:
-        found = labels.settings(_text(root / _LVM / "backup" / group))
+        found = labels.settings(_text(root / _BACKUP / group))
         return next((value.strip('"') for place, value in found if place == (group, "id")), "")
     except (OSError, labels.Damage):
         return ""
+
+
+def backed_up_groups(root: Path | None) -> frozenset[str]:
+    """The groups of whose metadata lvm2 has a copy on this node."""
+    if root is None:
+        return frozenset()
+    try:
+        return frozenset(one.name for one in (root / _BACKUP).iterdir())
+    except OSError:
+        return frozenset()
+
+
+def is_backed_up(root: Path | None, group: str, name: str) -> bool:
+    """Whether a group had a logical volume when lvm2 wrote to it on this node last.
+
+    By its own copy of what it wrote, as `backed_up`. Where that is damaged, its mention is enough.
+    """
+    if root is None:
+        return False
+    try:
+        text = _text(root / _BACKUP / group)
+        if name not in text:
+            return False
+        return any(at[:3] == (group, "logical_volumes", name) for at, _ in labels.settings(text))
+    except labels.Damage:
+        return True
+    except OSError:
+        return False
 
 
 def configured(root: Path) -> Mapping[tuple[str, ...], str]:

@@ -38,6 +38,9 @@ SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
 _SPARE = "[lvol0_pmspare]"
 # tools/pvmove.c of lvm2.
 _MOVE = re.compile(r"pvmove\d+")
+# Policies of a group by which lvm2 gives less to one volume than is free.
+CONTIGUOUS = "contiguous"
+_CLING = ("cling", "cling_by_tags")
 
 
 def whole(part: str) -> str:
@@ -60,6 +63,8 @@ class PhysicalVolume:
     unclean: bool = False
     # Its metadata area, which has two copies of the group's text; 0 where none is in use.
     metadata_bytes: int = 0
+    # The most extents of it that lvm2 gives in one piece; None where several pieces will do.
+    longest_extents: int | None = None
 
     @property
     def unallocated_extents(self) -> int:
@@ -75,7 +80,13 @@ class PhysicalVolume:
     @property
     def image_extents(self) -> int:
         """Extents that images of RAIDs may be built anew on, by which they are overwritten."""
-        return 0 if self.fast else self.unallocated_extents
+        return 0 if self.fast else self.given_extents
+
+    @property
+    def given_extents(self) -> int:
+        """Extents that lvm2 gives to one volume or image: not more than one piece, if asked."""
+        free = self.unallocated_extents
+        return free if self.longest_extents is None else min(free, self.longest_extents)
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,8 @@ class Group:
     metadata_free_bytes: int = 0
     # How many logical volumes it may have (vgcreate(8)); 0 for any number.
     most_volumes: int = 0
+    # How lvm2 allocates in it, as Carver's commands do not say otherwise (lvm(8), ALLOCATION).
+    policy: str = "normal"
 
     @cached_property
     def own_tags(self) -> Mapping[str, str]:
@@ -202,10 +215,24 @@ class Group:
         return sum(disk.free_extents for disk in self.disks)
 
     @property
+    def keeps_to_one_disk(self) -> bool:
+        """Whether lvm2 lets what it allocates in one go lie on one disk alone."""
+        return self.policy in (CONTIGUOUS, *_CLING)
+
+    @property
+    def linear_extents(self) -> int:
+        """Of `free_extents` those that one linear volume may have."""
+        return self._together(disk.free_extents for disk in self.disks)
+
+    @property
     def fast_free_extents(self) -> int:
-        """Extents that new caches may use."""
+        """Extents that a new cache may use."""
         usable = (disk for disk in self.disks if disk.fast and not disk.unclean)
-        return sum(disk.unallocated_extents for disk in usable)
+        return self._together(disk.given_extents for disk in usable)
+
+    def _together(self, extents: Iterable[int]) -> int:
+        """What one volume may have of the extents of several disks."""
+        return max(extents, default=0) if self.keeps_to_one_disk else sum(extents)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
         """The copy-on-write snapshots of a volume. Without it they are nothing."""
@@ -287,7 +314,7 @@ class Report:
 
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type,"
-    "vg_mda_size,vg_mda_free,max_lv",
+    "vg_mda_size,vg_mda_free,max_lv,vg_allocation_policy",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
     "pv_tags,pe_start,pv_mda_size,pv_mda_used_count",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
@@ -347,6 +374,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     own_tags = tags.decode(_words(row["vg_tags"]))
     unclean = own_tags.get(SWEEP_DISKS, "").split(BETWEEN)
     disks = _disks_by_volume(part["pvseg"])
+    is_contiguous = row["vg_allocation_policy"] == CONTIGUOUS
+    longest = _longest_free(part["pvseg"]) if is_contiguous else None
     cached = _cached_pools(part["pvseg"])
     ranges, stripes = _ranges(part["seg"]), _stripes(part["seg"])
     thin = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
@@ -374,8 +403,13 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         metadata_bytes=int(row["vg_mda_size"]),
         metadata_free_bytes=int(row["vg_mda_free"]),
         most_volumes=int(row["max_lv"]),
+        policy=row["vg_allocation_policy"],
         disks=tuple(
-            _physical_volume(disk, SWEEP in own_tags or disk["pv_uuid"] in unclean)
+            _physical_volume(
+                disk,
+                SWEEP in own_tags or disk["pv_uuid"] in unclean,
+                longest.get(disk["pv_uuid"], 0) if longest is not None else None,
+            )
             for disk in part["pv"]
         ),
         volumes={volume.name: volume for volume in volumes},
@@ -385,7 +419,16 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     )
 
 
-def _physical_volume(row: Row, unclean: bool) -> PhysicalVolume:
+def _longest_free(segments: Iterable[Row]) -> Mapping[str, int]:
+    """The longest run of free extents of each disk that has any, by its UUID."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for row in segments:
+        if not row["lv_name"]:
+            found[row["pv_uuid"]] = max(found[row["pv_uuid"]], int(row["pvseg_size"]))
+    return found
+
+
+def _physical_volume(row: Row, unclean: bool, longest: int | None) -> PhysicalVolume:
     return PhysicalVolume(
         name=row["pv_name"],
         uuid=row["pv_uuid"],
@@ -396,6 +439,7 @@ def _physical_volume(row: Row, unclean: bool) -> PhysicalVolume:
         fast=FAST in _words(row["pv_tags"]),
         unclean=unclean,
         metadata_bytes=int(row["pv_mda_size"]) if int(row["pv_mda_used_count"]) else 0,
+        longest_extents=longest,
     )
 
 

@@ -101,8 +101,19 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
-    """By how much the pool's data can still grow; all of them, where it is not made yet."""
-    free = max(0, group.free_extents - kept_extents - missing_metadata_extents(group, pool))
+    """By how much the pool's data can grow for certain; all of them, where it is not made yet.
+
+    In a group whose policy wants them together, on one disk or in one piece, what is free need not
+    be where the pool is: nothing is promised of it, though lvm2 may give it.
+    """
+    is_fixed = group.keeps_to_one_disk and pool.data_extents
+    return 0 if is_fixed else room_extents(group, pool, kept_extents)
+
+
+def room_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+    """By how much the pool's data may grow if lvm2 finds that where the pool can have it."""
+    free = group.free_extents - kept_extents - missing_metadata_extents(group, pool)
+    free = max(0, min(free, group.linear_extents))
     enough = pool.data_extents or free * group.extent_size_bytes >= pool.chunk_size_bytes
     return free if enough else 0
 

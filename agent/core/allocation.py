@@ -107,7 +107,19 @@ def full(group: report.Group, added: int = 1) -> str:
         return ""
     return (
         f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
-        f" have; lift that limit by `vgchange --logicalvolume 0 {group.name}`"
+        f" have by its max_lv, and this takes {added} more; lift that limit by `vgchange"
+        f" --logicalvolume 0 {group.name}`"
+    )
+
+
+def _of_policy(group: report.Group) -> str:
+    """What a group's allocation policy takes from the room; empty where it takes nothing."""
+    if not group.keeps_to_one_disk:
+        return ""
+    piece = "in one piece" if group.policy == report.CONTIGUOUS else "on one disk"
+    return (
+        f" ({piece}, by the group's allocation policy {group.policy}; `vgchange --alloc normal"
+        f" {group.name}` changes it)"
     )
 
 
@@ -128,9 +140,12 @@ class Thick:
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
 
-    def full(self, group: report.Group) -> str:
-        """Why the group may not have another volume; empty if it may."""
-        return full(group)
+    def full(self, group: report.Group, beside: int = 0) -> str:
+        """Why the group may not have another volume, and so many logical volumes beside it.
+
+        Empty if it may.
+        """
+        return full(group, 1 + beside)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that a volume can grow by, on its disks."""
@@ -146,7 +161,8 @@ class Thick:
         disks = sum(1 for disk in group.disks if disk.free_extents)
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        room = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        return f"{room}{_of_policy(group)}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""
@@ -178,9 +194,9 @@ class Cached(Thick):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
-    def full(self, group: report.Group) -> str:
+    def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume and its cache, which is one until they join."""
-        return full(group, 2)
+        return full(group, 2 + beside)
 
     def purpose(self, group: report.Group) -> str:
         """The cache, and the room of fast disks."""
@@ -232,9 +248,9 @@ class Thin:
         """The bytes that may still be promised; 0 while the pool is too full."""
         return 0 if self.full(group) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group) -> str:
+    def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume, and its pool if that is missing."""
-        return full(group, 1 if pool_name(self.device_class) in group.volumes else 2)
+        return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """The bytes that may still be promised."""
@@ -249,6 +265,7 @@ class Thin:
         """The pool's limit, or why it takes no volume."""
         why = self._refusal(group)
         times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
+        times += _of_policy(group)
         return f"for thin volumes: {why or times}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
@@ -295,7 +312,7 @@ class Thin:
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
             return None
-        room = 0 if closed(group) else pools.growth_extents(group, pool, self.kept(group))
+        room = 0 if closed(group) else pools.room_extents(group, pool, self.kept(group))
         more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
         if more:
             size = (pool.data_extents + more) * extent

@@ -364,6 +364,12 @@ class Inventory:
                 if names.is_of(prefix, name):
                     yield group, name
 
+    def active_ids(self, prefix: str, group: str) -> Iterator[VolumeId]:
+        """The ids of active volumes with a prefix, also of a group never read; no command."""
+        for _, name in self.active(prefix, group):
+            if (found := self._devices.find(group, name)) is not None:
+                yield VolumeId(group, ids.start_of(found.group_uuid), name)
+
     def is_any_active(self, group: str) -> bool:
         """Whether any logical volume of a group is active; no command."""
         return bool(self._devices.active(group))
@@ -623,6 +629,35 @@ class Inventory:
             _require_repaired(known, found.group, found.group.volume(found.name))
         return found
 
+    def why_unsure(self, known: Every, own_name: str) -> str:
+        """Why a logical volume may be in a group of which `known` has not all; empty if in none.
+
+        It is if it is active there, or was there when lvm2 wrote to the group last.
+        """
+        for one in sorted(known.silent):
+            if self.is_active(one, own_name) or self._volume_groups.was_in(one, own_name):
+                found = self._volume_groups.known(one)
+                problem = None if found is None else found.problem
+                why = f", and does not answer: {problem}" if problem else ", and does not answer"
+                return f"volume group {one} may have {own_name}{why}"
+        return ""
+
+    def group_left_with(self, own_name: str) -> str | None:
+        """The group that no class names any more and that had a logical volume of that name.
+
+        Raises GroupBusy where it may be on disks that cannot be read. No command.
+        """
+        for one in self._volume_groups.left():
+            if not self._volume_groups.was_in(one, own_name):
+                continue
+            if self._volume_groups.of(one) is not None:
+                return one
+            if unknown := self._volume_groups.unknown_disks():
+                disks = ", ".join(path for path, _ in unknown)
+                why = f"it had {own_name}, and may be on {disks}, which cannot be read"
+                raise errors.GroupBusy(f"volume group {one}", why)
+        return None
+
     def require_none_named(self, known: Fresh, name: str, prefix: str) -> None:
         """Raise NeedsOther, TagsDamaged for one of that name, which `search` leaves out."""
         for group in self.own_groups(known):
@@ -741,6 +776,17 @@ class Inventory:
             away |= set(self._groups) - set(known.groups)
         return away
 
+    def is_known_unused(self, known: Every, bridge: Snapshot) -> bool:
+        """Whether a bridge that no volume of `known` needs is needed by none of a silent group.
+
+        Its own tag has the group of the one volume that it was taken for.
+        """
+        return not known.unanswered(*_groups_of_copy(bridge))
+
+    def require_known_unused(self, known: Every, bridge: Snapshot) -> None:
+        """Raise GroupBusy where `is_known_unused` is false."""
+        known.require_answered(*_groups_of_copy(bridge))
+
     def all_snapshots(self, known: Known) -> Iterator[Snapshot]:
         """Every snapshot that this version uses, also those that volumes are copied from."""
         return (one for one in self._snapshots(known) if isinstance(one, Snapshot))
@@ -755,7 +801,7 @@ class Inventory:
 
         The source's group is held, which each new copy takes as well. Raises GroupBusy for a
         snapshot while a group was never read, which may have such a volume. A volume itself is not
-        read: a copy has its bridge, which is not removed while a group is silent.
+        read: a copy has its bridge, which is not removed while the copy's group is silent.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
             known.require_read()
@@ -863,6 +909,11 @@ class Inventory:
             raise errors.Copying(volume_id, "it is not complete")
         require_own(volume)
         return volume
+
+
+def _groups_of_copy(bridge: Snapshot) -> list[str]:
+    """The groups that may have the volume that a bridge was taken for; none where any may."""
+    return [ids.group_of(bridge.copy_id)] if bridge.copy_id else []
 
 
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:

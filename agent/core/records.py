@@ -299,6 +299,14 @@ class Snapshot:
         return names.is_of(ids.BRIDGE_PREFIX, self.name)
 
     @property
+    def copy_id(self) -> str:
+        """The id of the volume that a bridge was taken for.
+
+        Empty where a version took it that did not record this.
+        """
+        return self.own_tags.get(tag.COPY, "")
+
+    @property
     def is_ready(self) -> bool:
         """Whether volumes can be made from it; not while its state is unknown."""
         return self.overflowed is False
@@ -359,7 +367,7 @@ class Newer(Generic[_Record]):
 _DECIDING = frozenset(
     {
         *(tag.NAME, tag.STATE, tag.CLASS, tag.LAYOUT, tag.ACCESS, tag.EPHEMERAL, tag.ADOPTED),
-        *(tag.FROM, tag.BRIDGE, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
+        *(tag.FROM, tag.BRIDGE, tag.COPY, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
         *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.SHARED_KEY, tag.FORMATTED),
         # How much of a volume is filled, and of a snapshot copied; which snapshot is older; whether
         # a copy may hold a btrfs.

@@ -38,10 +38,17 @@ class Every(report.Report):
     unread: frozenset[str] = frozenset()
     problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
-    def require_answered(self) -> None:
-        """Raise GroupBusy while what Carver did last in a group may be missing."""
-        if self.silent:
-            named = ", ".join(sorted(self.silent))
+    def unanswered(self, *groups: str) -> frozenset[str]:
+        """Those of these groups, or of all where none is named, that are `silent`."""
+        return self.silent & set(groups) if groups else self.silent
+
+    def require_answered(self, *groups: str) -> None:
+        """Raise GroupBusy while what Carver did last in one of these groups may be missing.
+
+        Of all groups where none is named.
+        """
+        if silent := self.unanswered(*groups):
+            named = ", ".join(sorted(silent))
             raise errors.GroupBusy(f"volume group {named}", "it has not answered")
 
     def require_read(self) -> None:

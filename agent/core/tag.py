@@ -58,6 +58,8 @@ ATTACHED = "attached"
 FROM = "from"
 # Of a copy by a temporary snapshot: when that was taken (as TIME).
 BRIDGE = "bridge"
+# Of that temporary snapshot: the id of the volume that is copied from it.
+COPY = "copy"
 # Of a volume that could not grow by ControllerExpandVolume: the size in bytes to grow to.
 WANTED = "wanted"
 # The size of an expansion that failed and is not retried at a stage. If the volume has that size,

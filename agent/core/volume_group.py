@@ -39,6 +39,8 @@ _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
     mount_errors.OutcomeUnknown,
 )
+# Those of a read to which neither lvm2 nor the disks had an answer.
+_NO_ANSWER = (errors.GroupSilent, mount_errors.OutcomeUnknown)
 _BACKGROUND_SECONDS = 60.0
 
 
@@ -74,6 +76,8 @@ class VolumeGroup:
         # When a state was last read or failed to be read (epoch, seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
+        # When the first read began since which none has ended with an answer (monotonic, seconds).
+        self._unanswered_since: float | None = None
         self._run = metadata.node.run
         metadata.node = replace(metadata.node, run=self._watched)
         # Held by the one thread that reads the state.
@@ -125,6 +129,15 @@ class VolumeGroup:
         """
         return not (self._is_stale or self._stuck)
 
+    @property
+    def silent_seconds(self) -> float:
+        """For how long reads of it have been without an answer; 0 where the last one had one.
+
+        Also while the first of them goes on. An error of lvm2's is an answer.
+        """
+        since = self._unanswered_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def state(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
 
@@ -136,6 +149,8 @@ class VolumeGroup:
 
     def _read(self) -> report.Group | None:
         before, self._changed = self.status, False
+        if self._unanswered_since is None:
+            self._unanswered_since = time.monotonic()
         # Before the read: tags that are written meanwhile are in it, or still here.
         unwritten = dict(self._unwritten_tags)
         try:
@@ -143,12 +158,15 @@ class VolumeGroup:
         except errors.GroupRefused as error:
             self.cached, self.problem, self.time_seconds = None, error, time.time()
             # What Carver did there is in no state, and may be there.
-            self._is_stale = True
+            self._is_stale, self._unanswered_since = True, None
             raise
         except Exception as error:
             self.problem = error
+            if not isinstance(error, _NO_ANSWER):
+                self._unanswered_since = None
             raise
         else:
+            self._unanswered_since = None
             self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
             self._is_stale = self._changed
             if self.cached is not None:

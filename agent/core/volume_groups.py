@@ -113,6 +113,14 @@ class VolumeGroups:
         """Whether a group of that name is on this node, also one that no class names."""
         return name in names_of(self.scan())
 
+    def was_in(self, group: str, name: str) -> bool:
+        """Whether a group had a logical volume when lvm2 wrote to it last: by lvm2's own copy."""
+        return lvm2.is_backed_up(self.node.root, group, name)
+
+    def left(self) -> list[str]:
+        """The groups that no class names, and to which lvm2 wrote on this node."""
+        return sorted(lvm2.backed_up_groups(self.node.root) - {*self.names})
+
     def uuids(self) -> Mapping[str, str]:
         """The UUIDs of the groups that were here when they were asked for last, by their names."""
         every = list(self._volume_groups.values())

@@ -10,9 +10,11 @@ volume is made and removed when that is ready. Where the source is in another gr
 volume, one of the two groups is held at a time, so that a disk that hangs holds up its own alone:
 in between the source is promised to the volume, and nothing removes it. The promise ends with the
 process, which leaves a bridge at most. A bridge without an incomplete volume is unused:
-its removal is retried each minute, and at the next start. A call that finds one meanwhile copies
-from it, if it never had a volume, and else waits until it is removed. Bridges of several groups may
-have one name; a volume's own is one of its source, taken at the time that its tags record.
+its removal is retried each minute, and at the next start. It stays while the group of its volume,
+which its tag `copy` names, does not answer: only there the volume may be. A call that finds one
+meanwhile copies from it, if it never had a volume, and else waits until it is removed. Bridges of
+several groups may have one name; a volume's own is one of its source, taken at the time that its
+tags record.
 """
 
 import logging
@@ -171,19 +173,30 @@ class Copier:
         # The ids of snapshots from which a call is about to fill a volume, each with its name.
         self._promised: set[tuple[str, str]] = set()
 
-    def prepare(self, known: Known, name: str, origin: Snapshot | Volume) -> Snapshot:
+    def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
+        """Whether `prepare` is going to take a bridge, which is a further logical volume."""
+        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
+        identity = str(VolumeId.of(origin.group, bridge))
+        return isinstance(origin, Volume) and self._bridge(known, identity) is None
+
+    def prepare(
+        self, known: Known, name: str, origin: Snapshot | Volume, into: report.Group
+    ) -> Snapshot:
         """The snapshot from which to copy the volume called `name`: the source, or a new bridge.
 
-        To be called with the source's group held, and a report that was read within. One command
-        for a bridge. Raises NoRoom, and OperationPending while one of that name is removed.
+        To be called with the source's group held, and a report that was read within. The volume is
+        to be made in the group `into`. One command for a bridge. Raises NoRoom, and
+        OperationPending while one of that name is removed.
         """
         if isinstance(origin, Snapshot):
             return origin
         bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
         identity = str(VolumeId.of(origin.group, bridge))
+        copy_id = str(VolumeId.of(into, names.logical_volume(ids.VOLUME_PREFIX, name)))
         if (found := self._bridge(known, identity)) is not None:
             # Crash point: an earlier call ended before it made the volume.
             is_unused = self._unused.get(identity) == found.time_nanoseconds
+            is_unused = is_unused and found.copy_id == copy_id
             if is_unused and found.source_id == origin.id and not found.problem:
                 return found
             self.bridges.start(Job(identity))
@@ -191,7 +204,9 @@ class Copier:
         self._snapshotter.require_free(known, bridge)
         self._snapshotter.make_room(origin)
         try:
-            taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
+            taken = self._snapshotter.take(
+                bridge, origin, {tag.NAME: name, tag.COPY: copy_id}, None
+            )
         except mount_errors.CommandError:
             # lvm2 may have taken it before it was ended.
             self.bridges.start(Job(identity))
@@ -457,7 +472,11 @@ class Copier:
             self.bridges.start(Job(str(source.id)))
 
     def _sweep(self, job: Job) -> None:
-        """Remove a bridge, if by a fresh report no volume is copied from it."""
+        """Remove a bridge, if by a fresh report no volume is copied from it.
+
+        Raises VolumeInUse where one is, or is about to be, and GroupBusy where one may be: then it
+        is due again, since what needs the bridge now may end without it.
+        """
         group = ids.group_of(job.key)
         # Any group may have such a volume. No lock is held while one that was changed may hang.
         self._inventory.everywhere(self._inventory.state(group))
@@ -468,9 +487,10 @@ class Copier:
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)
                 return
-            known.require_answered()
-            if job.key in self._wanted(known) or self.reading(job.key):
-                return
+            self._inventory.require_known_unused(known, bridge)
+            if job.key in self._wanted(known):
+                raise errors.VolumeInUse(job.key, "a volume is copied from it")
+            self._snapshotter.require_unread(job.key)
             self._snapshotter.part(bridge)
             self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)

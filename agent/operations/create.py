@@ -131,7 +131,10 @@ class VolumeCreator:
 
     def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
         """Make or find a volume, with one group held at a time."""
-        group_name, taken = one.group, None
+        prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
+        # An earlier call may have made it while the class had a group that no class has by now.
+        left = self._inventory.group_left_with(names.logical_volume(prefix, call.name))
+        group_name, taken = left or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._inventory.await_others(group_name)
@@ -194,6 +197,10 @@ class VolumeCreator:
                 every = self._inventory.everywhere(known)
             if found is None and group_name != one.group:
                 return one.group
+            own_name = names.logical_volume(prefix, call.name)
+            if found is None and (why := self._inventory.why_unsure(every, own_name)):
+                # An earlier call may have made it while the class had that group.
+                raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
                 if found is None:
@@ -252,7 +259,7 @@ class VolumeCreator:
                 raise errors.OperationPending(str(same.id))
             # Crash point: a bridge without its volume; the next call uses it, the next start
             # removes it.
-            snapshot = self._copier.prepare(known, call.name, same)
+            snapshot = self._copier.prepare(known, call.name, same, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
             promises.enter_context(self._copier.promised(snapshot, call.name))
@@ -323,13 +330,21 @@ class VolumeCreator:
         size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
         if admit is not None:
             admit(every, size_bytes)
-        self._require_room(one, group, size_bytes)
         allocator, pool = self._allocators.of(one), pool_name(one.name)
+        is_shared = origin is not None and clone.is_in(origin, group, pool)
+        # The bridge of a copy within the group is a logical volume of its own until it is ready.
+        takes_bridge = (
+            taken is None
+            and origin is not None
+            and not is_shared
+            and self._copier.takes_bridge(known, call.name, origin)
+        )
+        self._require_room(one, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.
         self._eraser.jobs.forget(str(volume_id))
-        if origin is not None and clone.is_in(origin, group, pool):
+        if origin is not None and is_shared:
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
@@ -337,7 +352,7 @@ class VolumeCreator:
         source = None if taken is None else taken.snapshot
         if origin is not None and source is None:
             # Crash point: as in `_take`.
-            source = self._copier.prepare(known, call.name, origin)
+            source = self._copier.prepare(known, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.as_taken(origin, source)
@@ -369,11 +384,17 @@ class VolumeCreator:
         tuning = modify.bounded(self._config, one, call.tuning)
         return size_bytes, own_tags | tuning.tags(), tuning
 
-    def _require_room(self, one: DeviceClass, group: report.Group, size_bytes: int) -> None:
-        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made."""
+    def _require_room(
+        self, one: DeviceClass, group: report.Group, size_bytes: int, beside: int = 0
+    ) -> None:
+        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made.
+
+        `beside`: how many logical volumes the group gets beside the volume.
+        """
         allocator = self._allocators.of(one)
-        if size_bytes > (maximum := allocator.maximum_bytes(group)):
-            purpose = allocator.full(group) or allocator.purpose(group)
+        limited = allocator.full(group, beside)
+        if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
+            purpose = limited or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
         if one.layout.is_thin:
             self._pool_remover.require_kept(group.name, pool_name(one.name))

@@ -211,14 +211,16 @@ class GroupSnapshotter:
         self._snapshotter.require_free(known, *planned)
         held = self._choose_held(sources)
         # Errors of room come before the volumes are suspended.
-        needed: Counter[str] = Counter()
+        needed, members = Counter[str](), Counter[str]()
         for one in sources:
             needed[one.group.name] += self._snapshotter.needed_bytes(
                 one,
                 call.size,
                 copy_on_write=str(one.id) in held,
                 beside_bytes=needed[one.group.name],
+                beside=members[one.group.name],
             )
+            members[one.group.name] += 1
         self._snapshotter.make_room(*sources)
         own_tags = {
             tag.NAME: call.name,

@@ -12,6 +12,7 @@ from agent.core.background import Probes
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.requests import BLOCK
+from agent.core.volume_group import VolumeGroup
 from lvm import caches, raid, report, thin
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices
@@ -75,7 +76,7 @@ class Reason(enum.Enum):
     FILE_SYSTEM_TOOLS_MISSING = "FileSystemToolsMissing", "", STORAGE_DEGRADED, "mount"
     LOOP_DEVICES_MISSING = "LoopDevicesMissing", "", STORAGE_DEGRADED, "block"
     DISK_NOT_RESPONDING = "DiskNotResponding", "", STORAGE_UNREACHABLE
-    LVM_NOT_ANSWERING = "LvmNotAnswering", "", STORAGE_UNREACHABLE
+    LVM_NOT_ANSWERING = "LvmNotAnswering", DEGRADED, STORAGE_UNREACHABLE
 
     def __init__(self, word: str, of_volume: str, of_storage: str, access: str = "") -> None:
         self.word = word
@@ -135,6 +136,21 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
     return tuple(worst_first[:_MOST_CONDITIONS])
 
 
+def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
+    """That a group has not answered for long, which concerns all its volumes; usually nothing.
+
+    Volumes in use may go on, on disks that answer: of each the kernel says whether it does.
+    """
+    name, seconds = volume_group.name, volume_group.silent_seconds
+    if seconds >= SILENT_SECONDS:
+        yield Condition(
+            Reason.LVM_NOT_ANSWERING,
+            f"lvm2 has not answered about volume group {name} for {seconds:.0f} s: until it does,"
+            " nothing in the group is made, changed or deleted; look for a disk that hangs"
+            " (`dmesg`)",
+        )
+
+
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Set when these conditions were seen (epoch, seconds)."""
     return (replace(one, seen_seconds=seen_seconds) for one in found)
@@ -145,6 +161,8 @@ _FULL_PERCENT = 90.0
 # How long a call waits for the kernel, and when a device counts as dead: a busy node is slow.
 PATIENCE_SECONDS = 2.0
 _DEAD_SECONDS = 10.0
+# How long a group may be silent: longer than lvm2 needs on a busy node.
+SILENT_SECONDS = 30.0
 # No change of a volume suspends it for so long, except a group snapshot, which Carver knows.
 SETTLING_SECONDS = 1.0
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from agent.core import codes, errors, ids, records, requests, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.states import Fresh
+from agent.core.states import Every, Fresh
 from agent.operations import plan
 from lvm import names, report
 
@@ -38,7 +38,10 @@ class Leftovers:
         def left() -> bool:
             one = plan.device_class(self._config, "parameters", call.parameters)
             # Wherever it is: the class may have had another group when the volume was made.
-            return any(logical.name == name for logical in _callers(self._every(one.group)))
+            every = self._every(one.group)
+            found = _callers(self._inventory.own_groups(every))
+            is_there = any(logical.name == name for logical in found)
+            return is_there or bool(self._inventory.why_unsure(every, name))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield
@@ -79,14 +82,14 @@ class Leftovers:
         known = self._inventory.state(*groups).groups if groups else {}
         return _callers(known[one] for one in groups if one in known)
 
-    def _every(self, group: str) -> Iterator[report.Group]:
+    def _every(self, group: str) -> Every:
         """All groups, as the call itself looks for its volume: this one by its fresh state."""
         try:
             known = self._inventory.state(group)
         except errors.GroupRefused:
             # What is in it is another node's, or no one's: no call here comes by it.
             known = Fresh({}, asked=frozenset({group}))
-        return self._inventory.own_groups(self._inventory.everywhere(known))
+        return self._inventory.everywhere(known)
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:

@@ -153,10 +153,12 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
         beside_bytes: int = 0,
+        beside: int = 0,
     ) -> int:
         """The size of a COW store, or of a thin snapshot's promise, if there is room for it.
 
-        `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
+        `beside_bytes` of the room are for so many other logical volumes, `beside`. Raises NoRoom,
+        NotSnapshotted.
         """
         require_settled(volume)
         group = volume.group
@@ -170,13 +172,14 @@ class Snapshotter:
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
             allocator = self._allocators.of_volume(volume)
-            needed, room = volume.size_bytes, allocator.maximum_bytes(group)
-            purpose = allocator.full(group) or allocator.purpose(group)
+            limited = allocator.full(group, beside)
+            needed, room = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
+            purpose = limited or allocator.purpose(group)
         else:
             one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            closed = closed_to_new(group) or full(group)
+            closed = closed_to_new(group) or full(group, 1 + beside)
             room = 0 if closed else self._allocators.beside_bytes(group, called)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         room = max(0, room - beside_bytes)

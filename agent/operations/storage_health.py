@@ -109,6 +109,9 @@ class StorageHealth:
                 f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
                 volume_group.tried_seconds,
             )
+        elif problem is None:
+            # The first read that has no answer goes on.
+            yield from health.silence(volume_group)
         if volume_group.cached is not None:
             yield from health.aged(_of_group(volume_group.cached), volume_group.time_seconds)
             yield from self._of_kernel(volume_group.cached, until_seconds)

@@ -95,25 +95,42 @@ class VolumesHealth:
     def list(self, page: Page) -> Part[VolumeHealth]:
         """The unhealthy volumes of Carver's groups, also of groups that are away.
 
-        It looks at no more volumes than the page needs. Raises for a group that never answered what
-        a look at it raises.
+        It looks at no more volumes than the page needs, and waits for groups that do not answer as
+        `begin_states` does, for all together. Of one that never did it has the active volumes, once
+        it has been silent for long. Raises where no group ever answered what a look at one raises.
         """
         self._inventory.keep_fresh()
-        self._require_seen(*self._volume_groups)
-        every = [
+        silent = [one for one in self._volume_groups if one.silent_seconds]
+        unread = [one for one in self._volume_groups if one.status == "unknown"]
+        if unread:
+            locks.enter(*(one.name for one in unread))
+        begin_states({*silent, *unread})()
+        unknown = [one for one in unread if one.status == "unknown"]
+        if unknown and len(unknown) == len(self._volume_groups.names):
+            raise unknown[0].silence
+        every: list[tuple[str, VolumeGroup, Volume | None]] = [
             (str(one.id), volume_group, one)
             for volume_group in self._volume_groups
             for one in self._volumes(volume_group)
         ]
+        every += (
+            (str(one), volume_group, None)
+            for volume_group in unknown
+            for one in self._inventory.active_ids(ids.VOLUME_PREFIX, volume_group.name)
+        )
         rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
         return requests.first(self._unhealthy(rest), page, attrgetter("size_bytes"))
 
     def _unhealthy(
-        self, every: Iterable[tuple[str, VolumeGroup, Volume]]
+        self, every: Iterable[tuple[str, VolumeGroup, Volume | None]]
     ) -> Iterator[tuple[str, VolumeHealth]]:
         mounts, until = self._diagnosis.mounts(), time.monotonic() + health.PATIENCE_SECONDS
         for volume_id, volume_group, volume in every:
-            found = [*_away(volume_group), *self._conditions(volume_group, volume, mounts, until)]
+            if volume is None:
+                found = [*health.silence(volume_group)]
+            else:
+                away = _away(volume_group)
+                found = [*away, *self._conditions(volume_group, volume, mounts, until)]
             if found:
                 yield volume_id, VolumeHealth(volume_id, health.distinct(found))
 
@@ -144,7 +161,7 @@ class VolumesHealth:
         is_new = parsed.name not in volume_group.cached.volumes
         if is_new and active and names.is_of(ids.VOLUME_PREFIX, parsed.name):
             # Made since the last report.
-            return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
+            return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):
             # Absent or incomplete, or perhaps deleted since the last report.
             volume = self._proved(volume_group, volume_id, volume)
@@ -161,7 +178,7 @@ class VolumesHealth:
             # It may be well on the node where it is.
             raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
         if volume is None:
-            found = self._diagnosis.by_kernel(volume_id)
+            found = self._by_kernel(volume_group, volume_id)
         else:
             found = self._conditions(volume_group, volume)
         away = _away(volume_group) or (
@@ -206,9 +223,15 @@ class VolumesHealth:
         mounts: table.Table | None = None,
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
-        return self._diagnosis.of(
+        found = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
+        return health.distinct([*found, *health.silence(volume_group)])
+
+    def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
+        """The same of a volume that no report has."""
+        found = self._diagnosis.by_kernel(volume_id)
+        return health.distinct([*found, *health.silence(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """A volume by a report of its group; None if it is absent or being deleted."""
@@ -242,16 +265,14 @@ class VolumesHealth:
             return self._inventory.named_in(group, volume_id, ids.INLINE_PREFIX)
         return self._reported(group, volume_id)
 
-    def _require_seen(self, *volume_groups: VolumeGroup) -> None:
-        """Look at groups that this process never saw; raises why one does not answer."""
-        unknown = [one for one in volume_groups if one.status == "unknown"]
-        if not unknown:
+    def _require_seen(self, volume_group: VolumeGroup) -> None:
+        """Look at a group that this process never saw; raises why it does not answer."""
+        if volume_group.status != "unknown":
             return
-        locks.enter(*(one.name for one in unknown))
-        begin_states(unknown)()
-        for one in unknown:
-            if one.status == "unknown":
-                raise one.silence
+        locks.enter(volume_group.name)
+        begin_states([volume_group])()
+        if volume_group.status == "unknown":
+            raise volume_group.silence
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:

@@ -149,7 +149,10 @@ def _half_made(inventory: Inventory, known: Every) -> Iterator[Candidate]:
     copying = {one.own_tags[tag.NAME] for one in inventory.present(known) if one.copying}
     half_made = inventory.half_made(known)
     for one in inventory.all_snapshots(known):
-        if one.is_bridge and one.own_tags[tag.NAME] not in copying:
+        if one.is_bridge:
+            # One whose copy may be in a group that does not answer is in use, for what is known.
+            if one.own_tags[tag.NAME] in copying or not inventory.is_known_unused(known, one):
+                continue
             yield _snapshot(one, "was made for a copy that is not in progress")
         elif one.group_snapshot_id in half_made:
             yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which is incomplete")

@@ -32,6 +32,7 @@ from agent.daemon import monitor, startup
 from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
+from agent.operations import health as conditions
 from agent.operations import preflight
 from lvm.layout import Reserve
 from mount import command, loop
@@ -415,7 +416,7 @@ def test_a_list_waits_three_seconds_for_groups_that_hang_and_has_their_cached_st
 
 
 @pytest.mark.usefixtures("bench")
-@pytest.mark.parametrize("kind", ["volumes", "snapshots", "health"])
+@pytest.mark.parametrize("kind", ["volumes", "snapshots"])
 def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -425,6 +426,76 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     Trouble(fake)
     with expect.code("UNAVAILABLE", "volume group a"):
         LISTS[kind](client)
+
+
+def forget(service: Service, group: str) -> None:
+    """As after a start at which the group has not answered yet."""
+    found = service.volume_groups._volume_groups[group]
+    found.cached, found.last_seen, found.time_seconds = None, None, 0.0
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read before", "never read"])
+def test_volumes_of_a_group_whose_lvm2_hangs_are_listed_and_no_list_waits_for_it(
+    bench: Bench,
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    is_read: bool,
+) -> None:
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(conditions, "SILENT_SECONDS", 0.5)
+    fake.lvm2.groups["b"].volumes["vol-of-b"].health = "partial"
+    fake.lvm2.groups["b"].seqno += 1
+    service.inventory.state()
+    if not is_read:
+        forget(service, "a")
+    trouble = Trouble(fake)
+    refreshing = service.volume_groups._volume_groups["a"].refresh()
+    expect.soon(lambda: len(client.unhealthy()) == 2)
+    began = time.monotonic()
+    found = {one.volume_id: one for one in client.unhealthy()}
+    assert time.monotonic() - began < 5
+    [silent] = found[bench.sick.volume_id].health_statuses
+    assert (silent.status, silent.reason) == (csi.DEGRADED, "LvmNotAnswering")
+    assert "volume group a" in silent.message
+    assert [one.reason for one in found[bench.sound.volume_id].health_statuses] == ["DiskMissing"]
+    if is_read:
+        for one in (client.volume_health, client.node_health):
+            [said] = one(bench.sick.volume_id).health_statuses
+            assert said.reason == "LvmNotAnswering"
+    assert "LvmNotAnswering" in [one.reason for one in client.storage_health()]
+    assert not refreshing.done()
+    trouble.over.set()
+    expect.soon(lambda: [one.volume_id for one in client.unhealthy()] == [bench.sound.volume_id])
+    assert not client.volume_health(bench.sick.volume_id).health_statuses
+
+
+def test_a_group_that_answers_with_an_error_is_not_silent(
+    bench: Bench, client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "SILENT_SECONDS", 0.0001)
+    fake.lvm2.groups["a"].seqno += 1
+    fake.intercept = lambda _words: Result(5, "", "  a lock file cannot be written\n")
+    with expect.code("INTERNAL"):
+        client.capacity(SICK)
+    assert client.unhealthy() == []
+    assert not service.volume_groups._volume_groups["a"].silent_seconds
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_list_of_health_without_any_group_is_unavailable(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
+    assert isinstance(fake.disks, FakeDisks)
+    fake.disks.hanging |= {"/dev/fake-a-0", "/dev/fake-b-0"}
+    for one in service.volume_groups:
+        forget(service, one.name)
+        one.metadata.is_outdated = True
+        one.metadata.forget()
+    with expect.code("UNAVAILABLE", "/dev/fake-a-0"):
+        client.unhealthy()
 
 
 @pytest.mark.usefixtures("bench")

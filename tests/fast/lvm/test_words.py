@@ -262,3 +262,21 @@ def test_lvm2_s_own_copy_has_the_uuid_of_a_group(tmp_path: Path) -> None:
     assert lvm2.backed_up(None, "data") == ""
     copy.write_text("data { id = ")
     assert lvm2.backed_up(tmp_path, "data") == ""
+
+
+def test_lvm2_s_own_copy_has_the_volumes_of_a_group(tmp_path: Path) -> None:
+    copy = tmp_path / "etc/lvm/backup/data"
+    assert not lvm2.is_backed_up(tmp_path, "data", "vol-pvc-1")
+    assert lvm2.backed_up_groups(tmp_path) == frozenset()
+    assert lvm2.backed_up_groups(None) == frozenset()
+    copy.parent.mkdir(parents=True)
+    volumes = 'logical_volumes { vol-pvc-10 { id = "x" tags = ["vol-pvc-1"] } }'
+    copy.write_text(f'data {{ id = "y" {volumes} }}\n')
+    assert lvm2.backed_up_groups(tmp_path) == {"data"}
+    assert lvm2.is_backed_up(tmp_path, "data", "vol-pvc-10")
+    assert not lvm2.is_backed_up(tmp_path, "data", "vol-pvc-1")
+    assert not lvm2.is_backed_up(None, "data", "vol-pvc-10")
+    # Cut off: its mention is enough.
+    copy.write_text("data { logical_volumes { vol-pvc-1")
+    assert lvm2.is_backed_up(tmp_path, "data", "vol-pvc-1")
+    assert not lvm2.is_backed_up(tmp_path, "data", "vol-pvc-2")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -12,6 +13,7 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
+from agent.core import errors
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
@@ -237,3 +239,132 @@ def test_copy_of_an_earlier_version_is_completed(
         idle(service)
         assert held(fake, "a") == words_of("a")
         assert logical(fake, "a") == {"vol-of-a", "vol-x"}
+
+
+# Groups that do not answer
+
+
+@pytest.fixture
+def three(config: Config, fake: FakeHost) -> Config:
+    """Also with a third group."""
+    fake.lvm2.add_group("c", [100])
+    return replace(config, classes=(*config.classes, DeviceClass("third", "c")))
+
+
+@contextmanager
+def refused(fake: FakeHost, group: str) -> Iterator[None]:
+    """Inside, Carver uses nothing of a group."""
+    fake.share(group)
+    try:
+        yield
+    finally:
+        fake.lvm2.groups[group].lock_type = ""
+        fake.lvm2.groups[group].seqno += 1
+
+
+def leave(config: Config, fake: FakeHost, into: str) -> str:
+    """A source in group a, and a copy of it called `x`, which comes no further than its bridge."""
+    with serve(config, fake) as service, Client(config.endpoint) as client:
+        source = client.create("of-a", SIZE, block())
+        fake.write_bytes("/dev/mapper/a-vol--of--a", 0, words_of("a"))
+        with expect.code("ABORTED", "Input/output error"):
+            of = of_volume(source.volume_id)
+            client.create("x", SIZE, block(), parameters={"class": into}, source=of)
+        idle(service)
+    return source.volume_id
+
+
+@pytest.mark.parametrize("into", ["first", "second"])
+def test_an_unused_bridge_is_removed_while_a_group_that_cannot_need_it_is_refused(
+    three: Config, fake: FakeHost, allow_copies: Callable[[], None], into: str
+) -> None:
+    source = leave(three, fake, into)
+    fake.lvm("lvremove", "--yes", "--", f"{'a' if into == 'first' else 'b'}/vol-x")
+    with refused(fake, "c"), serve(three, fake) as service, Client(three.endpoint) as client:
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a"}
+        client.expand(source, 2 * SIZE)
+        client.delete(source)
+        idle(service)
+        assert not logical(fake, "a")
+
+
+def test_a_bridge_is_kept_while_the_group_of_its_copy_is_refused(
+    three: Config, fake: FakeHost, allow_copies: Callable[[], None]
+) -> None:
+    leave(three, fake, "third")
+    with refused(fake, "c"), serve(three, fake) as service:
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a", "copy-x"}
+        [job] = service.copier.bridges.unfinished()
+        with pytest.raises(errors.GroupBusy, match="volume group c"):
+            job.ended.result(20)
+    allow_copies()
+    with serve(three, fake) as service:
+        idle(service)
+        assert held(fake, "c") == words_of("a")
+        assert logical(fake, "a") == {"vol-of-a"}
+
+
+def test_a_bridge_that_does_not_say_whose_it_is_is_kept_while_any_group_is_refused(
+    three: Config, fake: FakeHost, allow_copies: Callable[[], None]
+) -> None:
+    """As earlier versions took them."""
+    leave(three, fake, "first")
+    fake.lvm("lvremove", "--yes", "--", "a/vol-x")
+    [mark] = (one for one in fake.lvm2.groups["a"].volumes["copy-x"].tags if "carver.copy=" in one)
+    fake.lvm("lvchange", "--deltag", mark, "--", "a/copy-x")
+    with refused(fake, "c"), serve(three, fake) as service:
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a", "copy-x"}
+    with serve(three, fake) as service:
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a"}
+
+
+def test_a_bridge_of_a_copy_to_one_group_is_not_used_for_a_copy_to_another(
+    three: Config, fake: FakeHost
+) -> None:
+    """By its tag it would be removed while the group that it does not name has the copy."""
+
+    def full(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvconvert" and "a/copy-x" in words:
+            return Result(5, "", "  it does not work today\n")
+        is_made = words[1] == "lvcreate" and "vol-x" in words
+        return Result(5, "", "  insufficient free space\n") if is_made else None
+
+    with serve(three, fake) as service, Client(three.endpoint) as client:
+        of = of_volume(client.create("of-a", SIZE, block()).volume_id)
+        fake.write_bytes("/dev/mapper/a-vol--of--a", 0, words_of("a"))
+        fake.intercept = full
+        with expect.code("RESOURCE_EXHAUSTED"):
+            client.create("x", SIZE, block(), parameters={"class": "second"}, source=of)
+        idle(service)
+        assert "copy-x" in logical(fake, "a")
+        fake.intercept = lambda _words: None
+        with expect.code("ABORTED", "unused, being removed"):
+            client.create("x", SIZE, block(), parameters={"class": "third"}, source=of)
+        idle(service)
+        client.create("x", SIZE, block(), parameters={"class": "third"}, source=of)
+        idle(service)
+        assert held(fake, "c") == words_of("a")
+        assert logical(fake, "a") == {"vol-of-a"}
+
+
+def test_a_bridge_that_was_promised_when_it_was_looked_at_is_removed_later(
+    config: Config, fake: FakeHost, allow_copies: Callable[[], None]
+) -> None:
+    leave(config, fake, "first")
+    fake.lvm("lvremove", "--yes", "--", "a/vol-x")
+    running = Service(config, serving.machine(fake), fake.lvm)
+    running.copier.bridges.retry_seconds = 0.05
+    known = running.inventory.state("a")
+    [bridge] = running.inventory.all_snapshots(known)
+    with running.copier.promised(bridge, "x"):
+        serving.recover(running)
+        [job] = running.copier.bridges.unfinished()
+        with pytest.raises(errors.VolumeInUse):
+            job.ended.result(20)
+        assert logical(fake, "a") == {"vol-of-a", "copy-x"}
+    expect.soon(lambda: logical(fake, "a") == {"vol-of-a"}, lambda: logical(fake, "a"))
+    running.stop()

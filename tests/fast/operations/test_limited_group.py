@@ -1,5 +1,6 @@
 """A volume group that may have only so many logical volumes (vgchange(8), --logicalvolume)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import configured
@@ -10,7 +11,7 @@ from fakes.host import FakeHost
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
-from agent.csi.client import block
+from agent.csi.client import block, of_volume
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout
@@ -78,3 +79,65 @@ def test_what_is_full_of_volumes_has_no_room_for_another_and_the_others_grow(
         client.expand(source.volume_id, 12 * MIB)
     limit(fake, 0)
     assert has_room(client) == [True, True]
+
+
+@pytest.mark.parametrize("parameters", [THICK, THIN], ids=["thick", "thin"])
+def test_a_clone_needs_one_more_for_its_bridge(
+    fake: FakeHost, client: Client, parameters: dict[str, str]
+) -> None:
+    """Which is in the same group: two for a thick volume, and for a thin one of it with no pool."""
+    source = client.create("1", 8 * MIB, block(), parameters=THICK)
+    client.create("2", 8 * MIB, block(), parameters=THIN)
+    before = set(fake.lvm2.groups["data"].volumes)
+    limit(fake, len(before) + 1)
+    # One that is new and empty has room.
+    assert has_room(client) == [True, True]
+    fake.commands.clear()
+    of = of_volume(source.volume_id)
+    with expect.code("RESOURCE_EXHAUSTED", "max_lv", "takes 2 more", "--logicalvolume 0 data"):
+        client.create("3", 8 * MIB, block(), parameters=parameters, source=of)
+    assert not any("lvcreate" in words for words in fake.commands)
+    assert set(fake.lvm2.groups["data"].volumes) == before
+    limit(fake, len(before) + 2)
+    client.create("3", 8 * MIB, block(), parameters=parameters, source=of)
+    limit(fake, len(before) + 1)
+    assert has_room(client) == [False, False]
+
+
+def test_a_clone_that_meets_the_limit_late_leaves_nothing(fake: FakeHost, client: Client) -> None:
+    """By hand a volume is made between the bridge and the clone."""
+    source = client.create("1", 8 * MIB, block(), parameters=THICK)
+
+    def between(words: Sequence[str]) -> None:
+        if words[1] == "lvcreate" and "vol-2" in words:
+            fake.lvm2.groups["data"].max_lv = 2
+
+    fake.intercept = between
+    with expect.code("RESOURCE_EXHAUSTED", "max_lv"):
+        client.create("2", 8 * MIB, block(), source=of_volume(source.volume_id))
+    expect.soon(lambda: set(fake.lvm2.groups["data"].volumes) == {"vol-1"})
+
+
+def test_a_clone_of_a_thin_volume_in_its_pool_needs_one(fake: FakeHost, client: Client) -> None:
+    source = client.create("1", 8 * MIB, block(), parameters=THIN)
+    limit(fake, 3)
+    of = of_volume(source.volume_id)
+    client.create("2", 8 * MIB, block(), parameters=THIN, source=of)
+    with expect.code("RESOURCE_EXHAUSTED", "max_lv", "takes 1 more"):
+        client.create("3", 8 * MIB, block(), parameters=THIN, source=of)
+
+
+@pytest.mark.parametrize("parameters", [THICK, THIN], ids=["thick", "thin"])
+def test_a_group_snapshot_needs_one_for_each_volume(
+    fake: FakeHost, client: Client, parameters: dict[str, str]
+) -> None:
+    every = [client.create(one, 8 * MIB, block(), parameters=parameters).volume_id for one in "12"]
+    before = set(fake.lvm2.groups["data"].volumes)
+    limit(fake, len(before) + 1)
+    fake.commands.clear()
+    with expect.code("RESOURCE_EXHAUSTED", "max_lv", "takes 2 more"):
+        client.group_snapshot("both", every)
+    assert not any("lvcreate" in words for words in fake.commands)
+    assert set(fake.lvm2.groups["data"].volumes) == before
+    limit(fake, len(before) + 2)
+    client.group_snapshot("both", every)

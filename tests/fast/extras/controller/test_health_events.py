@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import api_server
 import clustered
+import expect
 import pytest
 from api_server import PODS, VOLUMES, ApiServer, Object
 from authority import Authority
@@ -22,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import SimulatedNode, uuid_of
 
-from agent.core import errors
+from agent.core import errors, volume_group
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import block
 from agent.extras.controller import certificates, health_events, nodes, process, routes
@@ -30,6 +32,7 @@ from agent.extras.controller.health_events import HealthEvents
 from agent.extras.controller.process import ClusterController, Files
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.operations import health
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -906,3 +909,58 @@ def test_what_a_service_finds_reaches_the_claim(
         node.service.inventory.state()
         made.look()
         assert api.said() == ["Warning RaidDegraded data x1"]
+
+
+def test_that_lvm2_hangs_on_a_node_reaches_the_claims(
+    fake: FakeHost, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(health, "SILENT_SECONDS", 0.5)
+    over = threading.Event()
+    with (
+        api_server.running(Cluster()) as api,
+        clustered.cluster(fake, config, tmp_path, ["a"]) as cluster,
+    ):
+        node = cluster.nodes["a"]
+        volume = node.client.create("pvc-1", 4 * MIB, block())
+        api.claimed(volume.volume_id, node="a")
+        server = Server("tests", "127.0.0.1", api.port)
+        moment = [500.0]
+        made = HealthEvents(
+            replace(cluster.config, health_interval_seconds=60),
+            cluster.controller.nodes,
+            Objects(server),
+            Lists(server),
+            monotonic=lambda: moment[0],
+        )
+        made.task.stop()
+
+        async def begin() -> None:
+            made.start()
+
+        cluster.loop.run(begin())
+        node.service.inventory.state()
+        made.look()
+        assert api.said() == []
+
+        def hang(words: Sequence[str]) -> None:
+            if words[0] == "lvm" and f"/dev/fake-{node.group}-" in " ".join(words):
+                over.wait(60)
+
+        fake.lvm2.groups[node.group].seqno += 1
+        fake.intercept = hang
+        [group] = node.service.volume_groups
+        refreshing = group.refresh()
+        try:
+            expect.soon(lambda: group.silent_seconds > health.SILENT_SECONDS)
+            began = time.monotonic()
+            made.look()
+            assert time.monotonic() - began < health_events._PATIENCE_SECONDS
+            assert api.said() == ["Warning LvmNotAnswering data x1"]
+            assert not refreshing.done()
+        finally:
+            over.set()
+        refreshing.result(60)
+        moment[0] += CALM
+        made.look()
+        assert api.said("Normal") == ["Normal ConditionEnded data x1"]

@@ -32,6 +32,7 @@ from agent.cli import main as cli
 from agent.cli import status as status_command
 from agent.core import errors, ids, settings
 from agent.core.host import Host
+from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
@@ -202,6 +203,31 @@ def test_a_bridge_without_its_copy_is_half_made(node: Node) -> None:
     with pytest.raises(errors.NoOrphan, match="restart Carver"):
         node.delete(name)
     assert node.volumes() == {"vol-pvc-1", "copy-pvc-2"}
+
+
+def test_a_bridge_whose_copy_may_be_in_a_group_that_does_not_answer_is_no_orphan(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = node.volume("pvc-1")
+    node.named(source)
+    volumes.create_snapshot(
+        *(node.host.lvm, "data", "copy-pvc-2"),
+        origin="vol-pvc-1",
+        size_bytes=4 * MIB,
+        own_tags={"name": "pvc-2", "source": "vol-pvc-1", "copy": "other@01234567/vol-pvc-2"},
+    )
+    everywhere, silent = Inventory.everywhere, {"other"}
+    monkeypatch.setattr(
+        Inventory,
+        "everywhere",
+        lambda own, known: replace(everywhere(own, known), silent=frozenset(silent)),
+    )
+    assert node.after_a_grace() == {}
+    # Another group that does not answer cannot have it.
+    silent |= {"third"}
+    silent.remove("other")
+    name = source.replace("vol-pvc-1", "copy-pvc-2")
+    assert node.after_a_grace() == {name: Kind.HALF_MADE}
 
 
 # Inline volumes

@@ -38,11 +38,30 @@ def append(
     group: FakeGroup, area: dict[str, int], extents: int, usable: Sequence[FakeDisk]
 ) -> None:
     require_free(group, extents, usable)
+    usable = _allowed(group, area, extents, usable)
     parts = {disk.name: group.free(disk) for disk in usable}
     for name, available in parts.items():
         if part := min(extents, available):
             area[name] = area.get(name, 0) + part
         extents -= part
+
+
+def longest_run(group: FakeGroup, disk: FakeDisk) -> int:
+    """The longest run of free extents of a disk."""
+    return min(group.free(disk), group.runs.get(disk.name, group.free(disk)))
+
+
+def _allowed(
+    group: FakeGroup, area: Mapping[str, int], extents: int, usable: Sequence[FakeDisk]
+) -> Sequence[FakeDisk]:
+    """The disks that the group's policy lets a linear area, or what it grows by, have."""
+    if group.policy in ("normal", "anywhere"):
+        return usable
+    room = longest_run if group.policy == "contiguous" else FakeGroup.free
+    for disk in usable:
+        if (not area or disk.name in area) and room(group, disk) >= extents:
+            return [disk]
+    raise Failure("Insufficient suitable contiguous allocatable extents for logical volume")
 
 
 def require_free(group: FakeGroup, extents: int, usable: Sequence[FakeDisk]) -> None:

@@ -52,6 +52,7 @@ class GroupCommands(Machine):
             return self._unshare(arguments)
         is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
         is_limited, most = arguments.given("--logicalvolume"), arguments.take("--logicalvolume")
+        has_policy, policy = arguments.given("--alloc"), arguments.take("--alloc")
         has_new_uuid = arguments.flag("--uuid")
         (name,) = arguments.rest()
         group = self._group(name)
@@ -62,6 +63,8 @@ class GroupCommands(Machine):
         group.tags = (group.tags - set(removed)) | set(added)
         if is_limited:
             group.max_lv = int(most)
+        if has_policy:
+            group.policy = policy
         if is_given:
             assert is_sure, "lvm2 would ask"
             group.system_id = system_id

@@ -212,12 +212,15 @@ class FakeGroup:
     exported: bool = False
     # How many volumes it may have; 0 for any number.
     max_lv: int = 0
+    # How it allocates; and the longest run of free extents of disks on which these are apart.
+    policy: str = "normal"
+    runs: dict[str, int] = field(default_factory=dict)
 
     @property
     def checksum(self) -> int:
         """Of all that lvm2 would have in the metadata, also where a test changed it by hand."""
         kept = [sorted(self.tags), self.disks, self.spare]
-        kept += [self.system_id, self.lock_type, self.exported, self.max_lv]
+        kept += [self.system_id, self.lock_type, self.exported, self.max_lv, self.policy]
         kept += [volume.record for _, volume in sorted(self.volumes.items())]
         return zlib.crc32(repr(kept).encode())
 

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 
+from fakes.lvm.allocation import longest_run
 from fakes.lvm.arguments import Arguments
 from fakes.lvm.kernel import KernelSide
 from fakes.lvm.machine import LABEL
 from fakes.lvm.records import (
     LABEL_BYTES,
     METADATA_BYTES,
+    FakeDisk,
     FakeGroup,
     FakePool,
     FakeThin,
@@ -63,6 +65,7 @@ class Reports(KernelSide):
                     "vg_mda_size": str(group.metadata_bytes),
                     "vg_mda_free": str(max(0, group.metadata_free_bytes)),
                     "max_lv": str(group.max_lv),
+                    "vg_allocation_policy": group.policy,
                 }
             ],
             "pv": [
@@ -85,7 +88,7 @@ class Reports(KernelSide):
             "pvseg": [
                 {"pv_uuid": disk.uuid, "lv_name": name, "pvseg_size": str(size)}
                 for disk in group.disks
-                for name, size in _segments(group, disk.name)
+                for name, size in (*_segments(group, disk.name), *_free(group, disk))
                 if size
             ],
             "seg": [
@@ -232,6 +235,13 @@ def _stripes(volume: FakeVolume) -> int:
     if isinstance(volume, FakeThin):
         return 0
     return 1 if volume.cache else volume.layout.disks
+
+
+def _free(group: FakeGroup, disk: FakeDisk) -> Iterator[tuple[str, int]]:
+    """The runs of free extents of a disk: the longest, and the rest in runs of one extent."""
+    longest = longest_run(group, disk)
+    yield "", longest
+    yield from [("", 1)] * (group.free(disk) - longest)
 
 
 def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
