@@ -27,7 +27,7 @@ from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions, Claims
-from agent.extras.controller.membership import ClusterRecord
+from agent.extras.controller.membership import ClusterRecord, Serving
 from agent.extras.kubernetes.objects import NODES, Lists, Objects
 from proto import carver_pb2 as carver
 
@@ -108,9 +108,9 @@ class Enrolment:
         return certificates.controller_name(self._config.driver_name)
 
     @property
-    def addresses(self) -> Mapping[str, str]:
-        """The nodes of the cluster; an empty address for one that has not enrolled."""
-        return self.record.addresses
+    def serving(self) -> Mapping[str, Serving]:
+        """The nodes of the cluster, and where they serve."""
+        return self.record.serving
 
     async def start(self) -> None:
         """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""

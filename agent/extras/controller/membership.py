@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from agent.core import errors, ids
@@ -53,6 +54,16 @@ class Deleted(NamedTuple):
     seconds: float
 
 
+class Serving(NamedTuple):
+    """Where a member serves, and the UID of its Node, both by one reading.
+
+    The address is empty for one that has not enrolled, the UID without an API server.
+    """
+
+    address: str
+    uid: str = ""
+
+
 class Record:
     """What is known of volume groups beside what nodes say. Without an API server: nothing."""
 
@@ -68,10 +79,6 @@ class Record:
     def named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return frozenset()
-
-    def uid_of(self, name: str) -> str:
-        """The UID of a Node; empty for one that is not known."""
-        return ""
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes of a group name."""
@@ -151,7 +158,7 @@ class _Seen:
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def every_named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return self.names(frozenset[str]().union(*self.named.values()))
@@ -159,6 +166,11 @@ class _Seen:
     def names(self, segments: Collection[str]) -> frozenset[str]:
         """The names of the Nodes with these segments; those without a Node are left out."""
         return frozenset(self.nodes[one] for one in segments if one in self.nodes)
+
+    def has(self, enrolled: _Enrolled, name: str) -> bool:
+        """Whether who enrolled is the Node of that name: not an earlier one."""
+        uid = self.uids.get(name, "")
+        return bool(uid) and enrolled.uid == uid
 
 
 class ClusterRecord(Record):
@@ -179,7 +191,7 @@ class ClusterRecord(Record):
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
-        self._seen, self._every_named = _Seen(), frozenset[str]()
+        self._seen = _Seen()
         # When they were last read: the beginning of that, and of PersistentVolumes the end, too.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
         # When something was last found that only another reading can settle: in PersistentVolumes,
@@ -191,28 +203,33 @@ class ClusterRecord(Record):
     # Who belongs
 
     @property
-    def addresses(self) -> Mapping[str, str]:
-        """The members, and where each serves; an empty address for one that has not enrolled."""
-        enrolled = self._enrolled
+    def serving(self) -> Mapping[str, Serving]:
+        """The members, and where each serves.
+
+        The Nodes may be read by another thread meanwhile: an address that the earlier Node of a
+        name enrolled with is never beside the UID of the one that is there now.
+        """
+        seen, addresses = self._read_members()
         return {
-            one: enrolled[one].address if self._has_enrolled(one) else "" for one in self.members
+            one: Serving(addresses.get(one, ""), seen.uids.get(one, ""))
+            for one in seen.labelled.union(seen.every_named, addresses)
         }
 
     @property
     def members(self) -> frozenset[str]:
         """The names of all members."""
-        enrolled = frozenset(one for one in list(self._enrolled) if self._has_enrolled(one))
-        return self._seen.labelled | self._every_named | enrolled
+        seen, addresses = self._read_members()
+        return seen.labelled.union(seen.every_named, addresses)
 
-    def _has_enrolled(self, name: str) -> bool:
-        """Whether a Node enrolled: the one that is there now, not an earlier one of its name."""
-        enrolled, uid = self._enrolled.get(name), self.uid_of(name)
-        return enrolled is not None and bool(uid) and enrolled.uid == uid
+    def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
+        """What the API server said last, and the addresses of the Nodes in it that enrolled."""
+        seen, enrolled = self._seen, dict(self._enrolled)
+        return seen, {name: one.address for name, one in enrolled.items() if seen.has(one, name)}
 
     @property
     def named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
-        return self._every_named
+        return self._seen.every_named
 
     def uid_of(self, name: str) -> str:
         """The UID of a Node by the last reading; empty for one that was not there."""
@@ -334,7 +351,6 @@ class ClusterRecord(Record):
                 one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
             }
         self._seen = replace(seen, missing=missing)
-        self._every_named = self._seen.every_named
 
     # Whose a group is
 

@@ -29,7 +29,7 @@ from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Untrue
-from agent.extras.controller.membership import Record
+from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.questions import NotInTime, Questions
 from proto import csi_pb2 as csi
 
@@ -284,23 +284,23 @@ class Nodes:
         """A node by its name; None for one that is not in the cluster."""
         return self._nodes.get(name)
 
-    def set(self, addresses: Mapping[str, str]) -> None:
+    def set(self, serving: Mapping[str, Serving]) -> None:
         """Make these the nodes of the cluster.
 
         One that moved to another address keeps its groups until it says that it has them no more.
         One whose Node was deleted and made anew is another machine, which has said nothing yet.
         """
         for name, known in list(self._nodes.items()):
-            if name not in addresses or self._record.uid_of(name) != known.uid:
+            if name not in serving or serving[name].uid != known.uid:
                 self._drop(known)
-            elif addresses[name] != known.address:
-                known.address = addresses[name]
+            elif serving[name].address != known.address:
+                known.address = serving[name].address
                 known.problem, known.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(known)
-        for name, address in addresses.items():
+        for name, one in serving.items():
             if name not in self._nodes:
-                channel, uid = self._channel(name, address), self._record.uid_of(name)
-                self._nodes[name] = Node(name, address, channel, uid)
+                channel = self._channel(name, one.address)
+                self._nodes[name] = Node(name, one.address, channel, one.uid)
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""

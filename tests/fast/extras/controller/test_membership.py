@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from enrolled import (
     Cluster,
     Token,
     add_volume,
+    addresses,
     central,
     enrol,
     spec_of,
@@ -38,7 +39,7 @@ from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.enrolment import Enrolment
-from agent.extras.controller.membership import ClusterRecord, Deleted
+from agent.extras.controller.membership import ClusterRecord, Deleted, Serving
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
@@ -107,10 +108,10 @@ def test_a_node_belongs_while_its_node_exists_and_carver_was_there_once(
         record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
     address = "10.0.0.1:9810" if enrols else ""
-    assert record.addresses == ({"a": address} if belongs and has_node else {})
+    assert addresses(record) == ({"a": address} if belongs and has_node else {})
     api.leave("a")
     look(record, clock)
-    assert record.addresses == {}
+    assert addresses(record) == {}
 
 
 def test_a_node_of_a_long_name_is_known_by_its_segment(
@@ -121,7 +122,7 @@ def test_a_node_of_a_long_name_is_known_by_its_segment(
     add_volume(api, "pvc-1", ids.node_segment(name))
     look(record, clock)
     assert record.nodes_of(UUID) == {name}
-    assert list(record.addresses) == [name]
+    assert list(addresses(record)) == [name]
 
 
 @pytest.mark.parametrize("label", [TOPOLOGY_KEY, "kubernetes.io/hostname"])
@@ -138,7 +139,7 @@ def test_the_labels_of_a_node_do_not_make_it_another(
     add_volume(api, "pvc-1", "a")
     record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
+    assert addresses(record) == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
     assert record.nodes_of(UUID) == {"a"}
     assert record.node_of(identity("vol-pvc-1")) == "a"
     # What it says of itself only keeps another's volumes from being forgotten.
@@ -156,11 +157,11 @@ def test_a_node_that_is_new_is_looked_for_soon(
     assert record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     assert not record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     # Until its Node was seen it does not belong.
-    assert record.addresses == {}
+    assert addresses(record) == {}
     clock.now += 5
     assert record.is_due
     record.look()
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     clock.now += 5
     assert not record.is_due
 
@@ -174,7 +175,7 @@ def test_who_enrols_without_a_node_has_the_nodes_listed_twelve_times_a_minute_at
             record.look()
         clock.now += 1
     assert len([one for one, _ in api.asked if one == api_server.NODES]) <= 12
-    assert record.addresses == {}
+    assert addresses(record) == {}
 
 
 def test_an_idle_controller_lists_nodes_once_a_minute_and_nothing_else(
@@ -222,7 +223,7 @@ def test_what_was_known_stays_while_the_api_server_does_not_answer(
         api.lie(path, *[api_server.status(500)] * 3)
         with pytest.raises(errors.ClusterSilent):
             record.look()
-        assert list(record.addresses) == ["a"]
+        assert list(addresses(record)) == ["a"]
         assert record.nodes_of(UUID) == {"a"}
     record.look()
 
@@ -240,7 +241,7 @@ def test_an_api_server_without_any_node_says_of_none_that_it_is_deleted(
         nodes.clear()
         with pytest.raises(errors.ClusterSilent, match="it has no Node"):
             look(record, clock)
-        assert list(record.addresses) == ["a"]
+        assert list(addresses(record)) == ["a"]
         clock.now += GRACE
         with pytest.raises(errors.ClusterSilent, match="it has no Node"):
             record.deleted(identity("vol-pvc-1"))
@@ -439,7 +440,7 @@ def test_a_doubt_outlasts_readings_that_fail(
     clock.now += 20
     record.look()
     if what == "stranger":
-        assert record.addresses == {"a": "", "new": "10.0.0.1:9810"}
+        assert addresses(record) == {"a": "", "new": "10.0.0.1:9810"}
     else:
         assert record.nodes_of(UUID) == {"a"}
 
@@ -454,7 +455,7 @@ def test_persistentvolumes_that_cannot_be_read_hold_up_no_list_of_the_nodes(
     api.lie(api_server.VOLUMES, api_server.status(403))
     with pytest.raises(errors.ClusterSilent):
         record.look()
-    assert list(record.addresses) == ["a"]
+    assert list(addresses(record)) == ["a"]
 
 
 def test_a_node_that_was_made_again_is_another_machine(
@@ -464,14 +465,14 @@ def test_a_node_that_was_made_again_is_another_machine(
     api.join("a")
     record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     api.leave("a")
     api.join("a")
     look(record, clock)
-    assert record.addresses == {"a": ""}
+    assert addresses(record) == {"a": ""}
     record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
 
 
 def test_who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next(
@@ -485,19 +486,57 @@ def test_who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next(
     api.join("a")
     clock.now += 60
     record.enrol("a", "10.0.0.1:9810", earlier)
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     record.look()
-    assert record.addresses == {"a": ""}
+    assert addresses(record) == {"a": ""}
     record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
     # The next one enrols before it is seen: it is looked for soon, and does not count before.
     api.leave("a")
     api.join("a")
     assert record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
-    assert record.addresses == {"a": ""}
+    assert addresses(record) == {"a": ""}
     clock.now += 5
     record.look()
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
+
+
+def test_an_address_is_beside_the_uid_of_the_node_that_enrolled_with_it() -> None:
+    """Also where the Nodes are listed by the other thread while the event loop takes them over."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        earlier, serving = history.known.get("a"), history.record.serving
+        assert earlier is not None
+        history.node_is_made_anew("a")
+        history.record._read_nodes()
+
+        async def take(found: Mapping[str, Serving]) -> Node | None:
+            history.known.set(found)
+            return history.known.get("a")
+
+        assert runner.run(take(serving)) is earlier
+        later = runner.run(take(history.record.serving))
+        assert later is not None
+        assert (later.address, later.uid) == ("", history.uid_of("a"))
+
+
+def test_an_enrolment_that_is_dropped_while_the_members_are_read_ends_nothing(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """The controller's own loop reads them: with an error there the process would end."""
+
+    class Dropped(dict[str, Any]):
+        reads = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.reads += 1
+            return self.pop(key, default) if self.reads == 2 else super().get(key, default)
+
+    api.join("a")
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
+    look(record, clock)
+    record._enrolled = Dropped(record._enrolled)
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
 
 
 # With the controller
