@@ -109,7 +109,7 @@ class Volumes(Record):
             for one in self._cluster.volumes()
         )
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         every = self._cluster.volumes()
         named = next((one.node for one in every if one.id == str(identity)), None)
         return named if named is None or named in self._cluster.nodes else ""

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
+from agent.extras.controller.questions import SharedReading
 from agent.extras.kubernetes.objects import (
     CONTENTS,
     GROUP_CONTENTS,
     VOLUMES,
+    Keep,
     Lists,
     Object,
     Objects,
@@ -45,6 +47,16 @@ _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
 # Age of the lists by which a node is said to be deleted for some seconds, or a volume to have no
 # PersistentVolume; of PersistentVolumes since their reading ended, which may itself take longer.
 _FRESH_SECONDS = 30.0
+
+
+class WrongSource(errors.AgentError):
+    """A content says that a snapshot was taken of what is no volume."""
+
+    def __init__(self, kind: str, name: str, source: VolumeId) -> None:
+        super().__init__(
+            f"{kind} {name} names {source} as the source of a snapshot, which is no volume: correct"
+            " it, or delete it (kubectl) and import the snapshot again"
+        )
 
 
 class Deleted(NamedTuple):
@@ -106,23 +118,26 @@ class Record:
     def doubt_claim(self) -> None:
         """Have PersistentVolumes read soon: a claim counts only after that."""
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    # Of these three `begun` is the moment (`now`) at which the call began. What was read since, for
+    # whatever call, need not be read again.
+
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
 
         Empty for a node without a Node object. Of a snapshot it is that of its volume, of a group
-        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent.
+        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent, WrongSource.
         """
         return None
 
-    def deleted(self, identity: VolumeId) -> Deleted | None:
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
         """Whether an id's node was deleted; None if it is not known to be. Blocks.
 
         Where no grace is left, the Nodes were read after the call began. Raises ClusterRefused,
-        ClusterSilent.
+        ClusterSilent, WrongSource.
         """
         return None
 
-    def snapshots_of(self, identity: VolumeId) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
         """The VolumeSnapshotContents that need a volume's PersistentVolume. Blocks.
 
         Raises ClusterSilent.
@@ -199,6 +214,8 @@ class ClusterRecord(Record):
         # reading that began later and succeeded.
         self._doubted = self._claimed = self._strange = float("-inf")
         self._reading = threading.RLock()
+        self._contents = SharedReading(self._read_contents, self.now)
+        self._group_contents = SharedReading(self._read_group_contents, self.now)
 
     # Who belongs
 
@@ -383,19 +400,24 @@ class ClusterRecord(Record):
         """Have PersistentVolumes read soon: a claim counts only after that."""
         self._claimed = self._clock()
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks."""
-        segment = self._segment_of(identity)
+        segment = self._segment_of(identity, begun)
         return self._seen.nodes.get(segment, "") if segment else None
 
-    def _segment_of(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty.
+    def _segment_of(self, identity: VolumeId, begun: float) -> str:
+        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty."""
+        if not any(names.is_of(one, identity.name) for one in _TAKEN):
+            return self._segment_of_volume(identity)
+        sources = dict.fromkeys(self._sources_of(identity, begun))
+        segments = {self._segment_of_volume(one) for one in sources} - {""}
+        return segments.pop() if len(segments) == 1 else ""
 
-        A volume may have a PersistentVolume of any name, which only the list tells.
+    def _segment_of_volume(self, identity: VolumeId) -> str:
+        """The segment in the PersistentVolume of a volume; or empty.
+
+        It may have any name, which only the list tells.
         """
-        if any(names.is_of(one, identity.name) for one in _TAKEN):
-            segments = {self._segment_of(one) for one in self._sources_of(identity)} - {""}
-            return segments.pop() if len(segments) == 1 else ""
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
@@ -418,31 +440,57 @@ class ClusterRecord(Record):
         handle, segment = (None, "") if found is None else self._parsed(found)
         return segment if handle == identity else ""
 
-    def _sources_of(self, identity: VolumeId) -> Sequence[VolumeId]:
-        """The volumes of a snapshot or group snapshot in its volume group; none if imported."""
+    def _sources_of(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
+        """The volumes of a snapshot or group snapshot in its volume group; none if imported.
+
+        Raises WrongSource where its content names what is no volume, as another snapshot or itself.
+        """
         if source := self._source_of(identity):
             return [source]
-        return self._sources_in_group(identity)
+        return self._sources_in_group(identity, begun)
 
-    def _sources_in_group(self, identity: VolumeId) -> Sequence[VolumeId]:
+    def _sources_in_group(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
         """The volumes of a group snapshot or of its member, by the group snapshots' contents.
 
         The ids follow from the group snapshot's name and the volume's id, so that a content is
         believed about no others.
         """
-        for one in self._contents(GROUP_CONTENTS, "VolumeGroupSnapshotContentList"):
+        for one in self._group_contents.since(begun):
             if sources := self._sources_by(one, identity):
                 return sources
         return []
 
-    def _contents(self, path: str, kind: str, **query: Any) -> Sequence[Object]:
+    def _read_group_contents(self) -> Sequence[Object]:
+        """The driver's VolumeGroupSnapshotContents."""
+        kind = "VolumeGroupSnapshotContentList"
+        found = self._listed(GROUP_CONTENTS, kind, keep=self._own_content)
+        return [one for one in found if one]
+
+    def _read_contents(self) -> Sequence[Object]:
+        """The driver's VolumeSnapshotContents. Raises ClusterSilent also without the right."""
+        kind = "VolumeSnapshotContentList"
+        found = self._lists.whole(CONTENTS, kind, if_served=True, keep=self._own_content)
+        return [one for one in found.items if one]
+
+    def _own_content(self, content: Object) -> Object:
+        """What is kept of a content of this driver's; empty for another's."""
+        spec = content.get("spec") or {}
+        if spec.get("driver") != self._driver_name:
+            return {}
+        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
+        name = (content.get("metadata") or {}).get("name")
+        return {"name": str(name), "source": spec.get("source") or {}, "uid": uid}
+
+    def _listed(
+        self, path: str, kind: str, *, keep: Keep = lambda one: one, **query: str
+    ) -> Sequence[Object]:
         """The contents of snapshots or group snapshots. Raises ClusterSilent.
 
         None without the right to list them, and where the cluster does not know them: the chart
         grants that right only with snapshots, or group snapshots.
         """
         try:
-            return self._lists.whole(path, kind, if_served=True, **query).items
+            return self._lists.whole(path, kind, if_served=True, keep=keep, **query).items
         except errors.ClusterSilent as error:
             if not error.is_refusal:
                 raise
@@ -450,17 +498,15 @@ class ClusterRecord(Record):
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
         """The volumes of a group snapshot or of its member; none if the content is of another."""
-        spec = content.get("spec") or {}
-        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
-        if spec.get("driver") != self._driver_name or not uid:
+        if not content["uid"]:
             return []
-        handles = (spec.get("source") or {}).get("volumeHandles") or ()
+        handles = content["source"].get("volumeHandles") or ()
         parsed = (VolumeId.parse(str(one)) for one in handles)
         sources = [one for one in parsed if one and one.group_uuid == identity.group_uuid]
-        name = f"{_GROUP_SNAPSHOT}{uid}"
-        if identity.name == names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
-            return sources
-        return [one for one in sources if identity.name == ids.group_member(name, str(one))]
+        name = f"{_GROUP_SNAPSHOT}{content['uid']}"
+        if identity.name != names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
+            sources = [one for one in sources if identity.name == ids.group_member(name, str(one))]
+        return _volumes(sources, "VolumeGroupSnapshotContent", content["name"])
 
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
         """The volume of a snapshot, by the content that the snapshotter made for it.
@@ -472,28 +518,30 @@ class ClusterRecord(Record):
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         # A list, as only that tells a cluster without snapshots from an API server that fails.
         named, kind = f"metadata.name={_CONTENT}{uid}", "VolumeSnapshotContentList"
-        found = self._contents(CONTENTS, kind, fieldSelector=named)
-        spec = (found[0] if found else {}).get("spec") or {}
-        source = VolumeId.parse(str((spec.get("source") or {}).get("volumeHandle")))
-        if spec.get("driver") != self._driver_name or source is None:
+        found = self._listed(CONTENTS, kind, keep=self._own_content, fieldSelector=named)
+        if not (content := next(iter(found), {})):
             return None
-        return source if source.group_uuid == identity.group_uuid else None
+        source = VolumeId.parse(str(content["source"].get("volumeHandle")))
+        if source is None or source.group_uuid != identity.group_uuid:
+            return None
+        [volume] = _volumes([source], "VolumeSnapshotContent", content["name"])
+        return volume
 
     # What was deleted
 
-    def deleted(self, identity: VolumeId) -> Deleted | None:
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
         """Whether an id's node was deleted, by its PersistentVolume or those of its group."""
         if self._grace_seconds is None:
             return None
         asked = self._clock()
-        own = self._segment_of(identity)
+        own = self._segment_of(identity, begun)
         with self._reading:
             if not own and self._volumes_ended <= asked - _FRESH_SECONDS:
                 self._read_volumes()
             if self._nodes_read <= asked - _FRESH_SECONDS:
                 self._read_nodes()
             found = self._deleted(identity, own, self._grace_seconds)
-            if found is not None and not found.seconds and self._nodes_read < asked:
+            if found is not None and not found.seconds and self._nodes_read < begun:
                 # A node that joined since may have its disks; one that came back is one, too.
                 self._read_nodes()
                 found = self._deleted(identity, own, self._grace_seconds)
@@ -510,23 +558,27 @@ class ClusterRecord(Record):
         last = max(begun, key=lambda one: (begun[one], one))
         return Deleted(last, max(0.0, begun[last] + grace_seconds - now))
 
-    def snapshots_of(self, identity: VolumeId) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
         """The names of the VolumeSnapshotContents of a volume.
 
         Also those that were not made by a VolumeSnapshot, if they are in the volume's group: which
         volume they are of is not known.
         """
-        found = self._lists.whole(CONTENTS, "VolumeSnapshotContentList", if_served=True)
-        return sorted(
-            str(one["metadata"]["name"]) for one in found.items if self._needs(one, identity)
-        )
+        found = self._contents.since(begun)
+        return sorted(one["name"] for one in found if _needs(one["source"], identity))
 
-    def _needs(self, content: Object, identity: VolumeId) -> bool:
-        spec = content.get("spec") or {}
-        if spec.get("driver") != self._driver_name:
-            return False
-        source = spec.get("source") or {}
-        if of_volume := source.get("volumeHandle"):
-            return bool(of_volume == str(identity))
-        snapshot = VolumeId.parse(str(source.get("snapshotHandle")))
-        return snapshot is not None and snapshot.group_uuid == identity.group_uuid
+
+def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[VolumeId]:
+    """The sources that a content names, which are volumes. Raises WrongSource."""
+    for one in sources:
+        if not names.is_of(ids.VOLUME_PREFIX, one.name):
+            raise WrongSource(kind, content, one)
+    return sources
+
+
+def _needs(source: Object, identity: VolumeId) -> bool:
+    """Whether the source in a VolumeSnapshotContent is, or may be, a volume."""
+    if of_volume := source.get("volumeHandle"):
+        return bool(of_volume == str(identity))
+    snapshot = VolumeId.parse(str(source.get("snapshotHandle")))
+    return snapshot is not None and snapshot.group_uuid == identity.group_uuid

@@ -29,7 +29,7 @@ from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Untrue
-from agent.extras.controller.membership import Record, Serving
+from agent.extras.controller.membership import Record, Serving, WrongSource
 from agent.extras.controller.questions import NotInTime, Questions
 from proto import csi_pb2 as csi
 
@@ -722,19 +722,22 @@ class Nodes:
             )
 
     async def _asked(
-        self, ask: Callable[[VolumeId], T], identity: VolumeId, problem: str = ""
+        self, ask: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
         """Ask the API server about an id, for each volume group one question at a time.
 
         Raises Refused if the API server does not answer.
         """
         before = f"{problem}; and " if problem else ""
+        key, begun = f"volume group {identity.group_uuid}", self._record.now()
         try:
-            return await self._questions.ask(f"volume group {identity.group_uuid}", ask, identity)
+            return await self._questions.ask(key, ask, identity, begun)
         except NotInTime as error:
             raise unavailable(f"{before}cannot look up {identity}: {error}; ask again") from None
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
             raise unavailable(f"{before}the API server does not answer: {error}") from None
+        except WrongSource as error:
+            raise unavailable(f"{before}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""

@@ -141,12 +141,12 @@ def test_the_labels_of_a_node_do_not_make_it_another(
     look(record, clock)
     assert addresses(record) == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
     assert record.nodes_of(UUID) == {"a"}
-    assert record.node_of(identity("vol-pvc-1")) == "a"
+    assert record.node_of(identity("vol-pvc-1"), record.now()) == "a"
     # What it says of itself only keeps another's volumes from being forgotten.
     api.leave("a")
     look(record, clock)
     assert record.nodes_of(UUID) == frozenset()
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_a_node_that_is_new_is_looked_for_soon(
@@ -244,10 +244,10 @@ def test_an_api_server_without_any_node_says_of_none_that_it_is_deleted(
         assert list(addresses(record)) == ["a"]
         clock.now += GRACE
         with pytest.raises(errors.ClusterSilent, match="it has no Node"):
-            record.deleted(identity("vol-pvc-1"))
+            record.deleted(identity("vol-pvc-1"), record.now())
         nodes += known
         look(record, clock)
-        assert record.deleted(identity("vol-pvc-1")) is None
+        assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     api.objects[api_server.VOLUMES][0]["spec"] |= change
     record.look()
     assert record.nodes_of(UUID) == frozenset()
-    assert record.node_of(identity("vol-pvc-1")) is None
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.node_of(identity("vol-pvc-1"), record.now()) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 # Where the contents of group snapshots and of snapshots are listed, and what would be in one.
@@ -289,7 +289,7 @@ def test_without_snapshots_in_the_cluster_no_content_names_a_node(
     api.join("a")
     add_volume(api, "pvc-1", "a")
     api.lie(path, api_server.status(code))
-    assert record.node_of(identity(name)) is None
+    assert record.node_of(identity(name), record.now()) is None
     assert [one for one, _ in api.asked].count(path) == 1
 
 
@@ -301,7 +301,7 @@ def test_a_content_that_the_api_server_does_not_show_may_name_a_node(
     """As where the controller's token is being renewed, or there are too many requests."""
     api.lie(path, *[api_server.status(code)] * 3)
     with pytest.raises(errors.ClusterSilent, match=str(code)):
-        record.node_of(identity(name))
+        record.node_of(identity(name), record.now())
 
 
 # What was deleted
@@ -315,17 +315,17 @@ def test_the_grace_begins_anew_each_time_that_a_node_is_deleted(
         add_volume(api, name, "a")
     record.look()
     clock.now += 30
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE - 30)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", GRACE - 30)
     api.join("a")
     look(record, clock)
     clock.now += 30 * 86400
     look(record, clock)
     api.leave("a")
-    assert record.deleted(identity("vol-pvc-2")) is None
+    assert record.deleted(identity("vol-pvc-2"), record.now()) is None
     clock.now += 30
-    assert record.deleted(identity("vol-pvc-2")) == Deleted("a", GRACE)
+    assert record.deleted(identity("vol-pvc-2"), record.now()) == Deleted("a", GRACE)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", 0.0)
 
 
 def test_the_grace_does_not_begin_before_the_nodes_were_read(
@@ -339,9 +339,9 @@ def test_the_grace_does_not_begin_before_the_nodes_were_read(
         api.lie(api_server.NODES, *[api_server.status(500)] * 3)
         with pytest.raises(errors.ClusterSilent):
             record.look()
-    assert record.deleted(identity("vol-pvc-1")) == ("a", GRACE)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == ("a", GRACE)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == ("a", 0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == ("a", 0)
 
 
 def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
@@ -350,13 +350,13 @@ def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
     api.join("b")
     add_volume(api, "pvc-1", "a")
     look(record, clock)
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", GRACE)
     # Its disks are on b, and its PersistentVolume was written anew.
     api.objects[api_server.VOLUMES].clear()
     add_volume(api, "pvc-1", "b")
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) is None
-    assert record.deleted(identity("snap-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
+    assert record.deleted(identity("snap-1"), record.now()) is None
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -369,12 +369,12 @@ def test_of_a_group_that_two_nodes_had_each_volume_goes_with_its_own(
         api.join("b")
     look(record, clock)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", 0.0)
     expected = None if is_there else Deleted("b", 0.0)
-    assert record.deleted(identity("vol-pvc-2")) == expected
+    assert record.deleted(identity("vol-pvc-2"), record.now()) == expected
     # Which of the two a snapshot was on is not known.
-    assert record.deleted(identity("snap-1")) == expected
-    assert record.node_of(identity("vol-pvc-2")) == ("b" if is_there else "")
+    assert record.deleted(identity("snap-1"), record.now()) == expected
+    assert record.node_of(identity("vol-pvc-2"), record.now()) == ("b" if is_there else "")
 
 
 def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
@@ -384,7 +384,7 @@ def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
     add_volume(api, "pvc-1", "renamed")
     labels = {"topology.lvm.csi.carver/node": "renamed"}
     api.add(api_server.NODES, "machine-7", metadata={"labels": labels})
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.Server) -> None:
@@ -392,7 +392,7 @@ def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.S
     add_volume(api, "pvc-1", "a")
     record.look()
     assert not record.forgets
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
@@ -408,7 +408,7 @@ def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
     api.leave("a")
     clock.now += 60
     record.look()
-    found = record.deleted(identity("vol-pvc-1"))
+    found = record.deleted(identity("vol-pvc-1"), record.now())
     assert found is not None
     assert found.seconds == GRACE
     # Once nothing is waited for, the Nodes are listed each minute again.
@@ -1064,23 +1064,26 @@ def test_a_persistentvolume_of_any_name_that_is_read_slowly_holds_up_no_list(
         history = History(runner.run)
         history._memory.volumes["my-database"] = {"spec": spec_of(f"data@{FIRST}/vol-1", "a")}
         history.record._read_volumes()
-        asked, answers = threading.Event(), threading.Event()
+        reads, answers = threading.Event(), threading.Event()
         find = history._memory.find
 
         def slow(path: str, kind: str) -> Any:
             if path.endswith("/my-database"):
-                asked.set()
+                reads.set()
                 answers.wait(60)
             return find(path, kind)
 
         monkeypatch.setattr(history._memory, "find", slow)
-        finding = threads.submit(history.record.node_of, VolumeId("data", FIRST, "vol-1"))
+        finding = threads.submit(
+            history.record.node_of, VolumeId("data", FIRST, "vol-1"), history.record.now()
+        )
         try:
-            assert asked.wait(60)
+            assert reads.wait(60)
             history.clock.now += 60
             threads.submit(history.record.look).result(30)
             other = VolumeId("data", uuid_of(1), "vol-unnamed")
-            assert threads.submit(history.record.node_of, other).result(30) is None
+            asked = threads.submit(history.record.node_of, other, history.record.now())
+            assert asked.result(30) is None
         finally:
             answers.set()
         assert finding.result(60) == "a"
@@ -1103,11 +1106,11 @@ def test_persistentvolumes_that_take_long_to_read_are_there_for_the_call_that_re
         history.clock.now += 60
         unnamed = VolumeId("data", FIRST, "vol-unnamed")
         for _ in range(2):
-            assert history.record.node_of(unnamed) is None
-            assert history.record.deleted(unnamed) is None
+            assert history.record.node_of(unnamed, history.record.now()) is None
+            assert history.record.deleted(unnamed, history.record.now()) is None
         assert read == [api_server.VOLUMES]
         history.clock.now += 31
-        assert history.record.node_of(unnamed) is None
+        assert history.record.node_of(unnamed, history.record.now()) is None
         assert read == [api_server.VOLUMES] * 2
 
 

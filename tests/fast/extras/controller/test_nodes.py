@@ -50,7 +50,7 @@ class Named(Record):
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         return frozenset(self.groups.get(group_uuid, ()))
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         every = self.groups.get(identity.group_uuid, ())
         return self.volumes.get(str(identity), next(iter(every)) if len(every) == 1 else None)
 
