@@ -15,6 +15,7 @@ FILES = {
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
     "health_events": "tests/fast/extras/controller/test_health_events.py",
+    "lists": "tests/fast/extras/kubernetes/test_lists.py",
     "membership": "tests/fast/extras/controller/test_membership.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
@@ -66,6 +67,10 @@ TESTS = {
         "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
         "answer_rules: each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_here",
         "answer_rules: each_field_of_an_answer_has_a_rule",
+    ),
+    "fill the controller's memory, or keep lists from being read": (
+        "lists: of_what_users_make_as_large_as_they_like_little_is_read_at_once_and_kept",
+        "lists: a_page_that_is_too_long_is_read_in_smaller_ones",
     ),
     "give a claim another claim's volume": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
