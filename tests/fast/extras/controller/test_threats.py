@@ -72,6 +72,9 @@ TESTS = {
         "lists: of_what_users_make_as_large_as_they_like_little_is_read_at_once_and_kept",
         "lists: a_page_that_is_too_long_is_read_in_smaller_ones",
     ),
+    "delay Events of other namespaces": (
+        "health_events: claims_of_a_namespace_that_takes_no_events_delay_no_other_s",
+    ),
     "give a claim another claim's volume": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
         "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
