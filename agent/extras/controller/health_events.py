@@ -266,13 +266,13 @@ class HealthEvents(Extra):
             one.due_seconds = now + _AGAIN_SECONDS
             namespace = ""
             try:
-                found = self._subjects(one, users)
-                namespace = found[0].namespace if found else ""
+                subjects = self._subjects(one, users)
+                namespace = subjects[0].namespace if subjects else ""
                 if refusals[namespace] >= _MOST_FAILURES:
                     # At the next look, after what was not tried yet.
                     one.due_seconds = now
                     continue
-                self._write(one, event, found)
+                self._write(one, event, subjects)
             except (errors.ClusterRefused, errors.ClusterSilent) as error:
                 if namespace and error.is_refusal:
                     refusals[namespace] += 1
