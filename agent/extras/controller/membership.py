@@ -252,16 +252,15 @@ class ClusterRecord(Record):
         """The UID of a Node by the last reading; empty for one that was not there."""
         return self._seen.uids.get(name, "")
 
-    def enrol(self, name: str, address: str, uid: str) -> bool:
+    def enrol(self, name: str, address: str, uid: str) -> None:
         """Keep where a node serves that proved to be the Node with this UID.
 
-        Return whether that is new. It counts once that Node was seen.
+        It counts once that Node was seen.
         """
-        before, now = self._enrolled.get(name), self._clock()
+        now = self._clock()
         self._enrolled[name] = _Enrolled(address, uid, now)
         if self.uid_of(name) != uid:
             self._strange = now
-        return before is None or (before.address, before.uid) != (address, uid)
 
     @property
     def is_due(self) -> bool:

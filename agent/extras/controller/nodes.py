@@ -295,12 +295,16 @@ class Nodes:
                 self._drop(known)
             elif serving[name].address != known.address:
                 known.address = serving[name].address
+                # Here, as a node may enrol at thousands of addresses until they are taken over.
+                _log.info("node %s serves at %s", name, known.address or "no known address")
                 known.problem, known.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(known)
         for name, one in serving.items():
             if name not in self._nodes:
                 channel = self._channel(name, one.address)
                 self._nodes[name] = Node(name, one.address, channel, one.uid)
+                if one.address:
+                    _log.info("node %s serves at %s", name, one.address)
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""

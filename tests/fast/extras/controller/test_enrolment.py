@@ -602,6 +602,37 @@ def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
     assert len(made._signed) == 1
 
 
+def test_a_node_that_enrols_at_another_address_each_time_fills_no_log(
+    api: Cluster, enrolment: tuple[Enrolment, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a thief of its token may, thousands of times in a second."""
+    caplog.set_level(logging.INFO)
+    made, port = enrolment
+    api.tokens["t"] = Token()
+    for number in range(30):
+        enrol(api, port, "t", address=f"10.0.0.{number}:9810")
+    assert caplog.text.count("serves at") == 0
+    assert addresses(made) == {"here": "10.0.0.29:9810"}
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "t", address=f"{'a' * 254}:9810")
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_callers_that_are_no_nodes_fill_no_log(
+    enrolment: tuple[Enrolment, int], loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any two pods can ask in turn, each with what is no token."""
+    made, _ = enrolment
+
+    async def ask() -> None:
+        for number in range(100):
+            with pytest.raises(PermissionError, match="UNAUTHENTICATED"):
+                await made._node_of(f"nonsense-{number}", Caller(f"10.0.0.{number % 2}"))
+
+    loop.run(ask())
+    assert caplog.text.count("a node was not enrolled") == 10
+
+
 def test_a_signing_request_s_own_names_are_not_signed(
     api: Cluster, enrolment: tuple[Enrolment, int]
 ) -> None:

@@ -75,6 +75,7 @@ TESTS = {
     "delay Events of other namespaces": (
         "health_events: claims_of_a_namespace_that_takes_no_events_delay_no_other_s",
     ),
+    "fill the log by what is no token": ("enrolment: callers_that_are_no_nodes_fill_no_log",),
     "give a claim another claim's volume": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
         "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
@@ -122,6 +123,7 @@ TESTS = {
     ),
     "have thousands of certificates signed": (
         "enrolment: a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds",
+        "enrolment: a_node_that_enrols_at_another_address_each_time_fills_no_log",
     ),
     "have another's volume deleted": (
         "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",
