@@ -231,7 +231,8 @@ class HealthEvents(Extra):
                 known.node, known.segment = one.node, one.segment
                 known.status, known.message, known.seen_seconds = one.status, one.message, now
         self._forget(found)
-        self._looked = self._looked.union(found)
+        looked = self._looked.union(found)
+        self._looked = frozenset(one for one in looked if self._nodes.get(one) is not None)
         lately = now - _COUNTED_SECONDS
         self._ends = {key: one for key, one in self._ends.items() if one[1] > lately}
 

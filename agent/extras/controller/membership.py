@@ -329,7 +329,10 @@ class ClusterRecord(Record):
             for one in places
             if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
         }
-        self._take(replace(self._seen, named=named, placed=placed))
+        # What no PersistentVolume names any more was on no node: the missing ones have an end.
+        every = frozenset[str]().union(*named.values())
+        missing = {one: since for one, since in self._seen.missing.items() if one in every}
+        self._take(replace(self._seen, named=named, placed=placed, missing=missing))
         self._volumes_read, self._volumes_ended = begun, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
@@ -362,9 +365,9 @@ class ClusterRecord(Record):
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
             # Before that no Node is known to be there.
-            wanted, now = frozenset(self._seen.missing).union(*seen.named.values()), self._clock()
+            wanted, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
             missing = {
-                one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
+                one: seen.missing.get(one, now) for one in wanted if one not in seen.existing
             }
         self._seen = replace(seen, missing=missing)
 

@@ -874,6 +874,7 @@ class Nodes:
         claiming.discard(node.name)
         if not claiming:
             self._claims.pop(uuid, None)
+            self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
         """Forget who gave up which group before PersistentVolumes were read last."""

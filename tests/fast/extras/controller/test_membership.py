@@ -539,6 +539,35 @@ def test_an_enrolment_that_is_dropped_while_the_members_are_read_ends_nothing(
     assert addresses(record) == {"a": "10.0.0.1:9810"}
 
 
+def test_of_nodes_that_come_and_go_nothing_is_kept_once_no_persistentvolume_names_them(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """As in a cluster that an autoscaler makes larger and smaller each hour."""
+    for number in range(20):
+        name = f"node-{number}"
+        api.join(name)
+        add_volume(api, "pvc-1", name)
+        record.doubt()
+        look(record, clock)
+        api.leave(name)
+        look(record, clock)
+        assert name in record._seen.missing
+        api.objects[api_server.VOLUMES].clear()
+        record.doubt()
+        look(record, clock)
+    assert not record._seen.missing
+
+
+def test_of_groups_that_two_nodes_claim_in_turn_nothing_is_kept() -> None:
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        for number in range(20):
+            for name in ("b", "c"):
+                history.claims[name] = {f"z{number:03}{one:04}" for one in range(10)}
+            history.settle()
+        assert len(history.known._logged) == 10
+
+
 # With the controller
 
 
