@@ -153,9 +153,16 @@ class _Enrolled(NamedTuple):
     seen: float
 
 
-@dataclass(frozen=True)
+class _Change:
+    """That other nodes have enrolled than before: equal to itself only."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Seen:
-    """What the API server said last. Replaced as a whole: another thread reads it."""
+    """What the API server said last. Replaced as a whole: another thread reads it.
+
+    Equal to itself only.
+    """
 
     # The UID of each Node by its name, and its name by the topology segment that follows from it.
     uids: Mapping[str, str] = field(default_factory=dict)
@@ -206,6 +213,9 @@ class ClusterRecord(Record):
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
+        # When other nodes enrolled last, and the members by what was seen and enrolled then.
+        self._change = _Change()
+        self._members: tuple[tuple[_Seen, _Change] | None, frozenset[str]] = None, frozenset()
         self._seen = _Seen()
         # When they were last read: the beginning of that, and of PersistentVolumes the end, too.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
@@ -234,9 +244,12 @@ class ClusterRecord(Record):
 
     @property
     def members(self) -> frozenset[str]:
-        """The names of all members."""
-        seen, addresses = self._read_members()
-        return seen.labelled.union(seen.every_named, addresses)
+        """The names of all members; the same object until they change, as each call asks."""
+        by = self._seen, self._change
+        if (known := self._members)[0] != by:
+            seen, addresses = self._read_members()
+            self._members = known = by, seen.labelled.union(seen.every_named, addresses)
+        return known[1]
 
     def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
         """What the API server said last, and the addresses of the Nodes in it that enrolled."""
@@ -257,8 +270,10 @@ class ClusterRecord(Record):
 
         It counts once that Node was seen.
         """
-        now = self._clock()
+        before, now = self._enrolled.get(name), self._clock()
         self._enrolled[name] = _Enrolled(address, uid, now)
+        if before is None or before.uid != uid:
+            self._change = _Change()
         if self.uid_of(name) != uid:
             self._strange = now
 
@@ -315,6 +330,7 @@ class ClusterRecord(Record):
             # One that was deleted and made again is another machine, which enrols itself.
             if uids.get(name) != one.uid and one.seen < begun:
                 del self._enrolled[name]
+                self._change = _Change()
 
     def _read_volumes(self) -> None:
         begun = self._clock()

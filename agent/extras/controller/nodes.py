@@ -267,6 +267,9 @@ class Nodes:
         # The nodes that no longer claim a group, and when they were last found to (of the record):
         # until PersistentVolumes were read again they may name these nodes.
         self._former: dict[str, dict[str, float]] = {}
+        # The members, and those that have reported no groups: asked for each group of each node.
+        # None where others may have reported since.
+        self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
         # What was logged of groups that several nodes have.
         self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
@@ -409,8 +412,11 @@ class Nodes:
 
     def _unreported(self, node: Node) -> Sequence[str]:
         """The other members that may have any group: they have reported none to this controller."""
-        known = {one.name for one in self if one.has_reported}
-        return sorted(self._record.members - known - {node.name})
+        members = self._record.members
+        if self._unheard is None or self._unheard[0] is not members:
+            known = (one for one, each in self._nodes.items() if each.has_reported)
+            self._unheard = members, sorted(members.difference(known))
+        return [one for one in self._unheard[1] if one != node.name]
 
     def _coming(self, node: Node) -> Sequence[str]:
         """Those of the other members without reported groups that came a moment ago.
@@ -833,7 +839,10 @@ class Nodes:
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
         # One that looked, and found a disk that it cannot read, has reported all that it can.
-        node.is_whole, node.has_reported = is_whole, node.has_reported or whole != ""
+        has_reported = node.has_reported or whole != ""
+        if has_reported != node.has_reported:
+            node.has_reported, self._unheard = has_reported, None
+        node.is_whole = is_whole
         given_up = node.groups.keys() - groups.keys()
         if given_up:
             self._forget_former()
@@ -887,6 +896,7 @@ class Nodes:
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
+        self._unheard = None
         for uuid in node.groups:
             self._give_up(node, uuid)
         self._later(node.close())

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -566,6 +567,40 @@ def test_of_groups_that_two_nodes_claim_in_turn_nothing_is_kept() -> None:
                 history.claims[name] = {f"z{number:03}{one:04}" for one in range(10)}
             history.settle()
         assert len(history.known._logged) == 10
+
+
+def test_a_node_with_many_groups_does_not_hold_up_the_loop_while_a_member_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of none of its groups it is settled whose it is, and each call to it asks for all."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.act("breaks", "c")
+        history.act("restart")
+        history.claims["b"] = {f"z{number:07}" for number in range(150)}
+        history.settle()
+        liar, read = history.known.get("b"), Counter[str]()
+        assert liar is not None
+        members = ClusterRecord._read_members
+
+        def counted(record: ClusterRecord) -> Any:
+            read["members"] += 1
+            return members(record)
+
+        def listed(known: Nodes) -> Iterator[Node]:
+            read["nodes"] += 1
+            return iter(list(known._nodes.values()))
+
+        monkeypatch.setattr(ClusterRecord, "_read_members", counted)
+        monkeypatch.setattr(Nodes, "__iter__", listed)
+        for _ in range(3):
+            assert "may be that of c" in history.known._unsettled(
+                liar, "z0000000", history.known._unreported(liar)
+            )
+            history.known.places(liar)
+            history.known.no_new(liar)
+        assert read["members"] <= 1
+        assert read["nodes"] <= 1
 
 
 # With the controller
