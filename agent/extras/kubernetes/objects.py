@@ -25,9 +25,10 @@ _log = logging.getLogger(__name__)
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
-# Users of a namespace make their objects as large as the API server takes, with 1.5 MB: of these a
-# page has fewer, as it is parsed as a whole. Of others, after one that is too long, a 16th.
-_PAGE_ITEMS, _PAGE_ITEMS_OF_USERS, _FEWER = 500, 20, 16
+# A page is parsed as a whole, and users make their objects as large as the API server takes, with
+# 1.5 MB. So of pods, which are listed for many calls at once, a page has fewer; of others a 16th,
+# after one that is too long.
+_PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
 # What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").
 _METADATA = "PartialObjectMetadataList"
@@ -167,7 +168,7 @@ class Lists:
     def _whole(self, path: str, asked: "_Question") -> Listing:
         until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
         problem = ""
-        most = _PAGE_ITEMS_OF_USERS if asked.kind in _OF_USERS else _PAGE_ITEMS
+        most = _PAGE_PODS if asked.kind == "PodList" else _PAGE_ITEMS
         for attempt in range(_ATTEMPTS):
             if attempt:
                 sleep(command.patience_seconds(_PAUSE_SECONDS * attempt))
