@@ -54,8 +54,8 @@ class WrongSource(errors.AgentError):
 
     def __init__(self, kind: str, name: str, source: VolumeId) -> None:
         super().__init__(
-            f"{kind} {name} names {source} as the source of a snapshot, which is no volume: correct"
-            " it, or delete it (kubectl) and import the snapshot again"
+            f"{kind} {name} names {source} as the source of a snapshot, which is no volume: the"
+            " node of that snapshot is not known by it. Its source must be the volume's id"
         )
 
 
