@@ -142,7 +142,8 @@ def parse_address(value: object) -> Address | None:
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):(\d{1,5})", str(value))
     if not str(value):
         return None
-    if match is None or int(match[2]) > _MAXIMUM_PORT:
+    is_long = match is not None and len(match[1]) > _MAXIMUM_NODE_ID
+    if match is None or is_long or int(match[2]) > _MAXIMUM_PORT:
         raise ValueError("an address and a port, such as 127.0.0.1:9898, [::1]:9898 or :9898")
     return Address(match[1].strip("[]"), int(match[2]))
 

@@ -33,7 +33,7 @@ from agent.csi.client import Client
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions, Claims
-from agent.extras.controller.membership import Record
+from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
 
@@ -109,7 +109,7 @@ class Volumes(Record):
             for one in self._cluster.volumes()
         )
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         every = self._cluster.volumes()
         named = next((one.node for one in every if one.id == str(identity)), None)
         return named if named is None or named in self._cluster.nodes else ""
@@ -155,7 +155,7 @@ class Controller:
         await self._look()
 
     def _know_nodes(self) -> None:
-        self.nodes.set(dict.fromkeys(self.machines, "its address"))
+        self.nodes.set(dict.fromkeys(self.machines, Serving("its address")))
 
     def forget_nodes(self) -> None:
         """Know no node any more that is not among the machines."""

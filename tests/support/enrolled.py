@@ -1,6 +1,7 @@
 """A cluster that nodes enrol in: an API server with tokens, Nodes and PersistentVolumes."""
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from granted import Rights
 
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.core.values import Address
+from agent.extras.controller.enrolment import Enrolment
+from agent.extras.controller.membership import ClusterRecord
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
@@ -24,6 +27,11 @@ AUDIENCE = "controller.lvm.csi.carver"
 GROUP = "data@abcdefgh"
 # A Node that never had Carver.
 OTHER = "control-plane"
+
+
+def addresses(source: Enrolment | ClusterRecord) -> Mapping[str, str]:
+    """Where the members serve; an empty address for one that has not enrolled."""
+    return {name: one.address for name, one in source.serving.items()}
 
 
 @dataclass

@@ -225,7 +225,7 @@ class History:
                 self.deleted_since.setdefault(name, self.clock.now)
 
     async def _ask(self) -> None:
-        self.known.set(self.record.addresses)
+        self.known.set(self.record.serving)
         for one in self.known:
             if one.address:
                 await self.known._ask(one)

@@ -20,6 +20,7 @@ from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.extras.controller import metrics as controller_metrics
+from agent.extras.controller.membership import Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 from agent.extras.orphans.look import OrphanWatch
@@ -118,7 +119,7 @@ def of_the_controller() -> controller_metrics.Metrics:
         raise AssertionError((name, address))
 
     nodes = Nodes("lvm.csi.carver", connect)
-    nodes.set({"node-1": ""})
+    nodes.set({"node-1": Serving("")})
     [node] = nodes
     node.answered_seconds = 1.0
     metrics = controller_metrics.Metrics(nodes)

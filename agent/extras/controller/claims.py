@@ -6,6 +6,7 @@ volumes: neither is ever moved. So the places of a pod's other volumes are looke
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -15,7 +16,7 @@ from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import questions
 from agent.extras.controller.nodes import unavailable
-from agent.extras.controller.questions import NotInTime, Questions
+from agent.extras.controller.questions import NotInTime, Questions, SharedReading
 from agent.extras.kubernetes.objects import (
     CONTENTS,
     NODES,
@@ -73,7 +74,7 @@ class OtherVolume:
 
 
 class Claims:
-    """Reads claims, waiting pods, and sources of claims; nothing is kept.
+    """Reads claims, waiting pods, and sources of claims; no call goes by what was read before it.
 
     All methods wait for the API server and raise ClusterRefused, ClusterSilent.
     """
@@ -81,20 +82,26 @@ class Claims:
     def __init__(self, objects: Objects, lists: Lists, driver_name: str, topology_key: str) -> None:
         self._objects, self._lists = objects, lists
         self._driver_name, self.topology_key = driver_name, topology_key
+        self._segments = SharedReading(self._read_segments, time.monotonic)
 
-    def has_node(self, segment: str) -> bool:
+    def has_node(self, segment: str, begun: float) -> bool:
         """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
 
         Labels do not count: root on a node can write those of its Node. One request for a few
         bytes where the Node is there. That it is not is proved by the list of all Nodes, as is
-        whether there is one of a shortened name.
+        whether there is one of a shortened name. Claims at once share a list that was read after
+        they were asked for, at `begun` (monotonic).
         """
         if not ids.looks_shortened(segment):
             found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
             if found.items:
                 return True
+        return segment in self._segments.since(begun)
+
+    def _read_segments(self) -> frozenset[str]:
+        """The topology segments of all Nodes, by their names."""
         every = self._lists.nodes().items
-        return any(ids.node_segment(one["metadata"]["name"]) == segment for one in every)
+        return frozenset(ids.node_segment(one["metadata"]["name"]) for one in every)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
         """Whether the scheduler chose a node for a claim, as it does for a class that waits.

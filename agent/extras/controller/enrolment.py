@@ -27,7 +27,7 @@ from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions, Claims
-from agent.extras.controller.membership import ClusterRecord
+from agent.extras.controller.membership import ClusterRecord, Serving
 from agent.extras.kubernetes.objects import NODES, Lists, Objects
 from proto import carver_pb2 as carver
 
@@ -46,6 +46,8 @@ _MOST_REVIEWED = 20_000
 # How many certificates a node gets at once, and how soon there is another for it. A node whose
 # clock is far behind asks each 15 seconds, one that enrols in vain some times in the first minute.
 _CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
+# As many lines of the log say why some caller is not enrolled: any pod can ask.
+_REFUSED = "why nodes were not enrolled"
 # Reviews at once; each host has one of them, so that one that sends what is no token delays none.
 _REVIEWS_AT_ONCE = 16
 # A request is a token and a signing request. Who asks for more is none of Carver's nodes.
@@ -91,6 +93,7 @@ class Enrolment:
         self._reviewed: dict[str, _Reviewed] = {}
         self._last: dict[str, str] = {}
         # Until when each node has had its certificates (monotonic, seconds): more of them, later.
+        # So the log its lines.
         self._signed: dict[str, float] = {}
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
@@ -108,9 +111,9 @@ class Enrolment:
         return certificates.controller_name(self._config.driver_name)
 
     @property
-    def addresses(self) -> Mapping[str, str]:
-        """The nodes of the cluster; an empty address for one that has not enrolled."""
-        return self.record.addresses
+    def serving(self) -> Mapping[str, Serving]:
+        """The nodes of the cluster, and where they serve."""
+        return self.record.serving
 
     async def start(self) -> None:
         """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""
@@ -173,7 +176,7 @@ class Enrolment:
         proved = await self._node_of(request.token, context)
         node, answer = proved.node, carver.EnrolResponse()
         if request.certificate_request:
-            if not self._takes_certificate(node):
+            if not self._takes_more(node):
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"certificate_request: node {node} asks for more than"
@@ -184,12 +187,11 @@ class Enrolment:
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
             _log.info("node %s at %s got a certificate", node, address)
-        if self.record.enrol(node, address, proved.uid):
-            _log.info("node %s serves at %s", node, address)
+        self.record.enrol(node, address, proved.uid)
         return answer.SerializeToString()
 
-    def _takes_certificate(self, node: str) -> bool:
-        """Whether a node may ask for a certificate now, which then counts.
+    def _takes_more(self, node: str) -> bool:
+        """Whether a node may ask for a certificate now, which then counts; or the log for a line.
 
         Signing holds up the other nodes' enrolments: who has one node's token may not ask for
         thousands.
@@ -233,7 +235,8 @@ class Enrolment:
                 grpc.StatusCode.UNAVAILABLE, f"the API server did not review the token: {error}"
             )
         except ValueError as error:
-            if self._refusal != (refusal := f"{host}: {error}"):
+            refusal = f"{host}: {error}"
+            if self._refusal != refusal and self._takes_more(_REFUSED):
                 self._refusal = refusal
                 _log.warning("a node was not enrolled, %s", refusal)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"token: {error}")

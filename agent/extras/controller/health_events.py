@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -52,7 +52,8 @@ _AGAIN_SECONDS = 600.0
 # How long what is over is remembered, to count how often it was: as long as the API server keeps
 # Events by default.
 _COUNTED_SECONDS = 3600.0
-# Of one look: conditions that begin or end, and failures after which the API server is left alone.
+# Of one look: conditions that begin or end; failures after which the API server is left alone, and
+# refused Events after which no more are written in a namespace, as in one that is being deleted.
 _MOST_SAID, _MOST_FAILURES = 200, 5
 # What a node may say: of Kubernetes' own events a reason has 128 bytes, a note 1,024.
 _REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
@@ -230,7 +231,8 @@ class HealthEvents(Extra):
                 known.node, known.segment = one.node, one.segment
                 known.status, known.message, known.seen_seconds = one.status, one.message, now
         self._forget(found)
-        self._looked = self._looked.union(found)
+        looked = self._looked.union(found)
+        self._looked = frozenset(one for one in looked if self._nodes.get(one) is not None)
         lately = now - _COUNTED_SECONDS
         self._ends = {key: one for key, one in self._ends.items() if one[1] > lately}
 
@@ -259,21 +261,31 @@ class HealthEvents(Extra):
         users = VolumeUsers(
             self._objects, self._lists, self._config.driver_name, self._config.topology_key
         )
-        problems = 0
+        problems, refusals = 0, Counter[str]()
         for one, event in work:
             # Unless this succeeds.
             one.due_seconds = now + _AGAIN_SECONDS
+            namespace = ""
             try:
-                self._write(one, event, users)
+                subjects = self._subjects(one, users)
+                namespace = subjects[0].namespace if subjects else ""
+                if refusals[namespace] >= _MOST_FAILURES:
+                    # At the next look, after what was not tried yet.
+                    one.due_seconds = now
+                    continue
+                self._write(one, event, subjects)
             except (errors.ClusterRefused, errors.ClusterSilent) as error:
-                problems += 1
+                if namespace and error.is_refusal:
+                    refusals[namespace] += 1
+                else:
+                    problems += 1
                 if not self._is_refused:
                     why = error.problem if isinstance(error, errors.ClusterSilent) else error
                     _log.error("cannot write Events of volumes' health: %s", why)
                 self._is_refused = True
             if problems == _MOST_FAILURES:
                 return
-        if work and not problems and self._is_refused:
+        if work and not problems and not refusals.total() and self._is_refused:
             _log.info("Events of volumes' health can be written again")
             self._is_refused = False
 
@@ -348,11 +360,14 @@ class HealthEvents(Extra):
         reasons = [entry.reason for entry in health.health_statuses]
         return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons
 
-    def _write(self, one: _Condition, event: Event, users: VolumeUsers) -> None:
-        """Write one Event on all that it concerns. Raises ClusterRefused, ClusterSilent."""
+    def _subjects(self, one: _Condition, users: VolumeUsers) -> Sequence[Subject]:
+        """What a condition concerns. Raises ClusterRefused, ClusterSilent."""
         node = self._nodes.get(one.node)
         is_watched = node is not None and node.is_watched
-        found = users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
+        return users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
+
+    def _write(self, one: _Condition, event: Event, found: Sequence[Subject]) -> None:
+        """Write one Event on all that it concerns. Raises ClusterRefused."""
         if one.subjects is None:
             for subject in found:
                 self._events.ensure(subject, event, is_new=one.is_new)

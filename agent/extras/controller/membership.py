@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
+from agent.extras.controller.questions import SharedReading
 from agent.extras.kubernetes.objects import (
     CONTENTS,
     GROUP_CONTENTS,
     VOLUMES,
+    Keep,
     Lists,
     Object,
     Objects,
@@ -46,11 +49,31 @@ _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
 _FRESH_SECONDS = 30.0
 
 
+class WrongSource(errors.AgentError):
+    """A content says that a snapshot was taken of what is no volume."""
+
+    def __init__(self, kind: str, name: str, source: VolumeId) -> None:
+        super().__init__(
+            f"{kind} {name} names {source} as the source of a snapshot, which is no volume: the"
+            " node of that snapshot is not known by it. Its source must be the volume's id"
+        )
+
+
 class Deleted(NamedTuple):
     """The topology segment of a node whose Node object is gone, and the seconds of grace left."""
 
     segment: str
     seconds: float
+
+
+class Serving(NamedTuple):
+    """Where a member serves, and the UID of its Node, both by one reading.
+
+    The address is empty for one that has not enrolled, the UID without an API server.
+    """
+
+    address: str
+    uid: str = ""
 
 
 class Record:
@@ -68,10 +91,6 @@ class Record:
     def named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return frozenset()
-
-    def uid_of(self, name: str) -> str:
-        """The UID of a Node; empty for one that is not known."""
-        return ""
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes of a group name."""
@@ -99,23 +118,26 @@ class Record:
     def doubt_claim(self) -> None:
         """Have PersistentVolumes read soon: a claim counts only after that."""
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    # Of these three `begun` is the moment (`now`) at which the call began. What was read since, for
+    # whatever call, need not be read again.
+
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
 
         Empty for a node without a Node object. Of a snapshot it is that of its volume, of a group
-        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent.
+        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent, WrongSource.
         """
         return None
 
-    def deleted(self, identity: VolumeId) -> Deleted | None:
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
         """Whether an id's node was deleted; None if it is not known to be. Blocks.
 
         Where no grace is left, the Nodes were read after the call began. Raises ClusterRefused,
-        ClusterSilent.
+        ClusterSilent, WrongSource.
         """
         return None
 
-    def snapshots_of(self, identity: VolumeId) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
         """The VolumeSnapshotContents that need a volume's PersistentVolume. Blocks.
 
         Raises ClusterSilent.
@@ -131,9 +153,16 @@ class _Enrolled(NamedTuple):
     seen: float
 
 
-@dataclass(frozen=True)
+class _Change:
+    """That other nodes have enrolled than before: equal to itself only."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Seen:
-    """What the API server said last. Replaced as a whole: another thread reads it."""
+    """What the API server said last. Replaced as a whole: another thread reads it.
+
+    Equal to itself only.
+    """
 
     # The UID of each Node by its name, and its name by the topology segment that follows from it.
     uids: Mapping[str, str] = field(default_factory=dict)
@@ -151,7 +180,7 @@ class _Seen:
     # Since when (seconds of the clock) there is no Node with a segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def every_named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
         return self.names(frozenset[str]().union(*self.named.values()))
@@ -159,6 +188,11 @@ class _Seen:
     def names(self, segments: Collection[str]) -> frozenset[str]:
         """The names of the Nodes with these segments; those without a Node are left out."""
         return frozenset(self.nodes[one] for one in segments if one in self.nodes)
+
+    def has(self, enrolled: _Enrolled, name: str) -> bool:
+        """Whether who enrolled is the Node of that name: not an earlier one."""
+        uid = self.uids.get(name, "")
+        return bool(uid) and enrolled.uid == uid
 
 
 class ClusterRecord(Record):
@@ -179,7 +213,10 @@ class ClusterRecord(Record):
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
-        self._seen, self._every_named = _Seen(), frozenset[str]()
+        # When other nodes enrolled last, and the members by what was seen and enrolled then.
+        self._change = _Change()
+        self._members: tuple[tuple[_Seen, _Change] | None, frozenset[str]] = None, frozenset()
+        self._seen = _Seen()
         # When they were last read: the beginning of that, and of PersistentVolumes the end, too.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
         # When something was last found that only another reading can settle: in PersistentVolumes,
@@ -187,47 +224,58 @@ class ClusterRecord(Record):
         # reading that began later and succeeded.
         self._doubted = self._claimed = self._strange = float("-inf")
         self._reading = threading.RLock()
+        self._contents = SharedReading(self._read_contents, self.now)
+        self._group_contents = SharedReading(self._read_group_contents, self.now)
 
     # Who belongs
 
     @property
-    def addresses(self) -> Mapping[str, str]:
-        """The members, and where each serves; an empty address for one that has not enrolled."""
-        enrolled = self._enrolled
+    def serving(self) -> Mapping[str, Serving]:
+        """The members, and where each serves.
+
+        The Nodes may be read by another thread meanwhile: an address that the earlier Node of a
+        name enrolled with is never beside the UID of the one that is there now.
+        """
+        seen, addresses = self._read_members()
         return {
-            one: enrolled[one].address if self._has_enrolled(one) else "" for one in self.members
+            one: Serving(addresses.get(one, ""), seen.uids.get(one, ""))
+            for one in seen.labelled.union(seen.every_named, addresses)
         }
 
     @property
     def members(self) -> frozenset[str]:
-        """The names of all members."""
-        enrolled = frozenset(one for one in list(self._enrolled) if self._has_enrolled(one))
-        return self._seen.labelled | self._every_named | enrolled
+        """The names of all members; the same object until they change, as each call asks."""
+        by = self._seen, self._change
+        if (known := self._members)[0] != by:
+            seen, addresses = self._read_members()
+            self._members = known = by, seen.labelled.union(seen.every_named, addresses)
+        return known[1]
 
-    def _has_enrolled(self, name: str) -> bool:
-        """Whether a Node enrolled: the one that is there now, not an earlier one of its name."""
-        enrolled, uid = self._enrolled.get(name), self.uid_of(name)
-        return enrolled is not None and bool(uid) and enrolled.uid == uid
+    def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
+        """What the API server said last, and the addresses of the Nodes in it that enrolled."""
+        seen, enrolled = self._seen, dict(self._enrolled)
+        return seen, {name: one.address for name, one in enrolled.items() if seen.has(one, name)}
 
     @property
     def named(self) -> frozenset[str]:
         """The nodes with a Node object that PersistentVolumes name, for any group."""
-        return self._every_named
+        return self._seen.every_named
 
     def uid_of(self, name: str) -> str:
         """The UID of a Node by the last reading; empty for one that was not there."""
         return self._seen.uids.get(name, "")
 
-    def enrol(self, name: str, address: str, uid: str) -> bool:
+    def enrol(self, name: str, address: str, uid: str) -> None:
         """Keep where a node serves that proved to be the Node with this UID.
 
-        Return whether that is new. It counts once that Node was seen.
+        It counts once that Node was seen.
         """
         before, now = self._enrolled.get(name), self._clock()
         self._enrolled[name] = _Enrolled(address, uid, now)
+        if before is None or before.uid != uid:
+            self._change = _Change()
         if self.uid_of(name) != uid:
             self._strange = now
-        return before is None or (before.address, before.uid) != (address, uid)
 
     @property
     def is_due(self) -> bool:
@@ -282,6 +330,7 @@ class ClusterRecord(Record):
             # One that was deleted and made again is another machine, which enrols itself.
             if uids.get(name) != one.uid and one.seen < begun:
                 del self._enrolled[name]
+                self._change = _Change()
 
     def _read_volumes(self) -> None:
         begun = self._clock()
@@ -296,7 +345,10 @@ class ClusterRecord(Record):
             for one in places
             if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
         }
-        self._take(replace(self._seen, named=named, placed=placed))
+        # What no PersistentVolume names any more was on no node: the missing ones have an end.
+        every = frozenset[str]().union(*named.values())
+        missing = {one: since for one, since in self._seen.missing.items() if one in every}
+        self._take(replace(self._seen, named=named, placed=placed, missing=missing))
         self._volumes_read, self._volumes_ended = begun, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
@@ -329,12 +381,11 @@ class ClusterRecord(Record):
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
             # Before that no Node is known to be there.
-            wanted, now = frozenset(self._seen.missing).union(*seen.named.values()), self._clock()
+            wanted, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
             missing = {
-                one: self._seen.missing.get(one, now) for one in wanted if one not in seen.existing
+                one: seen.missing.get(one, now) for one in wanted if one not in seen.existing
             }
         self._seen = replace(seen, missing=missing)
-        self._every_named = self._seen.every_named
 
     # Whose a group is
 
@@ -367,19 +418,24 @@ class ClusterRecord(Record):
         """Have PersistentVolumes read soon: a claim counts only after that."""
         self._claimed = self._clock()
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         """The node that a volume's own PersistentVolume names; None if there is none. Blocks."""
-        segment = self._segment_of(identity)
+        segment = self._segment_of(identity, begun)
         return self._seen.nodes.get(segment, "") if segment else None
 
-    def _segment_of(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty.
+    def _segment_of(self, identity: VolumeId, begun: float) -> str:
+        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty."""
+        if not any(names.is_of(one, identity.name) for one in _TAKEN):
+            return self._segment_of_volume(identity)
+        sources = dict.fromkeys(self._sources_of(identity, begun))
+        segments = {self._segment_of_volume(one) for one in sources} - {""}
+        return segments.pop() if len(segments) == 1 else ""
 
-        A volume may have a PersistentVolume of any name, which only the list tells.
+    def _segment_of_volume(self, identity: VolumeId) -> str:
+        """The segment in the PersistentVolume of a volume; or empty.
+
+        It may have any name, which only the list tells.
         """
-        if any(names.is_of(one, identity.name) for one in _TAKEN):
-            segments = {self._segment_of(one) for one in self._sources_of(identity)} - {""}
-            return segments.pop() if len(segments) == 1 else ""
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
         with self._reading:
@@ -402,31 +458,57 @@ class ClusterRecord(Record):
         handle, segment = (None, "") if found is None else self._parsed(found)
         return segment if handle == identity else ""
 
-    def _sources_of(self, identity: VolumeId) -> Sequence[VolumeId]:
-        """The volumes of a snapshot or group snapshot in its volume group; none if imported."""
+    def _sources_of(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
+        """The volumes of a snapshot or group snapshot in its volume group; none if imported.
+
+        Raises WrongSource where its content names what is no volume, as another snapshot or itself.
+        """
         if source := self._source_of(identity):
             return [source]
-        return self._sources_in_group(identity)
+        return self._sources_in_group(identity, begun)
 
-    def _sources_in_group(self, identity: VolumeId) -> Sequence[VolumeId]:
+    def _sources_in_group(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
         """The volumes of a group snapshot or of its member, by the group snapshots' contents.
 
         The ids follow from the group snapshot's name and the volume's id, so that a content is
         believed about no others.
         """
-        for one in self._contents(GROUP_CONTENTS, "VolumeGroupSnapshotContentList"):
+        for one in self._group_contents.since(begun):
             if sources := self._sources_by(one, identity):
                 return sources
         return []
 
-    def _contents(self, path: str, kind: str, **query: Any) -> Sequence[Object]:
+    def _read_group_contents(self) -> Sequence[Object]:
+        """The driver's VolumeGroupSnapshotContents."""
+        kind = "VolumeGroupSnapshotContentList"
+        found = self._listed(GROUP_CONTENTS, kind, keep=self._own_content)
+        return [one for one in found if one]
+
+    def _read_contents(self) -> Sequence[Object]:
+        """The driver's VolumeSnapshotContents. Raises ClusterSilent also without the right."""
+        kind = "VolumeSnapshotContentList"
+        found = self._lists.whole(CONTENTS, kind, if_served=True, keep=self._own_content)
+        return [one for one in found.items if one]
+
+    def _own_content(self, content: Object) -> Object:
+        """What is kept of a content of this driver's; empty for another's."""
+        spec = content.get("spec") or {}
+        if spec.get("driver") != self._driver_name:
+            return {}
+        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
+        name = (content.get("metadata") or {}).get("name")
+        return {"name": str(name), "source": spec.get("source") or {}, "uid": uid}
+
+    def _listed(
+        self, path: str, kind: str, *, keep: Keep = lambda one: one, **query: str
+    ) -> Sequence[Object]:
         """The contents of snapshots or group snapshots. Raises ClusterSilent.
 
         None without the right to list them, and where the cluster does not know them: the chart
         grants that right only with snapshots, or group snapshots.
         """
         try:
-            return self._lists.whole(path, kind, if_served=True, **query).items
+            return self._lists.whole(path, kind, if_served=True, keep=keep, **query).items
         except errors.ClusterSilent as error:
             if not error.is_refusal:
                 raise
@@ -434,17 +516,15 @@ class ClusterRecord(Record):
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
         """The volumes of a group snapshot or of its member; none if the content is of another."""
-        spec = content.get("spec") or {}
-        uid = (spec.get("volumeGroupSnapshotRef") or {}).get("uid")
-        if spec.get("driver") != self._driver_name or not uid:
+        if not content["uid"]:
             return []
-        handles = (spec.get("source") or {}).get("volumeHandles") or ()
+        handles = content["source"].get("volumeHandles") or ()
         parsed = (VolumeId.parse(str(one)) for one in handles)
         sources = [one for one in parsed if one and one.group_uuid == identity.group_uuid]
-        name = f"{_GROUP_SNAPSHOT}{uid}"
-        if identity.name == names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
-            return sources
-        return [one for one in sources if identity.name == ids.group_member(name, str(one))]
+        name = f"{_GROUP_SNAPSHOT}{content['uid']}"
+        if identity.name != names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
+            sources = [one for one in sources if identity.name == ids.group_member(name, str(one))]
+        return _volumes(sources, "VolumeGroupSnapshotContent", content["name"])
 
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
         """The volume of a snapshot, by the content that the snapshotter made for it.
@@ -456,28 +536,30 @@ class ClusterRecord(Record):
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
         # A list, as only that tells a cluster without snapshots from an API server that fails.
         named, kind = f"metadata.name={_CONTENT}{uid}", "VolumeSnapshotContentList"
-        found = self._contents(CONTENTS, kind, fieldSelector=named)
-        spec = (found[0] if found else {}).get("spec") or {}
-        source = VolumeId.parse(str((spec.get("source") or {}).get("volumeHandle")))
-        if spec.get("driver") != self._driver_name or source is None:
+        found = self._listed(CONTENTS, kind, keep=self._own_content, fieldSelector=named)
+        if not (content := next(iter(found), {})):
             return None
-        return source if source.group_uuid == identity.group_uuid else None
+        source = VolumeId.parse(str(content["source"].get("volumeHandle")))
+        if source is None or source.group_uuid != identity.group_uuid:
+            return None
+        [volume] = _volumes([source], "VolumeSnapshotContent", content["name"])
+        return volume
 
     # What was deleted
 
-    def deleted(self, identity: VolumeId) -> Deleted | None:
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
         """Whether an id's node was deleted, by its PersistentVolume or those of its group."""
         if self._grace_seconds is None:
             return None
         asked = self._clock()
-        own = self._segment_of(identity)
+        own = self._segment_of(identity, begun)
         with self._reading:
             if not own and self._volumes_ended <= asked - _FRESH_SECONDS:
                 self._read_volumes()
             if self._nodes_read <= asked - _FRESH_SECONDS:
                 self._read_nodes()
             found = self._deleted(identity, own, self._grace_seconds)
-            if found is not None and not found.seconds and self._nodes_read < asked:
+            if found is not None and not found.seconds and self._nodes_read < begun:
                 # A node that joined since may have its disks; one that came back is one, too.
                 self._read_nodes()
                 found = self._deleted(identity, own, self._grace_seconds)
@@ -494,23 +576,27 @@ class ClusterRecord(Record):
         last = max(begun, key=lambda one: (begun[one], one))
         return Deleted(last, max(0.0, begun[last] + grace_seconds - now))
 
-    def snapshots_of(self, identity: VolumeId) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
         """The names of the VolumeSnapshotContents of a volume.
 
         Also those that were not made by a VolumeSnapshot, if they are in the volume's group: which
         volume they are of is not known.
         """
-        found = self._lists.whole(CONTENTS, "VolumeSnapshotContentList", if_served=True)
-        return sorted(
-            str(one["metadata"]["name"]) for one in found.items if self._needs(one, identity)
-        )
+        found = self._contents.since(begun)
+        return sorted(one["name"] for one in found if _needs(one["source"], identity))
 
-    def _needs(self, content: Object, identity: VolumeId) -> bool:
-        spec = content.get("spec") or {}
-        if spec.get("driver") != self._driver_name:
-            return False
-        source = spec.get("source") or {}
-        if of_volume := source.get("volumeHandle"):
-            return bool(of_volume == str(identity))
-        snapshot = VolumeId.parse(str(source.get("snapshotHandle")))
-        return snapshot is not None and snapshot.group_uuid == identity.group_uuid
+
+def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[VolumeId]:
+    """The sources that a content names, which are volumes. Raises WrongSource."""
+    for one in sources:
+        if not names.is_of(ids.VOLUME_PREFIX, one.name):
+            raise WrongSource(kind, content, one)
+    return sources
+
+
+def _needs(source: Object, identity: VolumeId) -> bool:
+    """Whether the source in a VolumeSnapshotContent is, or may be, a volume."""
+    if of_volume := source.get("volumeHandle"):
+        return bool(of_volume == str(identity))
+    snapshot = VolumeId.parse(str(source.get("snapshotHandle")))
+    return snapshot is not None and snapshot.group_uuid == identity.group_uuid

@@ -29,7 +29,7 @@ from agent.core import errors, ids, values
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Untrue
-from agent.extras.controller.membership import Record
+from agent.extras.controller.membership import Record, Serving, WrongSource
 from agent.extras.controller.questions import NotInTime, Questions
 from proto import csi_pb2 as csi
 
@@ -267,6 +267,9 @@ class Nodes:
         # The nodes that no longer claim a group, and when they were last found to (of the record):
         # until PersistentVolumes were read again they may name these nodes.
         self._former: dict[str, dict[str, float]] = {}
+        # The members, and those that have reported no groups: asked for each group of each node.
+        # None where others may have reported since.
+        self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
         # What was logged of groups that several nodes have.
         self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
@@ -284,23 +287,27 @@ class Nodes:
         """A node by its name; None for one that is not in the cluster."""
         return self._nodes.get(name)
 
-    def set(self, addresses: Mapping[str, str]) -> None:
+    def set(self, serving: Mapping[str, Serving]) -> None:
         """Make these the nodes of the cluster.
 
         One that moved to another address keeps its groups until it says that it has them no more.
         One whose Node was deleted and made anew is another machine, which has said nothing yet.
         """
         for name, known in list(self._nodes.items()):
-            if name not in addresses or self._record.uid_of(name) != known.uid:
+            if name not in serving or serving[name].uid != known.uid:
                 self._drop(known)
-            elif addresses[name] != known.address:
-                known.address = addresses[name]
+            elif serving[name].address != known.address:
+                known.address = serving[name].address
+                # Here, as a node may enrol at thousands of addresses until they are taken over.
+                _log.info("node %s serves at %s", name, known.address or "no known address")
                 known.problem, known.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(known)
-        for name, address in addresses.items():
+        for name, one in serving.items():
             if name not in self._nodes:
-                channel, uid = self._channel(name, address), self._record.uid_of(name)
-                self._nodes[name] = Node(name, address, channel, uid)
+                channel = self._channel(name, one.address)
+                self._nodes[name] = Node(name, one.address, channel, one.uid)
+                if one.address:
+                    _log.info("node %s serves at %s", name, one.address)
 
     def reconnect(self) -> None:
         """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
@@ -405,8 +412,11 @@ class Nodes:
 
     def _unreported(self, node: Node) -> Sequence[str]:
         """The other members that may have any group: they have reported none to this controller."""
-        known = {one.name for one in self if one.has_reported}
-        return sorted(self._record.members - known - {node.name})
+        members = self._record.members
+        if self._unheard is None or self._unheard[0] is not members:
+            known = (one for one, each in self._nodes.items() if each.has_reported)
+            self._unheard = members, sorted(members.difference(known))
+        return [one for one in self._unheard[1] if one != node.name]
 
     def _coming(self, node: Node) -> Sequence[str]:
         """Those of the other members without reported groups that came a moment ago.
@@ -722,19 +732,22 @@ class Nodes:
             )
 
     async def _asked(
-        self, ask: Callable[[VolumeId], T], identity: VolumeId, problem: str = ""
+        self, ask: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
         """Ask the API server about an id, for each volume group one question at a time.
 
         Raises Refused if the API server does not answer.
         """
         before = f"{problem}; and " if problem else ""
+        key, begun = f"volume group {identity.group_uuid}", self._record.now()
         try:
-            return await self._questions.ask(f"volume group {identity.group_uuid}", ask, identity)
+            return await self._questions.ask(key, ask, identity, begun)
         except NotInTime as error:
             raise unavailable(f"{before}cannot look up {identity}: {error}; ask again") from None
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
             raise unavailable(f"{before}the API server does not answer: {error}") from None
+        except WrongSource as error:
+            raise unavailable(f"{before}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if there is none that answers."""
@@ -826,7 +839,10 @@ class Nodes:
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
         # One that looked, and found a disk that it cannot read, has reported all that it can.
-        node.is_whole, node.has_reported = is_whole, node.has_reported or whole != ""
+        has_reported = node.has_reported or whole != ""
+        if has_reported != node.has_reported:
+            node.has_reported, self._unheard = has_reported, None
+        node.is_whole = is_whole
         given_up = node.groups.keys() - groups.keys()
         if given_up:
             self._forget_former()
@@ -867,6 +883,7 @@ class Nodes:
         claiming.discard(node.name)
         if not claiming:
             self._claims.pop(uuid, None)
+            self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
         """Forget who gave up which group before PersistentVolumes were read last."""
@@ -879,6 +896,7 @@ class Nodes:
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
+        self._unheard = None
         for uuid in node.groups:
             self._give_up(node, uuid)
         self._later(node.close())

@@ -18,6 +18,7 @@ choose another node, and one volume is an orphan.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -210,7 +211,8 @@ class Placement:
             if not (segment := segments.get(claims.topology_key, "")):
                 return False
             namespace = claim.namespace if claim is not None else ""
-            return await self._questions.ask(namespace, claims.has_node, segment) is False
+            asked = claims.has_node, segment, time.monotonic()
+            return await self._questions.ask(namespace, *asked) is False
         known = list(self._nodes)
         is_one_of_them = any(segments.items() <= one.segments.items() for one in known)
         return bool(known) and all(one.segments for one in known) and not is_one_of_them

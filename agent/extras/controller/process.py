@@ -22,7 +22,7 @@ from agent.daemon.process import ProcessEnder, claimed, ending_in_time
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
-from agent.extras.controller.membership import Record
+from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
 from proto import carver_pb2 as carver
@@ -42,8 +42,8 @@ class Source(Protocol):
     """Where the controller has its nodes and its certificates from."""
 
     @property
-    def addresses(self) -> Mapping[str, str]:
-        """The addresses of the nodes, by name; empty for one that is not known to serve."""
+    def serving(self) -> Mapping[str, Serving]:
+        """Where the nodes serve, by name."""
 
     @property
     def certificates(self) -> Certificates:
@@ -80,7 +80,10 @@ class Files:
 
     def _read(self) -> None:
         found = Certificates.read(self._directory)
-        self.addresses: Mapping[str, str] = nodes.read(self._file)
+        addresses = nodes.read(self._file)
+        self.serving: Mapping[str, Serving] = {
+            name: Serving(one) for name, one in addresses.items()
+        }
         self.certificates = found
 
     async def start(self) -> None:
@@ -159,7 +162,7 @@ class ClusterController:
             self._certificates = self._source.certificates
             self.nodes.reconnect()
             _log.info("connecting to the nodes with another certificate")
-        self.nodes.set(self._source.addresses)
+        self.nodes.set(self._source.serving)
         self.nodes.ask_due()
 
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:

@@ -6,10 +6,11 @@ it have no more threads wait for the API server.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from agent.core import errors
@@ -26,6 +27,37 @@ PATIENCE_SECONDS = 20.0
 
 class NotInTime(errors.AgentError):
     """A question did not begin in time, or was not answered in time."""
+
+
+class SharedReading(Generic[_T]):
+    """Something that takes long to read, for all questions of calls that began before its reading.
+
+    So a hundred calls at once have it read once or twice, and none goes by what was read before it
+    began. A reading that fails has failed for all of these, too: they do not fail one by one.
+    """
+
+    def __init__(self, read: Callable[[], _T], clock: Callable[[], float]) -> None:
+        self._read, self._clock = read, clock
+        self._lock = threading.Lock()
+        # When the last reading began, and what came of it.
+        self._begun = float("-inf")
+        self._found: _T | errors.AgentError
+
+    def since(self, moment: float) -> _T:
+        """What a reading found that began after a moment. Raises what the reading raised."""
+        with self._lock:
+            if self._begun <= moment:
+                begun = self._clock()
+                try:
+                    self._found = self._read()
+                except errors.AgentError as error:
+                    # Without what was read, which a traceback would keep.
+                    self._found = error.with_traceback(None)
+                self._begun = begun
+            found = self._found
+        if isinstance(found, errors.AgentError):
+            raise found
+        return found
 
 
 class Questions:

@@ -60,9 +60,17 @@ class VolumeUsers:
         if found is not None and self._handle(found) == volume_id:
             return found
         if self._listed is None:
-            every = self._lists.whole(VOLUMES, "PersistentVolumeList").items
+            every = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._own).items
             self._listed = {self._handle(one): one for one in every}
         return self._listed.get(volume_id)
+
+    def _own(self, volume: Object) -> Object:
+        """What is kept of a PersistentVolume: what `of` reads, and nothing of another driver's."""
+        if not self._handle(volume):
+            return {}
+        spec = volume["spec"]
+        kept = {key: spec.get(key) for key in ("csi", "claimRef", "nodeAffinity")}
+        return {"spec": kept, "status": {"phase": (volume.get("status") or {}).get("phase")}}
 
     def _handle(self, volume: Object) -> str:
         """The volume id in a PersistentVolume; empty for another driver's."""

@@ -232,6 +232,10 @@ class Unproved(Exception):
     """An answer that is incomplete or inconsistent; a retry may succeed."""
 
 
+class TooLong(Unproved):
+    """An answer with more bytes than are read; a retry that asks for less may succeed."""
+
+
 class Connection:
     """One connection; answers are limited in time and size."""
 
@@ -282,7 +286,7 @@ class Connection:
             parts.append(part)
             size += len(part)
             if size > _LARGEST_ANSWER_BYTES:
-                raise Unproved(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
+                raise TooLong(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
             if time.monotonic() >= until:
                 raise TimeoutError
         # http.client detects this itself only for a read in one piece.

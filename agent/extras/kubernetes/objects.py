@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from agent.core import errors
-from agent.extras.kubernetes.access import Connection, Server, Unproved
+from agent.extras.kubernetes.access import Connection, Server, TooLong, Unproved
 from mount import command
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
-_PAGE_ITEMS = 500
+# A page is parsed as a whole, and users make their objects as large as the API server takes, with
+# 1.5 MB. So of pods, which are listed for many calls at once, a page has fewer; of others a 16th,
+# after one that is too long.
+_PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
 # What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").
 _METADATA = "PartialObjectMetadataList"
@@ -61,6 +64,57 @@ def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": kept}
 
 
+# Annotations that are read of what users make: names of nodes and drivers, and a UID.
+_READ_ANNOTATIONS = (
+    "volume.kubernetes.io/selected-node",
+    "volume.kubernetes.io/storage-provisioner",
+    "volume.beta.kubernetes.io/storage-provisioner",
+    "kubernetes.io/config.hash",
+)
+
+
+def _some(one: Any, *keys: str) -> dict[str, Any]:
+    """Of a table only these keys; a text that is longer than a name is left out."""
+    known = one if isinstance(one, dict) else {}
+    found = {key: known[key] for key in keys if key in known}
+    return {
+        key: value
+        for key, value in found.items()
+        if not isinstance(value, str) or len(value) <= _MOST_NAME
+    }
+
+
+def _about(one: Mapping[str, Any]) -> dict[str, Any]:
+    kept = _some(one["metadata"], "name", "namespace", "uid", "deletionTimestamp")
+    return {**kept, "annotations": _some(one["metadata"].get("annotations"), *_READ_ANNOTATIONS)}
+
+
+def _pod(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    spec, status = (_some(one.get(key), *keys) for key, keys in _READ_OF_PODS.items())
+    spec["volumes"] = [
+        {
+            **_some(each, "name"),
+            **({"ephemeral": {}} if "ephemeral" in each else {}),
+            "persistentVolumeClaim": _some(each.get("persistentVolumeClaim"), "claimName"),
+        }
+        for each in spec.get("volumes") or ()
+        if "ephemeral" in each or each.get("persistentVolumeClaim")
+    ]
+    if "volumeHealth" in status:
+        status["volumeHealth"] = bool(status["volumeHealth"])
+    return {"metadata": _about(one), "spec": spec, "status": status}
+
+
+def _claim(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    spec, status = _some(one.get("spec"), "volumeName"), _some(one.get("status"), "phase")
+    return {"metadata": _about(one), "spec": spec, "status": status}
+
+
+_READ_OF_PODS = {"spec": ("nodeName", "volumes"), "status": ("phase", "volumeHealth")}
+# What is kept of each object that users make, by the kind of its list.
+_OF_USERS: Mapping[str, Keep] = {"PodList": _pod, "PersistentVolumeClaimList": _claim}
+
+
 @dataclass(frozen=True)
 class _Question:
     """What is asked of a collection, and what is kept of the answer."""
@@ -83,16 +137,18 @@ class Lists:
         path: str,
         kind: str,
         *,
-        keep: Keep = _all,
+        keep: Keep | None = None,
         if_served: bool = False,
         **query: str,
     ) -> Listing:
         """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent.
 
-        Of each object only what `keep` returns is kept. With `if_served` a collection that the API
-        server does not know is empty.
+        Of each object only what `keep` returns is kept; by default all, but of pods and claims only
+        what Carver reads, as their users may make them large. With `if_served` a collection that
+        the API server does not know is empty.
         """
-        return self._whole(path, _Question(kind, query, keep, if_served=if_served))
+        kept = keep or _OF_USERS.get(kind, _all)
+        return self._whole(path, _Question(kind, query, kept, if_served=if_served))
 
     def metadata(self, path: str, **query: str) -> Listing:
         """Read names, UIDs and labels of a complete collection; raises ClusterSilent."""
@@ -112,24 +168,27 @@ class Lists:
     def _whole(self, path: str, asked: "_Question") -> Listing:
         until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
         problem = ""
+        most = _PAGE_PODS if asked.kind == "PodList" else _PAGE_ITEMS
         for attempt in range(_ATTEMPTS):
             if attempt:
                 sleep(command.patience_seconds(_PAUSE_SECONDS * attempt))
             try:
-                return self._read(path, asked, until)
+                return self._read(path, asked, until, min(most, _PAGE_ITEMS))
             except _PROBLEMS as error:
                 problem = _problem_of(error)
+                if isinstance(error, TooLong):
+                    most = max(1, most // _FEWER)
                 if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() >= until:
                     break
         raise errors.ClusterSilent(self._where(path), problem)
 
-    def _read(self, path: str, asked: "_Question", until: float) -> Listing:
+    def _read(self, path: str, asked: "_Question", until: float, most: int) -> Listing:
         """Try once: read pages over one connection until the last."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, _SILENCE_SECONDS) as connection:
             while True:
-                query = {**asked.query, "limit": str(_PAGE_ITEMS)}
+                query = {**asked.query, "limit": str(most)}
                 if token:
                     query["continue"] = token
                 where = f"{path}?{urlencode(query)}"

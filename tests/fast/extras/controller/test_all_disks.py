@@ -31,7 +31,7 @@ class Gone(Record):
     def members(self) -> frozenset[str]:
         return frozenset({"b"})
 
-    def deleted(self, identity: VolumeId) -> Deleted | None:
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
         return Deleted("a", 0.0)
 
 

@@ -311,11 +311,31 @@ def test_a_node_is_known_by_the_segment_that_follows_from_its_name(
     """Also before it has the label; and whether it is shortened, as it may look, or not."""
     segment = ids.node_segment(name)
     server.every_node = [node("other")]
-    assert not known.has_node(segment)
+    assert not known.has_node(segment, time.monotonic())
     server.every_node.append(node(name))
     server.asked.clear()
-    assert known.has_node(segment)
+    assert known.has_node(segment, time.monotonic())
     assert len(server.asked) == 1
+
+
+def test_a_hundred_claims_for_a_node_that_is_gone_share_one_list_of_the_nodes(
+    server: Server, known: Claims
+) -> None:
+    """Of one namespace, where one claim is asked about after the other, or of several."""
+    questions = ClaimQuestions(known)
+
+    async def asked() -> list[bool | None]:
+        begun = time.monotonic()
+        names = [f"tenant-{number % 5}" for number in range(100)]
+        every = (questions.ask(one, known.has_node, "gone", begun) for one in names)
+        return await asyncio.gather(*every)
+
+    assert asyncio.run(asked()) == [False] * 100
+    questions.stop()
+    assert server.asked.count(NODES) == 1
+    # One that is there by now is seen by the next call.
+    server.every_node.append(node("g" * 70))
+    assert known.has_node(ids.node_segment("g" * 70), time.monotonic())
 
 
 @pytest.mark.parametrize("name", ["b", "n" * 70])
@@ -325,7 +345,7 @@ def test_an_api_server_without_any_node_does_not_say_that_a_node_has_left(
     """It has lost its data: the scheduler would choose again, and the volume be made twice."""
     server.every_node = []
     with pytest.raises(errors.ClusterSilent, match="it has no Node"):
-        known.has_node(ids.node_segment(name))
+        known.has_node(ids.node_segment(name), time.monotonic())
 
 
 @pytest.mark.parametrize("gone", ["b", "n" * 70])
@@ -338,7 +358,7 @@ def test_no_node_s_label_keeps_claims_waiting_for_a_node_that_is_gone(
     thief = node("thief", **{key: segment})
     server.every_node = [thief]
     server.lists[f"{NODES}&labelSelector={key}={segment}"] = [thief]
-    assert not known.has_node(segment)
+    assert not known.has_node(segment, time.monotonic())
 
 
 def test_the_provisioner_names_the_claim() -> None:
@@ -435,14 +455,14 @@ def test_what_takes_long_in_one_namespace_delays_no_claim_of_another(
 ) -> None:
     monkeypatch.setattr(asking, "PATIENCE_SECONDS", 2.0)
     questions, slow = ClaimQuestions(known), Slow()
-    about = "b" if question == "has_node" else FRESH
+    about = ("b", time.monotonic()) if question == "has_node" else (FRESH,)
 
     async def asked() -> object:
         theirs = [
             asyncio.ensure_future(questions.ask("tenant", slow, "tenant")) for _ in range(count)
         ]
         await asyncio.sleep(0.05)
-        answer = await questions.ask("shop", getattr(known, question), about)
+        answer = await questions.ask("shop", getattr(known, question), *about)
         for one in theirs:
             one.cancel()
         await asyncio.gather(*theirs, return_exceptions=True)
@@ -536,8 +556,8 @@ def test_each_request_of_a_question_has_its_time_limit(
         Server, "_note", lambda _self, path: left.append(command.remaining_seconds())
     )
     questions = ClaimQuestions(known)
-    about = "b" if question == "has_node" else FRESH
-    asyncio.run(questions.ask("shop", getattr(known, question), about))
+    about = ("b", time.monotonic()) if question == "has_node" else (FRESH,)
+    asyncio.run(questions.ask("shop", getattr(known, question), *about))
     questions.stop()
     assert left
     assert all(one is not None and 0 < one <= 20 for one in left)

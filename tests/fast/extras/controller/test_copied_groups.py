@@ -31,7 +31,7 @@ class Volumes(Record):
             if (parsed := VolumeId.parse(handle)) and parsed.group_uuid == group_uuid
         )
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         return self.nodes.get(str(identity))
 
 

@@ -26,7 +26,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from csi_client import Client
-from enrolled import AUDIENCE, MAP, SECRET, SPACE, Cluster, Token, central, enrol, free_port
+from enrolled import (
+    AUDIENCE,
+    MAP,
+    SECRET,
+    SPACE,
+    Cluster,
+    Token,
+    addresses,
+    central,
+    enrol,
+    free_port,
+)
 from fakes.host import FakeHost
 from granted import Rights
 from hypothesis import given
@@ -78,9 +89,9 @@ def test_a_node_is_named_as_the_node_of_its_pod(
     certificate = x509.load_pem_x509_certificate(answer.certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["here.node.lvm.csi.carver"]
-    assert made.addresses == {"here": "10.0.0.1:9810"}
+    assert addresses(made) == {"here": "10.0.0.1:9810"}
     assert enrol(api, port, "secret", address="10.0.0.2:9810").certificate == b""
-    assert made.addresses == {"here": "10.0.0.2:9810"}
+    assert addresses(made) == {"here": "10.0.0.2:9810"}
     # Asked once, though it enrolled twice.
     assert api.reviews == 1
 
@@ -113,7 +124,7 @@ def test_a_token_that_proves_no_node_is_refused(
             enrol(api, port, "very-secret", request=certificate_request(new_key()))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert says in str(raised.value.details())
-    assert made.addresses == {"here": ""}
+    assert addresses(made) == {"here": ""}
     assert "very-secret" not in caplog.text
     assert caplog.text.count("a node was not enrolled") == 1
 
@@ -125,7 +136,7 @@ def test_without_the_node_in_the_token_its_pod_says_which(
     made, port = enrolment
     api.tokens["secret"] = Token(node="")
     enrol(api, port, "secret")
-    assert list(made.addresses) == ["here"]
+    assert list(addresses(made)) == ["here"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +157,7 @@ def test_a_bad_request_changes_nothing(
         enrol(api, port, "secret", **values)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(raised.value.details()).startswith(f"{field}: ")
-    assert made.addresses == {"here": ""}
+    assert addresses(made) == {"here": ""}
 
 
 @pytest.mark.parametrize(
@@ -471,7 +482,7 @@ def test_a_token_counts_no_longer_once_another_came_for_its_node(
     with pytest.raises(grpc.RpcError) as raised:
         enrol(api, port, "old", address="10.0.0.1:9810")
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert made.addresses == {"here": "10.0.0.2:9810"}
+    assert addresses(made) == {"here": "10.0.0.2:9810"}
 
 
 @pytest.mark.parametrize("is_made_again", [True, False])
@@ -489,7 +500,7 @@ def test_a_token_counts_no_longer_than_its_node(
     with pytest.raises(grpc.RpcError) as raised:
         enrol(api, port, "old")
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert made.addresses == ({"here": ""} if is_made_again else {})
+    assert addresses(made) == ({"here": ""} if is_made_again else {})
 
 
 @pytest.mark.parametrize("is_made_again", [True, False])
@@ -509,12 +520,12 @@ def test_a_token_of_an_earlier_node_proves_none(
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
     says = "an earlier Node here" if is_made_again else "its node here has no Node object"
     assert says in str(raised.value.details())
-    assert made.addresses == ({"here": ""} if is_made_again else {})
+    assert addresses(made) == ({"here": ""} if is_made_again else {})
     if is_made_again:
         # Kubelet renewed it.
         api.tokens["new"] = Token()
         enrol(api, port, "new")
-        assert made.addresses == {"here": "10.0.0.1:9810"}
+        assert addresses(made) == {"here": "10.0.0.1:9810"}
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.32"])
@@ -525,12 +536,12 @@ def test_who_enrolled_as_an_earlier_node_is_not_called_as_the_next(
     made, port = enrolment
     api.tokens["old"] = Token(node_uid="" if version == "1.31" else None)
     enrol(api, port, "old")
-    assert made.addresses == {"here": "10.0.0.1:9810"}
+    assert addresses(made) == {"here": "10.0.0.1:9810"}
     del api.tokens["old"]
     api.leave("here")
     api.join("here")
     made.record._read_nodes()
-    assert made.addresses == {"here": ""}
+    assert addresses(made) == {"here": ""}
 
 
 def test_a_node_that_is_not_listed_yet_enrols_as_the_one_that_it_proved_to_be(
@@ -540,12 +551,12 @@ def test_a_node_that_is_not_listed_yet_enrols_as_the_one_that_it_proved_to_be(
     api.join("there")
     api.tokens["t"] = Token("there", is_on="there")
     enrol(api, port, "t")
-    assert made.addresses == {"here": ""}
+    assert addresses(made) == {"here": ""}
     # Meanwhile it was made anew: the list has another Node than it proved.
     api.leave("there")
     api.join("there")
     made.record._read_nodes()
-    assert made.addresses == {"here": "", "there": ""}
+    assert addresses(made) == {"here": "", "there": ""}
 
 
 def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
@@ -580,7 +591,7 @@ def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
     assert signed == [10]
     assert enrol(api, port, "its", request=request).certificate
     assert not enrol(api, port, "t", address="10.0.0.3:9810").certificate
-    assert made.addresses["here"] == "10.0.0.3:9810"
+    assert addresses(made)["here"] == "10.0.0.3:9810"
     now[0] += 10
     assert enrol(api, port, "t", request=request).certificate
     refused()
@@ -589,6 +600,37 @@ def test_a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds(
     monkeypatch.setattr(enrolment_module, "_MOST_REVIEWED", 2)
     assert enrol(api, port, "t", request=request).certificate
     assert len(made._signed) == 1
+
+
+def test_a_node_that_enrols_at_another_address_each_time_fills_no_log(
+    api: Cluster, enrolment: tuple[Enrolment, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a thief of its token may, thousands of times in a second."""
+    caplog.set_level(logging.INFO)
+    made, port = enrolment
+    api.tokens["t"] = Token()
+    for number in range(30):
+        enrol(api, port, "t", address=f"10.0.0.{number}:9810")
+    assert caplog.text.count("serves at") == 0
+    assert addresses(made) == {"here": "10.0.0.29:9810"}
+    with pytest.raises(grpc.RpcError) as raised:
+        enrol(api, port, "t", address=f"{'a' * 254}:9810")
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_callers_that_are_no_nodes_fill_no_log(
+    enrolment: tuple[Enrolment, int], loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any two pods can ask in turn, each with what is no token."""
+    made, _ = enrolment
+
+    async def ask() -> None:
+        for number in range(100):
+            with pytest.raises(PermissionError, match="UNAUTHENTICATED"):
+                await made._node_of(f"nonsense-{number}", Caller(f"10.0.0.{number % 2}"))
+
+    loop.run(ask())
+    assert caplog.text.count("a node was not enrolled") == 10
 
 
 def test_a_signing_request_s_own_names_are_not_signed(
@@ -677,7 +719,7 @@ def test_large_requests_and_slow_clients_hold_up_no_enrolment(
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert api.reviews == 0
         enrol(api, port, "secret")
-    assert list(made.addresses) == ["here"]
+    assert list(addresses(made)) == ["here"]
 
 
 def test_a_request_that_cannot_be_read_is_refused(

@@ -831,6 +831,22 @@ def test_one_claim_that_is_refused_costs_no_other(site: Site) -> None:
     assert site.look() == ["Warning RaidDegraded data x1"]
 
 
+def test_claims_of_a_namespace_that_takes_no_events_delay_no_other_s(site: Site) -> None:
+    """As of one that is being deleted and never ends, which its users can have."""
+    for number in range(30):
+        volume = site.sick(0, DEGRADED, volume=f"pvc-{number:02}")
+        ending = site.api.claimed(volume, f"ending-{number}")
+        ending["spec"]["claimRef"]["namespace"] = "ending"
+    site.api.claimed(site.sick(0, DEGRADED, volume="pvc-99"), "data")
+    site.api.claimed(site.sick(1, DEGRADED), "logs")
+    site.api.forbidden = "/api/v1/namespaces/ending"
+    assert site.look() == ["Warning RaidDegraded data x1", "Warning RaidDegraded logs x1"]
+    # It is not asked for each of them at each look.
+    assert site.api.requests.count(("POST", "/api/v1/namespaces/ending/events")) == 5
+    site.api.forbidden = ""
+    assert len(site.look(AGAIN)) == 32
+
+
 def test_while_the_api_server_is_gone_nothing_else_suffers(site: Site) -> None:
     site.api.claimed(site.sick(1, DEGRADED))
     site.api.stop()
@@ -862,6 +878,18 @@ def test_a_node_that_left_takes_its_conditions_along(site: Site) -> None:
     site.loop.run(site.controller.look())
     site.ask()
     assert site.look() == said
+
+
+def test_of_nodes_that_left_nothing_is_kept(site: Site) -> None:
+    site.look()
+    assert len(site.events._looked) == 3
+
+    async def leave() -> None:
+        site.controller.nodes.set({})
+
+    site.loop.run(leave())
+    site.look()
+    assert not site.events._looked
 
 
 def test_nothing_is_asked_unless_it_is_configured(

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from enrolled import (
     Cluster,
     Token,
     add_volume,
+    addresses,
     central,
     enrol,
     spec_of,
@@ -38,7 +40,7 @@ from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
 from agent.extras.controller.enrolment import Enrolment
-from agent.extras.controller.membership import ClusterRecord, Deleted
+from agent.extras.controller.membership import ClusterRecord, Deleted, Serving
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.nodes import Node, Nodes, Refused
 from agent.extras.controller.process import ClusterController
@@ -107,10 +109,10 @@ def test_a_node_belongs_while_its_node_exists_and_carver_was_there_once(
         record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
     address = "10.0.0.1:9810" if enrols else ""
-    assert record.addresses == ({"a": address} if belongs and has_node else {})
+    assert addresses(record) == ({"a": address} if belongs and has_node else {})
     api.leave("a")
     look(record, clock)
-    assert record.addresses == {}
+    assert addresses(record) == {}
 
 
 def test_a_node_of_a_long_name_is_known_by_its_segment(
@@ -121,7 +123,7 @@ def test_a_node_of_a_long_name_is_known_by_its_segment(
     add_volume(api, "pvc-1", ids.node_segment(name))
     look(record, clock)
     assert record.nodes_of(UUID) == {name}
-    assert list(record.addresses) == [name]
+    assert list(addresses(record)) == [name]
 
 
 @pytest.mark.parametrize("label", [TOPOLOGY_KEY, "kubernetes.io/hostname"])
@@ -138,14 +140,14 @@ def test_the_labels_of_a_node_do_not_make_it_another(
     add_volume(api, "pvc-1", "a")
     record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
+    assert addresses(record) == {"a": "10.0.0.1:9810", "b": "", "thief": ""}
     assert record.nodes_of(UUID) == {"a"}
-    assert record.node_of(identity("vol-pvc-1")) == "a"
+    assert record.node_of(identity("vol-pvc-1"), record.now()) == "a"
     # What it says of itself only keeps another's volumes from being forgotten.
     api.leave("a")
     look(record, clock)
     assert record.nodes_of(UUID) == frozenset()
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_a_node_that_is_new_is_looked_for_soon(
@@ -153,14 +155,14 @@ def test_a_node_that_is_new_is_looked_for_soon(
 ) -> None:
     record.look()
     api.add(api_server.NODES, "a")
-    assert record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
-    assert not record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     # Until its Node was seen it does not belong.
-    assert record.addresses == {}
+    assert addresses(record) == {}
     clock.now += 5
     assert record.is_due
     record.look()
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     clock.now += 5
     assert not record.is_due
 
@@ -174,7 +176,7 @@ def test_who_enrols_without_a_node_has_the_nodes_listed_twelve_times_a_minute_at
             record.look()
         clock.now += 1
     assert len([one for one, _ in api.asked if one == api_server.NODES]) <= 12
-    assert record.addresses == {}
+    assert addresses(record) == {}
 
 
 def test_an_idle_controller_lists_nodes_once_a_minute_and_nothing_else(
@@ -222,7 +224,7 @@ def test_what_was_known_stays_while_the_api_server_does_not_answer(
         api.lie(path, *[api_server.status(500)] * 3)
         with pytest.raises(errors.ClusterSilent):
             record.look()
-        assert list(record.addresses) == ["a"]
+        assert list(addresses(record)) == ["a"]
         assert record.nodes_of(UUID) == {"a"}
     record.look()
 
@@ -240,13 +242,13 @@ def test_an_api_server_without_any_node_says_of_none_that_it_is_deleted(
         nodes.clear()
         with pytest.raises(errors.ClusterSilent, match="it has no Node"):
             look(record, clock)
-        assert list(record.addresses) == ["a"]
+        assert list(addresses(record)) == ["a"]
         clock.now += GRACE
         with pytest.raises(errors.ClusterSilent, match="it has no Node"):
-            record.deleted(identity("vol-pvc-1"))
+            record.deleted(identity("vol-pvc-1"), record.now())
         nodes += known
         look(record, clock)
-        assert record.deleted(identity("vol-pvc-1")) is None
+        assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 @pytest.mark.parametrize(
@@ -268,8 +270,8 @@ def test_a_persistentvolume_that_says_nothing_of_a_group_names_no_node(
     api.objects[api_server.VOLUMES][0]["spec"] |= change
     record.look()
     assert record.nodes_of(UUID) == frozenset()
-    assert record.node_of(identity("vol-pvc-1")) is None
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.node_of(identity("vol-pvc-1"), record.now()) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 # Where the contents of group snapshots and of snapshots are listed, and what would be in one.
@@ -288,7 +290,7 @@ def test_without_snapshots_in_the_cluster_no_content_names_a_node(
     api.join("a")
     add_volume(api, "pvc-1", "a")
     api.lie(path, api_server.status(code))
-    assert record.node_of(identity(name)) is None
+    assert record.node_of(identity(name), record.now()) is None
     assert [one for one, _ in api.asked].count(path) == 1
 
 
@@ -300,7 +302,7 @@ def test_a_content_that_the_api_server_does_not_show_may_name_a_node(
     """As where the controller's token is being renewed, or there are too many requests."""
     api.lie(path, *[api_server.status(code)] * 3)
     with pytest.raises(errors.ClusterSilent, match=str(code)):
-        record.node_of(identity(name))
+        record.node_of(identity(name), record.now())
 
 
 # What was deleted
@@ -314,17 +316,17 @@ def test_the_grace_begins_anew_each_time_that_a_node_is_deleted(
         add_volume(api, name, "a")
     record.look()
     clock.now += 30
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE - 30)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", GRACE - 30)
     api.join("a")
     look(record, clock)
     clock.now += 30 * 86400
     look(record, clock)
     api.leave("a")
-    assert record.deleted(identity("vol-pvc-2")) is None
+    assert record.deleted(identity("vol-pvc-2"), record.now()) is None
     clock.now += 30
-    assert record.deleted(identity("vol-pvc-2")) == Deleted("a", GRACE)
+    assert record.deleted(identity("vol-pvc-2"), record.now()) == Deleted("a", GRACE)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", 0.0)
 
 
 def test_the_grace_does_not_begin_before_the_nodes_were_read(
@@ -338,9 +340,9 @@ def test_the_grace_does_not_begin_before_the_nodes_were_read(
         api.lie(api_server.NODES, *[api_server.status(500)] * 3)
         with pytest.raises(errors.ClusterSilent):
             record.look()
-    assert record.deleted(identity("vol-pvc-1")) == ("a", GRACE)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == ("a", GRACE)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == ("a", 0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == ("a", 0)
 
 
 def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
@@ -349,13 +351,13 @@ def test_where_a_group_is_named_anew_its_old_node_counts_for_nothing(
     api.join("b")
     add_volume(api, "pvc-1", "a")
     look(record, clock)
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", GRACE)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", GRACE)
     # Its disks are on b, and its PersistentVolume was written anew.
     api.objects[api_server.VOLUMES].clear()
     add_volume(api, "pvc-1", "b")
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) is None
-    assert record.deleted(identity("snap-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
+    assert record.deleted(identity("snap-1"), record.now()) is None
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -368,12 +370,12 @@ def test_of_a_group_that_two_nodes_had_each_volume_goes_with_its_own(
         api.join("b")
     look(record, clock)
     clock.now += GRACE
-    assert record.deleted(identity("vol-pvc-1")) == Deleted("a", 0.0)
+    assert record.deleted(identity("vol-pvc-1"), record.now()) == Deleted("a", 0.0)
     expected = None if is_there else Deleted("b", 0.0)
-    assert record.deleted(identity("vol-pvc-2")) == expected
+    assert record.deleted(identity("vol-pvc-2"), record.now()) == expected
     # Which of the two a snapshot was on is not known.
-    assert record.deleted(identity("snap-1")) == expected
-    assert record.node_of(identity("vol-pvc-2")) == ("b" if is_there else "")
+    assert record.deleted(identity("snap-1"), record.now()) == expected
+    assert record.node_of(identity("vol-pvc-2"), record.now()) == ("b" if is_there else "")
 
 
 def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
@@ -383,7 +385,7 @@ def test_a_node_that_was_named_anew_for_carver_is_not_taken_for_a_deleted_one(
     add_volume(api, "pvc-1", "renamed")
     labels = {"topology.lvm.csi.carver/node": "renamed"}
     api.add(api_server.NODES, "machine-7", metadata={"labels": labels})
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.Server) -> None:
@@ -391,7 +393,7 @@ def test_without_the_setting_nothing_is_forgotten(api: Cluster, server: access.S
     add_volume(api, "pvc-1", "a")
     record.look()
     assert not record.forgets
-    assert record.deleted(identity("vol-pvc-1")) is None
+    assert record.deleted(identity("vol-pvc-1"), record.now()) is None
 
 
 def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
@@ -407,7 +409,7 @@ def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
     api.leave("a")
     clock.now += 60
     record.look()
-    found = record.deleted(identity("vol-pvc-1"))
+    found = record.deleted(identity("vol-pvc-1"), record.now())
     assert found is not None
     assert found.seconds == GRACE
     # Once nothing is waited for, the Nodes are listed each minute again.
@@ -439,7 +441,7 @@ def test_a_doubt_outlasts_readings_that_fail(
     clock.now += 20
     record.look()
     if what == "stranger":
-        assert record.addresses == {"a": "", "new": "10.0.0.1:9810"}
+        assert addresses(record) == {"a": "", "new": "10.0.0.1:9810"}
     else:
         assert record.nodes_of(UUID) == {"a"}
 
@@ -454,7 +456,7 @@ def test_persistentvolumes_that_cannot_be_read_hold_up_no_list_of_the_nodes(
     api.lie(api_server.VOLUMES, api_server.status(403))
     with pytest.raises(errors.ClusterSilent):
         record.look()
-    assert list(record.addresses) == ["a"]
+    assert list(addresses(record)) == ["a"]
 
 
 def test_a_node_that_was_made_again_is_another_machine(
@@ -464,14 +466,14 @@ def test_a_node_that_was_made_again_is_another_machine(
     api.join("a")
     record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     api.leave("a")
     api.join("a")
     look(record, clock)
-    assert record.addresses == {"a": ""}
+    assert addresses(record) == {"a": ""}
     record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
     look(record, clock)
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
 
 
 def test_who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next(
@@ -485,19 +487,120 @@ def test_who_proved_to_be_an_earlier_node_has_not_enrolled_as_the_next(
     api.join("a")
     clock.now += 60
     record.enrol("a", "10.0.0.1:9810", earlier)
-    assert record.addresses == {"a": "10.0.0.1:9810"}
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
     record.look()
-    assert record.addresses == {"a": ""}
+    assert addresses(record) == {"a": ""}
     record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
     # The next one enrols before it is seen: it is looked for soon, and does not count before.
     api.leave("a")
     api.join("a")
-    assert record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
-    assert record.addresses == {"a": ""}
+    record.enrol("a", "10.0.0.2:9810", api.uid_of("a"))
+    assert addresses(record) == {"a": ""}
     clock.now += 5
     record.look()
-    assert record.addresses == {"a": "10.0.0.2:9810"}
+    assert addresses(record) == {"a": "10.0.0.2:9810"}
+
+
+def test_an_address_is_beside_the_uid_of_the_node_that_enrolled_with_it() -> None:
+    """Also where the Nodes are listed by the other thread while the event loop takes them over."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        earlier, serving = history.known.get("a"), history.record.serving
+        assert earlier is not None
+        history.node_is_made_anew("a")
+        history.record._read_nodes()
+
+        async def take(found: Mapping[str, Serving]) -> Node | None:
+            history.known.set(found)
+            return history.known.get("a")
+
+        assert runner.run(take(serving)) is earlier
+        later = runner.run(take(history.record.serving))
+        assert later is not None
+        assert (later.address, later.uid) == ("", history.uid_of("a"))
+
+
+def test_an_enrolment_that_is_dropped_while_the_members_are_read_ends_nothing(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """The controller's own loop reads them: with an error there the process would end."""
+
+    class Dropped(dict[str, Any]):
+        reads = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.reads += 1
+            return self.pop(key, default) if self.reads == 2 else super().get(key, default)
+
+    api.join("a")
+    record.enrol("a", "10.0.0.1:9810", api.uid_of("a"))
+    look(record, clock)
+    record._enrolled = Dropped(record._enrolled)
+    assert addresses(record) == {"a": "10.0.0.1:9810"}
+
+
+def test_of_nodes_that_come_and_go_nothing_is_kept_once_no_persistentvolume_names_them(
+    api: Cluster, record: ClusterRecord, clock: Clock
+) -> None:
+    """As in a cluster that an autoscaler makes larger and smaller each hour."""
+    for number in range(20):
+        name = f"node-{number}"
+        api.join(name)
+        add_volume(api, "pvc-1", name)
+        record.doubt()
+        look(record, clock)
+        api.leave(name)
+        look(record, clock)
+        assert name in record._seen.missing
+        api.objects[api_server.VOLUMES].clear()
+        record.doubt()
+        look(record, clock)
+    assert not record._seen.missing
+
+
+def test_of_groups_that_two_nodes_claim_in_turn_nothing_is_kept() -> None:
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        for number in range(20):
+            for name in ("b", "c"):
+                history.claims[name] = {f"z{number:03}{one:04}" for one in range(10)}
+            history.settle()
+        assert len(history.known._logged) == 10
+
+
+def test_a_node_with_many_groups_does_not_hold_up_the_loop_while_a_member_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of none of its groups it is settled whose it is, and each call to it asks for all."""
+    with asyncio.Runner() as runner:
+        history = History(runner.run)
+        history.act("breaks", "c")
+        history.act("restart")
+        history.claims["b"] = {f"z{number:07}" for number in range(150)}
+        history.settle()
+        liar, read = history.known.get("b"), Counter[str]()
+        assert liar is not None
+        members = ClusterRecord._read_members
+
+        def counted(record: ClusterRecord) -> Any:
+            read["members"] += 1
+            return members(record)
+
+        def listed(known: Nodes) -> Iterator[Node]:
+            read["nodes"] += 1
+            return iter(list(known._nodes.values()))
+
+        monkeypatch.setattr(ClusterRecord, "_read_members", counted)
+        monkeypatch.setattr(Nodes, "__iter__", listed)
+        for _ in range(3):
+            assert "may be that of c" in history.known._unsettled(
+                liar, "z0000000", history.known._unreported(liar)
+            )
+            history.known.places(liar)
+            history.known.no_new(liar)
+        assert read["members"] <= 1
+        assert read["nodes"] <= 1
 
 
 # With the controller
@@ -1025,23 +1128,26 @@ def test_a_persistentvolume_of_any_name_that_is_read_slowly_holds_up_no_list(
         history = History(runner.run)
         history._memory.volumes["my-database"] = {"spec": spec_of(f"data@{FIRST}/vol-1", "a")}
         history.record._read_volumes()
-        asked, answers = threading.Event(), threading.Event()
+        reads, answers = threading.Event(), threading.Event()
         find = history._memory.find
 
         def slow(path: str, kind: str) -> Any:
             if path.endswith("/my-database"):
-                asked.set()
+                reads.set()
                 answers.wait(60)
             return find(path, kind)
 
         monkeypatch.setattr(history._memory, "find", slow)
-        finding = threads.submit(history.record.node_of, VolumeId("data", FIRST, "vol-1"))
+        finding = threads.submit(
+            history.record.node_of, VolumeId("data", FIRST, "vol-1"), history.record.now()
+        )
         try:
-            assert asked.wait(60)
+            assert reads.wait(60)
             history.clock.now += 60
             threads.submit(history.record.look).result(30)
             other = VolumeId("data", uuid_of(1), "vol-unnamed")
-            assert threads.submit(history.record.node_of, other).result(30) is None
+            asked = threads.submit(history.record.node_of, other, history.record.now())
+            assert asked.result(30) is None
         finally:
             answers.set()
         assert finding.result(60) == "a"
@@ -1064,11 +1170,11 @@ def test_persistentvolumes_that_take_long_to_read_are_there_for_the_call_that_re
         history.clock.now += 60
         unnamed = VolumeId("data", FIRST, "vol-unnamed")
         for _ in range(2):
-            assert history.record.node_of(unnamed) is None
-            assert history.record.deleted(unnamed) is None
+            assert history.record.node_of(unnamed, history.record.now()) is None
+            assert history.record.deleted(unnamed, history.record.now()) is None
         assert read == [api_server.VOLUMES]
         history.clock.now += 31
-        assert history.record.node_of(unnamed) is None
+        assert history.record.node_of(unnamed, history.record.now()) is None
         assert read == [api_server.VOLUMES] * 2
 
 

@@ -25,7 +25,7 @@ from agent.csi.client import of_snapshot
 from agent.extras.controller import certificates, lists, nodes, placement, routes
 from agent.extras.controller.answer_rules import Asked, Row
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.membership import Record
+from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.metrics import Metrics
 from agent.extras.controller.process import ClusterController, Files
 from proto import carver_pb2 as carver
@@ -50,7 +50,7 @@ class Named(Record):
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         return frozenset(self.groups.get(group_uuid, ()))
 
-    def node_of(self, identity: VolumeId) -> str | None:
+    def node_of(self, identity: VolumeId, begun: float) -> str | None:
         every = self.groups.get(identity.group_uuid, ())
         return self.volumes.get(str(identity), next(iter(every)) if len(every) == 1 else None)
 
@@ -1587,7 +1587,7 @@ def test_a_late_answer_from_an_old_address_counts_for_nothing(in_cluster: Run) -
         await asyncio.sleep(0.1)
         # Nobody is there.
         cluster.addresses[node.name] = "127.0.0.1:1"
-        known.set(cluster.addresses)
+        known.set({name: Serving(where) for name, where in cluster.addresses.items()})
         node.info_answers.set()
         await asked
         assert one.problem

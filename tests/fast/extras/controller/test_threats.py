@@ -15,6 +15,7 @@ FILES = {
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
     "health_events": "tests/fast/extras/controller/test_health_events.py",
+    "lists": "tests/fast/extras/kubernetes/test_lists.py",
     "membership": "tests/fast/extras/controller/test_membership.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
@@ -67,6 +68,14 @@ TESTS = {
         "answer_rules: each_rpc_that_the_controller_passes_on_has_a_row_and_an_honest_answer_here",
         "answer_rules: each_field_of_an_answer_has_a_rule",
     ),
+    "fill the controller's memory, or keep lists from being read": (
+        "lists: of_what_users_make_as_large_as_they_like_little_is_read_at_once_and_kept",
+        "lists: a_page_that_is_too_long_is_read_in_smaller_ones",
+    ),
+    "delay Events of other namespaces": (
+        "health_events: claims_of_a_namespace_that_takes_no_events_delay_no_other_s",
+    ),
+    "fill the log by what is no token": ("enrolment: callers_that_are_no_nodes_fill_no_log",),
     "give a claim another claim's volume": (
         "nodes: an_answer_that_names_what_is_another_s_reaches_no_caller",
         "answer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
@@ -114,6 +123,7 @@ TESTS = {
     ),
     "have thousands of certificates signed": (
         "enrolment: a_node_gets_ten_certificates_at_once_and_then_one_in_ten_seconds",
+        "enrolment: a_node_that_enrols_at_another_address_each_time_fills_no_log",
     ),
     "have another's volume deleted": (
         "nodes: no_error_of_a_node_has_a_call_about_its_volume_carried_out_elsewhere",

@@ -7,13 +7,14 @@ its stolen key claims it.
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from enrolled import spec_of
-from member_histories import FIRST, GRACE, History, owner
+from member_histories import FIRST, GRACE, Clock, History, owner
 from simulated import uuid_of
 
 from agent.core import errors, ids
@@ -22,8 +23,8 @@ from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import questions, routes
 from agent.extras.controller.answer_rules import Row, Untrue
 from agent.extras.controller.answers import Answers
-from agent.extras.controller.nodes import Node, Refused
-from agent.extras.kubernetes.objects import CONTENTS, Listing
+from agent.extras.controller.nodes import Forgotten, Node, Refused
+from agent.extras.kubernetes.objects import CONTENTS, GROUP_CONTENTS, NODES, Listing
 from mount import command
 from proto import csi_pb2 as csi
 
@@ -391,11 +392,11 @@ def test_questions_about_one_volume_group_hold_up_no_other(
     goes_on, asked = threading.Event(), []
     node_of = history.record.node_of
 
-    def slow(identity: VolumeId) -> str | None:
+    def slow(identity: VolumeId, begun: float) -> str | None:
         asked.append(str(identity))
         if identity.group_uuid == FIRST:
             goes_on.wait(60)
-        return node_of(identity)
+        return node_of(identity, begun)
 
     monkeypatch.setattr(history.record, "node_of", slow)
 
@@ -428,6 +429,131 @@ def test_questions_about_one_volume_group_hold_up_no_other(
         goes_on.set()
 
 
+def reads(history: History, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often all objects at a path are read from now on; each reading takes a second."""
+    found = Counter[str]()
+    whole, nodes = history._memory.whole, history._memory.nodes
+
+    def counted(path: str, *more: Any, **query: Any) -> Listing:
+        if "fieldSelector" not in query:
+            found[path] += 1
+            history.clock.now += 1
+        return whole(path, *more, **query)
+
+    def counted_nodes() -> Listing:
+        found[NODES] += 1
+        history.clock.now += 1
+        return nodes()
+
+    monkeypatch.setattr(history._memory, "whole", counted)
+    monkeypatch.setattr(history._memory, "nodes", counted_nodes)
+    return found
+
+
+def test_a_hundred_calls_at_once_share_what_is_read_for_them(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About one volume group, where one is asked after the other, or about several."""
+    silent_since_the_start(history, "c")
+    taken(history, VOLUME)
+    read = reads(history, monkeypatch)
+    every = [member(VOLUME), *(member(f"vol-{number}") for number in range(49))]
+
+    async def ask() -> list[Node | BaseException]:
+        ids_asked = [f"data@{uuid}/{name}" for uuid in (FIRST, uuid_of(1)) for name in every]
+        found = (history.known.owner(one, "snapshot_id") for one in ids_asked)
+        return await asyncio.gather(*found, return_exceptions=True)
+
+    first, *others = runner.run(ask())
+    assert isinstance(first, Node)
+    assert first.name == "a"
+    assert all(isinstance(one, Refused) for one in others)
+    assert read[GROUP_CONTENTS] < 10
+    # A call that begins later goes by what is read later.
+    before = read[GROUP_CONTENTS]
+    taken(history, VOLUME, uid="uid-8")
+    assert owner(history, FIRST, member(VOLUME)).startswith("UNAVAILABLE: ")
+    assert read[GROUP_CONTENTS] == before + 1
+
+
+def test_a_hundred_deletions_of_what_is_forgotten_share_what_is_read_for_them(
+    history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history.act("node_goes", "a")
+    assert "that is believed in" in owner(history, FIRST, f"vol-pvc-{FIRST}")
+    history.clock.now += GRACE
+    read = reads(history, monkeypatch)
+
+    async def delete(number: int) -> None:
+        identity = f"data@{FIRST}/vol-{number}"
+        with pytest.raises(Forgotten):
+            await history.known.owner(identity, "volume_id")
+        await history.known.require_no_snapshots(identity)
+
+    async def delete_all() -> None:
+        await asyncio.gather(*map(delete, range(100)))
+
+    runner.run(delete_all())
+    assert read[NODES] < 10
+    assert read[CONTENTS] < 10
+
+
+def test_a_reading_that_fails_has_failed_for_all_that_waited_for_it() -> None:
+    """Else each of them would wait for an API server that does not answer, one after the other."""
+    clock, read = Clock(), list[float]()
+
+    def fail() -> None:
+        read.append(clock.now)
+        clock.now += 30
+        raise errors.ClusterSilent("contents", "it does not answer in time")
+
+    shared, begun = questions.SharedReading(fail, clock), clock.now
+    clock.now += 1
+    for _ in range(3):
+        with pytest.raises(errors.ClusterSilent):
+            shared.since(begun)
+    assert read == [begun + 1]
+    with pytest.raises(errors.ClusterSilent):
+        shared.since(clock.now)
+    assert read == [begun + 1, begun + 31]
+
+
+ANOTHER_SNAPSHOT = "snap-snapshot-uid-2"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sources", "of_group"),
+    [
+        (SNAPSHOT, {"uid-1": SNAPSHOT}, []),
+        (SNAPSHOT, {"uid-1": ANOTHER_SNAPSHOT, "uid-2": SNAPSHOT}, []),
+        (SNAPSHOT, {"uid-1": GROUP_SNAPSHOT}, [SNAPSHOT]),
+        (GROUP_SNAPSHOT, {}, [GROUP_SNAPSHOT]),
+        (GROUP_SNAPSHOT, {}, [f"vol-pvc-{FIRST}", GROUP_SNAPSHOT]),
+        (member(f"data@{FIRST}/{GROUP_SNAPSHOT}"), {}, [GROUP_SNAPSHOT]),
+    ],
+)
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_content_that_leads_to_itself_is_named_and_nothing_is_called(
+    history: History, asked: str, sources: dict[str, str], of_group: list[str], is_gone: bool
+) -> None:
+    """As one written by hand: no volume is a snapshot, so nothing is looked up in a circle."""
+    if is_gone:
+        history.act("node_goes", "a")
+        history.clock.now += GRACE
+        history.settle()
+    else:
+        silent_since_the_start(history, "c")
+    for uid, name in sources.items():
+        spec = {"driver": DRIVER_NAME, "source": {"volumeHandle": f"data@{FIRST}/{name}"}}
+        history._memory.contents[f"snapcontent-{uid}"] = {"spec": spec}
+    taken(history, *(f"data@{FIRST}/{one}" for one in of_group))
+    said = owner(history, FIRST, asked)
+    kind = "VolumeSnapshotContent snapcontent" if sources else "VolumeGroupSnapshotContent group"
+    assert said.startswith("UNAVAILABLE: ")
+    assert f": {kind}" in said
+    assert "which is no volume" in said
+
+
 def test_a_question_that_takes_long_is_unavailable_and_read_on(
     history: History, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,10 +562,10 @@ def test_a_question_that_takes_long_is_unavailable_and_read_on(
     goes_on, limits = threading.Event(), []
     node_of = history.record.node_of
 
-    def slow(identity: VolumeId) -> str | None:
+    def slow(identity: VolumeId, begun: float) -> str | None:
         limits.append(command.remaining_seconds())
         goes_on.wait(60)
-        return node_of(identity)
+        return node_of(identity, begun)
 
     monkeypatch.setattr(history.record, "node_of", slow)
     monkeypatch.setattr(questions, "PATIENCE_SECONDS", 0.05)

@@ -1,17 +1,30 @@
 """A list is complete or refused, whatever the API server does."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import api_server
 import pytest
-from api_server import VOLUMES, ApiServer, Lie, body, changed, cut_off, hang_up, silence, status
+from api_server import (
+    CLAIMS,
+    PODS,
+    VOLUMES,
+    ApiServer,
+    Lie,
+    body,
+    changed,
+    cut_off,
+    hang_up,
+    silence,
+    status,
+)
 
 from agent.core import errors
-from agent.extras.kubernetes import objects
+from agent.extras.kubernetes import access, objects
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import Lists, Objects, claims_of
 from mount import command
 
 
@@ -37,6 +50,59 @@ def test_all_pages_are_read_and_nothing_is_written(api: ApiServer) -> None:
     assert [query.get("continue") for _, query in api.asked] == [None, ["107.3"], ["107.6"]]
     assert {query["limit"][0] for _, query in api.asked} == {"3"}
     assert api.methods == {"GET"}
+
+
+LARGE = "x" * (1 << 16)
+
+
+def large(api: ApiServer, path: str) -> None:
+    """What users may add to their pods and claims, and more of it."""
+    about = {
+        "namespace": "shop",
+        "annotations": {"my/notes": LARGE, "volume.kubernetes.io/selected-node": LARGE},
+        "labels": {f"label-{number}": "x" for number in range(1000)},
+        "managedFields": [{"fieldsV1": {LARGE: {}}}],
+    }
+    containers = [{"name": "c", "env": [{"name": "E", "value": LARGE}]}]
+    volumes = [
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data", "more": LARGE}},
+        {"name": "own", "ephemeral": {"volumeClaimTemplate": {"metadata": {"labels": LARGE}}}},
+        {"name": LARGE, "configMap": {"name": LARGE}},
+    ]
+    spec = {"containers": containers, "volumes": volumes, "dataSource": {"name": LARGE}}
+    status = {"phase": "Pending", "conditions": [{"message": LARGE}], "volumeHealth": [LARGE]}
+    for number in range(45):
+        api.add(path, f"its-{number}", metadata=about, spec=spec, status=status)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "most"),
+    [(PODS, "PodList", "20"), (CLAIMS, "PersistentVolumeClaimList", "500")],
+)
+def test_of_what_users_make_as_large_as_they_like_little_is_read_at_once_and_kept(
+    path: str, kind: str, most: str
+) -> None:
+    with api_server.running(ApiServer(), page_items=500) as api:
+        large(api, path)
+        found = Lists(Server("tests", "127.0.0.1", api.port)).whole(path, kind).items
+        assert len(found) == 45
+        assert {query["limit"][0] for _, query in api.asked} == {most}
+    assert all(len(json.dumps(one)) < 500 for one in found)
+    if kind == "PodList":
+        assert list(claims_of(found[7])) == ["data", "its-7-own"]
+
+
+def test_a_page_that_is_too_long_is_read_in_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one who makes large objects would keep a list from being read at all."""
+    monkeypatch.setattr(access, "_LARGEST_ANSWER_BYTES", 10 << 16)
+    with api_server.running(ApiServer(), page_items=100) as api:
+        for number in range(12):
+            api.add(VOLUMES, f"pv-{number}", spec={"more": LARGE})
+        found = Lists(Server("tests", "127.0.0.1", api.port)).whole(VOLUMES, "PersistentVolumeList")
+        assert len(found.items) == 12
+        assert {query["limit"][0] for _, query in api.asked} == {"100", "6"}
 
 
 def test_an_honest_list_may_be_empty(api: ApiServer) -> None:
