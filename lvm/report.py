@@ -108,7 +108,7 @@ class LogicalVolume:
     # Whether its device is suspended, so that reads and writes wait.
     suspended: bool = False
     # The number of a thin volume in its pool. lvm2 gives a new volume a number above all existing
-    # ones (get_free_pool_device_id in lib/metadata/thin_manip.c), so the order of numbers is that of
+    # ones (get_free_pool_device_id in lib/metadata/thin_manip.c), so their order is the order of
     # creation.
     thin_id: int | None = None
     # For a pool, how many volumes lvm2 has made and removed in the pool, by its metadata. For a
