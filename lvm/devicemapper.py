@@ -81,12 +81,12 @@ class ThinPool:
 
     @property
     def data_percent(self) -> float:
-        """How full the pool's data are."""
+        """How full the pool's data are, in percent."""
         return _percent(self.used_data_blocks, self.data_blocks)
 
     @property
     def metadata_percent(self) -> float:
-        """How full the pool's metadata are."""
+        """How full the pool's metadata are, in percent."""
         return _percent(self.used_metadata_blocks, self.metadata_blocks)
 
     @classmethod
@@ -115,7 +115,7 @@ class Snapshot:
 
     @property
     def percent(self) -> float:
-        """How full the COW store is."""
+        """How full the COW store is, in percent."""
         return _percent(self.used_sectors, self.sectors)
 
     @classmethod
@@ -143,7 +143,7 @@ class Raid:
 
     @property
     def synced_percent(self) -> float:
-        """How much of the volume is in sync."""
+        """How much of the volume is in sync, in percent."""
         return _percent(self.synced_sectors, self.sectors)
 
     @property
@@ -216,7 +216,7 @@ class Mirror:
 
     @property
     def synced_percent(self) -> float:
-        """How much of the mirror is copied."""
+        """How much of the mirror is copied, in percent."""
         return _percent(self.synced_regions, self.regions)
 
     @classmethod

@@ -208,10 +208,10 @@ class Devices:
         return own
 
     def written(self, group: str) -> Mapping[str, Written]:
-        """The sectors written to the COW store of each active snapshot of a group, by name.
+        """The sectors written to the COW store of each active snapshot of a group, by its name.
 
-        While the sectors stay equal, the store is as full as before. All stores together take one
-        ioctl and one read of /proc/diskstats.
+        None stands for an unknown number. While the sectors stay equal, the store is as full as
+        before. All stores together take one ioctl and one read of /proc/diskstats.
         """
         prefix, areas_of = names.device(group, ""), {}
         for name, (device, _) in self._mapper.events().items():

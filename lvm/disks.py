@@ -58,7 +58,7 @@ class Unanswered(Unreadable):
     problem: str = "it does not answer: see `dmesg`"
 
 
-# Result for one block device of a scan.
+# Result of a scan for one block device.
 Found = PhysicalLabel | Damaged | Unreadable | Excluded
 # State of a group's metadata on its disks. Two fingerprints of the same disks are equal only if
 # lvm2 committed nothing in between.
@@ -163,7 +163,7 @@ class Disks:
         with self._guard:
             reader = self._readers.get(path)
             if reader is None:
-                reader = self._readers[path] = _Reader(path, self._is_idle)
+                reader = self._readers[path] = _Reader(path, self._forget_if_idle)
             reader.tasks.put(partial(_fulfil, future, look, path))
         return future
 
@@ -178,7 +178,7 @@ class Disks:
             self._late[path] = future
             return Unanswered()
 
-    def _is_idle(self, reader: "_Reader") -> bool:
+    def _forget_if_idle(self, reader: "_Reader") -> bool:
         """Forget a thread without tasks, which must then end; False if the thread has tasks."""
         with self._guard:
             if not reader.tasks.empty():
@@ -195,10 +195,10 @@ class _Reader:
     ones. A hanging disk occupies only this one thread.
     """
 
-    def __init__(self, path: str, is_idle: "Callable[[_Reader], bool]") -> None:
+    def __init__(self, path: str, forget_if_idle: "Callable[[_Reader], bool]") -> None:
         self.path = path
         self.tasks = queue.SimpleQueue[Callable[[], None]]()
-        self._is_idle = is_idle
+        self._forget_if_idle = forget_if_idle
         # A daemon thread, so that the process can end while the disk hangs; ThreadPoolExecutor has
         # none.
         threading.Thread(target=self._run, name=f"disk {path}", daemon=True).start()
@@ -208,7 +208,7 @@ class _Reader:
             try:
                 task = self.tasks.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
-                if self._is_idle(self):
+                if self._forget_if_idle(self):
                     return
             else:
                 task()

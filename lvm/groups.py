@@ -45,7 +45,10 @@ def widest_area_bytes(group: Group) -> int:
 
 
 def vgextend(group: Group) -> str:
-    """The command to show for adding a disk to a group, with the largest metadata area."""
+    """The command that messages give for adding a disk to a group.
+
+    The metadata area of the new disk is to be as large as the largest in the group.
+    """
     size_bytes = widest_area_bytes(group)
     return (
         f"vgextend --metadatasize {size_bytes >> 10}k {group.name}"

@@ -7,7 +7,7 @@ import re
 _RESERVED = re.compile(
     r"_(cdata|cmeta|corig|cpool|cvol|iorig|mimage|mlog|pmspare|rimage|rmeta|tdata|tmeta|vdata"
     r"|vorigin|wcorig|imeta"
-    # Word of lvm2's names for cachevols, which is not reserved: lvm/caches.py.
+    # lvm2 does not reserve the word `_cache`, but gives it to cachevols (lvm/caches.py).
     r"|cache)"
 )
 # Escaped name of a group or volume. A single dash would be the separator between the two, or before

@@ -291,8 +291,8 @@ _MANY_COMMANDS = 100
 _MOST_IDLE_BYTES = 40 << 20
 # Time after the last command from which a shell counts as idle.
 _IDLE_SECONDS = 60.0
-# Factor of the pause before the next start of a shell, where starting one failed: the reason, such
-# as a missing program, rarely goes away soon.
+# Factor by which the pause before the next shell is longer if the start of a shell failed: the
+# reason, such as a missing program, rarely goes away soon.
 _LACKING_RESTS = 10
 
 

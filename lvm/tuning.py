@@ -192,7 +192,7 @@ def _sectors(ahead: int | str) -> str:
 
 
 def _rate(column: str) -> int:
-    """The recovery rate in a column, which is empty for no rate and for other volumes."""
+    """The recovery rate in a column, which is empty for no rate and for volumes without RAID."""
     return int(column or 0)
 
 

@@ -201,7 +201,7 @@ class BlockDevices(Calls):
 
     def __init__(self, *, old_calls: bool = False) -> None:
         super().__init__(old_calls=old_calls)
-        # The disks that were seen not to zero by a method, with that method.
+        # Pairs of a disk and a method that left a range of that disk not zero.
         self._distrusted: set[tuple[str, By]] = set()
 
     def device_number(self, path: str) -> tuple[int, int]:

@@ -20,10 +20,10 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Base of classes with two ways: new system calls, or those of kernels before 5.12."""
+    """Base of classes that use newer system calls, or on kernels before 5.12 older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
-        # Whether to take the way of kernels before 5.12, so that newer kernels can test it.
+        # Whether to use only the system calls of kernels before 5.12, for tests on newer kernels.
         self._old_calls = old_calls
 
     def _new_calls(self) -> None:

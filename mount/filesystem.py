@@ -160,7 +160,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         check=("fsck.ext4", "-p"),
         grow=_grow_ext4,
         repair="e2fsck -f",
-        # noacl and nouser_xattr are refused by newer kernels, with messages of their own.
+        # Users may give noacl and nouser_xattr, although newer kernels refuse them, with messages
+        # that explain it.
         mount_options=(
             "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
             "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc "
@@ -182,7 +183,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "xfs": FileSystem(
         program="mkfs.xfs",
         package="xfsprogs",
-        # xfsprogs 5.19 refuses a smaller one: "Filesystem must be larger than 300MB."
+        # xfsprogs 5.19 refuses a smaller size: "Filesystem must be larger than 300MB."
         minimum_bytes=300 * _MIB,
         options={"-m": "crc=1,finobt=1,reflink=1,rmapbt=0", "-i": "sparse=1"},
         allowed="-b -d -i -l -n -s -m -L",
@@ -200,7 +201,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         block_options=(("-s", "size"), ("-b", "size")),
-        # Checked by xfs_fs_validate_params in fs/xfs/xfs_super.c.
+        # xfs_fs_validate_params in fs/xfs/xfs_super.c checks these values.
         values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
         only_with=(("sunit", "swidth"), ("swidth", "sunit")),
         only_read=frozenset({"norecovery"}),
@@ -242,7 +243,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),
         least_block_bytes=4096,
-        # Checked by btrfs_parse_compress in fs/btrfs/super.c; newer kernels accept levels.
+        # btrfs_parse_compress in fs/btrfs/super.c checks these values; newer kernels accept levels.
         values=dict.fromkeys(
             ("compress", "compress-force"), r"(zlib|zstd)(:-?\d{1,2})?|lzo|no|none"
         ),

@@ -154,8 +154,8 @@ class Kernel(DiskLoads, Growth):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             with blocks.closing(descriptor):
                 resolved = os.readlink(_descriptor(descriptor))  # noqa: PTH115 - strings all along
-            # Other texts mean a file that was removed meanwhile, or is outside of the process's
-            # root (d_path(9)).
+            # A text without a leading slash is of a file outside of the process's root; one with
+            # "(deleted)" is of a file that was removed meanwhile (d_path(9)).
             if resolved.startswith("/") and not resolved.endswith(" (deleted)"):
                 return resolved
         return os.path.realpath(path)

@@ -66,8 +66,8 @@ def is_inside(kernel: Kernel, path: str, directories: Sequence[str]) -> bool:
     def is_below(directory: str) -> bool:
         return path.startswith(directory.rstrip("/") + "/")
 
-    # A directory that the path begins with has no links, as the path is resolved: only the others
-    # need to be resolved.
+    # If the path begins with a directory as it is written, the directory has no links, since the
+    # path is resolved. Links are resolved only in the directories for which this is not so.
     return any(map(is_below, directories)) or any(
         is_below(kernel.real_path(directory)) for directory in directories
     )
