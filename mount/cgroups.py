@@ -150,7 +150,7 @@ class Cgroups:
             return cgroup
         candidates = sorted(self._named(self._root, _DEPTH))
         if len(candidates) > 1:
-            # One without processes is stale, such as that of kubelet's other cgroup driver.
+            # A cgroup without processes is stale, such as that of kubelet's other cgroup driver.
             candidates = [
                 candidate
                 for candidate in candidates

@@ -277,7 +277,7 @@ class Signature:
         return f"{self.fs_type} ({self.usage})"
 
 
-def known(fs_type: str) -> FileSystem:
+def supported(fs_type: str) -> FileSystem:
     """The record of a supported file system type. Raises UnsupportedFileSystem."""
     try:
         return FILE_SYSTEMS[fs_type]
@@ -357,7 +357,7 @@ def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str)
     to the device, or to the volume that the device is a copy of. No user has written to such a file
     system, as the kernel does not mount it. Raises ProbeFailed, also if the device is in use.
     """
-    unfinished = known(fs_type).unfinished
+    unfinished = supported(fs_type).unfinished
     try:
         if unfinished is None:
             return False
@@ -403,7 +403,7 @@ def make(
     given. No mkfs writes to a mounted device. Raises FormatFailed, BadOption,
     UnsupportedFileSystem.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     chosen = check_options(fs_type, options)
     off: Sequence[Feature] = [
         feature for feature in file_system.features if feature.kernel > oldest_kernel
@@ -413,10 +413,10 @@ def make(
         result = run(file_system.program, "-q", *words, "--", device)
         if result.exit_code == 0:
             return
-        known_words = _without_unknown(off, result.stderr)
-        if len(known_words) == len(off):
+        still_off = _without_unknown(off, result.stderr)
+        if len(still_off) == len(off):
             raise errors.FormatFailed(device, fs_type, result.stderr)
-        off = known_words
+        off = still_off
 
 
 def check(run: Run, device: str, fs_type: str) -> None:
@@ -425,7 +425,7 @@ def check(run: Run, device: str, fs_type: str) -> None:
     A file system that grows only while unmounted is then grown to its device's size. Only ext4
     needs a program for the check.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     if file_system.check:
         result = run(*file_system.check, "--", device)
         # Exit codes of e2fsck(8): 1 and 2 if all damage was repaired, 4 if damage remains; others
@@ -454,7 +454,7 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
     The value of an option that takes none is empty. No device is needed, so that a configuration
     can be checked.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     checked: dict[str, str] = {}
     words = iter(options)
     for option in words:
@@ -482,7 +482,7 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 
     An example is an option that needs a feature which the mkfs options do not enable.
     """
-    file_system, chosen = known(fs_type), check_options(fs_type, options)
+    file_system, chosen = supported(fs_type), check_options(fs_type, options)
     keys = {word.partition("=")[0] for word in mount_options}
     for first, second in file_system.only_with:
         if first in keys and second not in keys:
@@ -547,7 +547,7 @@ def _size(value: str, key: str) -> int:
 
 def check_size(fs_type: str, size_bytes: int) -> None:
     """Raise TooSmall if a file system of a type needs a larger device."""
-    minimum_bytes = known(fs_type).minimum_bytes
+    minimum_bytes = supported(fs_type).minimum_bytes
     if size_bytes < minimum_bytes:
         raise errors.TooSmall(fs_type, size_bytes, minimum_bytes)
 
@@ -559,7 +559,7 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
     calls this, so ioctls are used: a process, such as resize2fs(8), would take most of the time of
     either call (and xfs_growfs and btrfs parse the whole mount table).
     """
-    grow_it = known(mount.fs_type).grow
+    grow_it = supported(mount.fs_type).grow
     try:
         if kernel.device_number(mount.source) != mount.device:
             raise errors.GrowFailed(mount.path, mount.fs_type, f"{mount.source} is another device")
@@ -581,20 +581,20 @@ def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
     with suppress(OSError):
         counted = kernel.error_counters(mount.fs_type, mount.device)
     if any(counted.values()):
-        return f" (it has met errors; stop the workload, {known(mount.fs_type).error_remedy})"
+        return f" (it has met errors; stop the workload, {supported(mount.fs_type).error_remedy})"
     return " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
     """Whether a user's mkfs options set the UUID of the file system. Raises BadOption."""
-    option, word = known(fs_type).uuid
+    option, word = supported(fs_type).uuid
     value = check_options(fs_type, options).get(option)
     return value is not None and any(part.startswith(word) for part in value.split(","))
 
 
 def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
     """The UUID that a user's mkfs options set; empty if they set none, or a random one."""
-    option, word = known(fs_type).uuid
+    option, word = supported(fs_type).uuid
     for part in check_options(fs_type, options).get(option, "").split(","):
         with suppress(ValueError):
             if part.startswith(word):

@@ -102,7 +102,7 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
         )
         return
     if counted := [f"{name} {count}" for name, count in counters.items() if count]:
-        file_system = filesystem.known(mount.fs_type)
+        file_system = filesystem.supported(mount.fs_type)
         yield Problem(
             Kind.MEDIUM_ERRORS if file_system.errors_of_medium else Kind.ERRORS,
             f"{named} has met errors ({', '.join(counted)}); see the kernel log (journalctl -k),"

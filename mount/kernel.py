@@ -293,7 +293,7 @@ class Kernel(DiskLoads, Growth):
         with directory as parent:
             calls.unmount(f"{_descriptor(parent)}/{name}", path)
 
-    # Places, and how mounts come to be there
+    # Descriptors of paths, and the steps of mounting
 
     def _at(self, path: str) -> blocks.closing:
         """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""

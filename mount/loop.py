@@ -19,7 +19,7 @@ from mount.table import DeviceNumber
 # Prefix of the name (lo_file_name) of Carver's read-only loop devices. The name is free text that
 # the kernel keeps while the device is attached, so that a later process recognizes the device.
 _MARK = "carver:"
-# Number of attempts to attach a free loop device before another process takes it.
+# Number of attempts to attach a free loop device, as another process may take it first.
 _ATTEMPTS = 16
 # Time limit of a detach that other users of the device delay, and the frequency of looking.
 _PATIENCE_SECONDS = 3

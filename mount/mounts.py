@@ -34,7 +34,7 @@ def ensure_mounted(
     `before` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
     DeviceMissing, ForeignMount, MountConflict, MountFailed, OtherContext, UnsupportedFileSystem.
     """
-    file_system = filesystem.known(fs_type)
+    file_system = filesystem.supported(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mount import errors
-from mount.filesystem import FILE_SYSTEMS, known
+from mount.filesystem import FILE_SYSTEMS, supported
 from mount.kernel import ATIME, ATTRIBUTES
 
 SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
@@ -66,7 +66,7 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     """
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
-    kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
+    kinds = FILE_SYSTEMS.values() if fs_type is None else [supported(fs_type)]
     # Only here, so that an unsupported file system is refused also without options.
     if not words:
         return Options()
@@ -82,8 +82,8 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
         elif word in allowed or (word.partition("=")[0] + "=" in allowed and "=" in word):
             data.append(word)
         elif word not in _DEFAULTS:
-            known_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
-            reason = f"is not known or not allowed; allowed are {known_words}"
+            allowed_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
+            reason = f"is not known or not allowed; allowed are {allowed_words}"
             raise errors.BadOption(word, reason)
     return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
 
