@@ -14,14 +14,16 @@ on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status
                                  |
                                  +--- otherwise ------------> process: lvm lvcreate ...
 
-1. A command that a shell cannot take runs as a process: too long, with characters that a terminal
-   would change, or with options of its own (`Line.of`).
+1. A command that the shell cannot run safely runs as a process: a line that is too long or has
+   characters that a terminal would change, another subcommand, a report in another form than JSON
+   (`Line.of`).
 2. Options that are the same for each command are settings of the shell, in its own LVM_SYSTEM_DIR
    (`Confinement`, `prepare`). A shell with other settings is ended, and another one is started.
 3. An answer counts only if it is complete and ends with the status of that command (`answer`).
-4. In any doubt, such as a time limit, a missing status or too little memory, the shell is ended by
-   SIGTERM, never killed, and processes are used for a minute. A report is repeated in a process. A
-   change is not repeated: it raises `SessionLost`, and the caller looks at a fresh report.
+4. In any doubt, such as a missing status or too little memory, the shell is ended by SIGTERM, never
+   killed, and processes are used for a minute. A report is repeated in a process. A change is not
+   repeated: it raises `SessionLost`, and the caller looks at a fresh report. The same end comes to
+   a shell whose command outlasts its deadline; that command raises `CommandTimedOut`.
 5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`; reports use
    processes.
 
