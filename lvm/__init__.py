@@ -1,1 +1,1 @@
-"""Mechanism: logical volumes, and nothing else."""
+"""LVM: commands, reports, layouts, labels on disks, device-mapper. No gRPC, no policy."""

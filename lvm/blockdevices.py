@@ -1,4 +1,4 @@
-"""Which block devices may be physical volumes: sysfs, and the filters of lvm.conf."""
+"""Block devices that may be physical volumes, by sysfs and the filters of lvm.conf(5)."""
 
 import enum
 import os
@@ -13,28 +13,28 @@ from lvm.labels import Kind, dashed
 from mount.block_devices import LoopDevices, attribute
 
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-# What udev(7) keeps of each device, beside other lines its links in /dev.
+# Line of a device's file in udev's database, for a link in /dev.
 _LINK = re.compile(r"^S:(.+)$", re.MULTILINE)
 
-# Whether a pattern accepts what it matches, and the pattern.
+# Entry of a filter: whether it accepts the names that it matches, and the expression.
 Pattern = tuple[bool, re.Pattern[str]]
 
 
 def read(root: Path) -> Callable[[str], bool] | None:
-    """Whether the node's filters accept a disk of that path; None where there are none.
+    """Read the node's filters as a function that says whether they accept a disk, by its path.
 
-    `root` is where lvm2's own root directory is seen.
+    None where lvm.conf(5) has no filters. `root` is where lvm2's root directory is seen.
     """
     settings = lvm2.configured(root)
-    found = (settings.get(("devices", one), "") for one in ("global_filter", "filter"))
-    filters = [list(_patterns(one)) for one in found if one]
+    values = (settings.get(("devices", kind), "") for kind in ("global_filter", "filter"))
+    filters = [list(_patterns(value)) for value in values if value]
     if not filters:
         return None
-    return lambda path: all(_accepts(one, _names(root, path)) for one in filters)
+    return lambda path: all(_accepts(patterns, _names(root, path)) for patterns in filters)
 
 
 def _patterns(value: str) -> Iterator[Pattern]:
-    """Each text of a list: `a` or `r`, a pattern between two characters that are not in it."""
+    """Parse the entries of a filter: `a` or `r`, then an expression between two delimiters."""
     for text in labels.strings(value):
         kind, opening, rest = text[:1], text[1:2], text[2:]
         closing = _CLOSING.get(opening, opening)
@@ -46,16 +46,19 @@ def _patterns(value: str) -> Iterator[Pattern]:
 
 
 def _accepts(patterns: Sequence[Pattern], names: Sequence[str]) -> bool:
-    """As lvm2 decides (lib/filters/filter-regex.c): the first pattern that matches a name counts.
+    """Whether a filter accepts a disk with these names, as lvm2 decides.
 
-    One name that is accepted is enough; what no pattern matches is accepted.
+    For each name the first matching pattern decides. The disk is accepted if any name is accepted,
+    or if no name is rejected (lib/filters/filter-regex.c).
     """
-    verdicts = [next((ok for ok, one in patterns if one.search(name)), None) for name in names]
+    verdicts = [
+        next((ok for ok, pattern in patterns if pattern.search(name)), None) for name in names
+    ]
     return True in verdicts or False not in verdicts
 
 
 def _names(root: Path, path: str) -> Sequence[str]:
-    """What a disk is called: its node, its links, its name in device-mapper."""
+    """All names of a disk in /dev: its node, its links, its name in device-mapper."""
     names = [path]
     device = f"/sys/class/block/{Path(path).name}"
     if mapper := attribute(f"{device}/dm/name"):
@@ -69,19 +72,22 @@ def _names(root: Path, path: str) -> Sequence[str]:
     return names
 
 
+# Prefix of the device-mapper UUIDs of logical volumes.
 _VOLUME_UUID = "LVM-"
-# Devices that other storage drivers and hypervisors give to pods and guests.
+# Prefixes of the names of devices that other storage drivers and hypervisors give to pods and
+# guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
+# Part of the sysfs path of an iSCSI disk.
 _SESSION = re.compile(r"session\d+")
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a disk is of a driver whose disks belong to guests or other machines, by its name."""
+    """Whether a disk belongs to a guest or another machine, by its driver's prefix in its name."""
     return path.removeprefix("/dev/").startswith(_FOREIGN)
 
 
 class Why(enum.Enum):
-    """Why a block device is not looked into; the words go on with the other device's name."""
+    """Why a block device is not read; a message appends the name of another device to some."""
 
     EMPTY = "nothing is attached to it"
     NO_DISK = "it is not made to keep data"
@@ -96,10 +102,10 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True)
 class Excluded:
-    """A block device that can be no physical volume, and what is in its way."""
+    """A block device that cannot be a physical volume, and the reason."""
 
     why: Why
-    # Another device's name, where the reason is one.
+    # The name of the other device that is the reason; empty for other reasons.
     by: str = ""
 
     def __str__(self) -> str:
@@ -107,53 +113,61 @@ class Excluded:
 
 
 def backing(path: str) -> int:
-    """The number of the device that a loop device is over, 0 where that is a file. Raises OSError.
+    """The number of the block device below a loop device; 0 over a regular file. Raises OSError.
 
-    By ioctl, as sysfs tells a name only, and kubelet attaches its loop devices to bind mounts of
-    nodes (volumeDevices/…/dev/POD). A server that keeps the file may have to be asked.
+    This takes an ioctl: sysfs has only a path, and kubelet attaches its loop devices to bind mounts
+    of device nodes (volumeDevices/…/dev/POD). The ioctl may wait for the server of a network file
+    system that has the file.
     """
     return LoopDevices().loop_status(path).backing_device
 
 
 class BlockDevices:
-    """The block devices that sysfs listed a moment ago, and how they are stacked."""
+    """A snapshot of the block devices in sysfs, and how they are stacked."""
 
     def __init__(self, root: Path = Path("/sys")) -> None:
-        places = sorted((root / "class/block").iterdir())
-        self._devices = {place.name: _Device(place) for place in places}
+        directories = sorted((root / "class/block").iterdir())
+        self._devices = {directory.name: _Device(directory) for directory in directories}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kernel's names for all of them, with partitions."""
+        """The kernel's names of all block devices, partitions included."""
         return tuple(self._devices)
 
     def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The loop devices in use among these, or below them: with their files, all is known.
+        """The attached loop devices among the named devices and all devices below these.
 
-        A loop device over another device is excluded, whatever that is.
+        Sysfs does not show which device a loop device is over, so `backing` is called for these. A
+        device below a loop device is not followed: a loop device over any block device is excluded.
         """
-        known, every = [one for one in names if one in self._devices], set()
-        while known:
-            every.update(known)
-            above = [self._devices[one] for one in known]
-            below = {name for one in above for name in (one.disk, *one.slaves)}
-            known = [one for one in below if one in self._devices and one not in every]
-        loops = (name for name, one in self._devices.items() if one.is_loop and one.has_size)
+        level, every = [name for name in names if name in self._devices], set()
+        while level:
+            every.update(level)
+            devices = [self._devices[name] for name in level]
+            below = {name for device in devices for name in (device.disk, *device.slaves)}
+            level = [name for name in below if name in self._devices and name not in every]
+        loops = (
+            name for name, device in self._devices.items() if device.is_loop and device.has_size
+        )
         return tuple(name for name in loops if name in every)
 
     def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
-        """The devices that may be no physical volumes, by their names.
+        """The devices that cannot be physical volumes, by their names.
 
-        `backings` has what `backing` said of the loop devices; of what it lacks nothing is known.
+        `backings` has the results of `backing` by the names of loop devices; a loop device that is
+        missing there is excluded as unknown.
         """
         return dict(self._judged(backings))
 
     def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
-        """Which kind of writer a device may have had, by all that is below it."""
-        return max(one.kind for one in _Stacks(self._devices, backings).every(name))
+        """Who may have written a device: the least trusted kind among it and all devices below."""
+        return max(device.kind for device in _Stacks(self._devices, backings).every(name))
 
     def sequence(self, name: str) -> str:
-        """By which number a device was attached: another each time; empty where it is not there."""
+        """The kernel's sequence number of a device's disk; empty for an absent device.
+
+        The kernel gives a disk a new number whenever the disk is attached.
+        """
         device = self._devices.get(name)
         if device is None or not device.has_size:
             return ""
@@ -161,18 +175,18 @@ class BlockDevices:
 
     def active_groups(self, name: str) -> frozenset[str]:
         """The UUIDs of the groups that have active volumes directly on a device."""
-        holders = (self._devices.get(one) for one in self._devices[name].holders)
-        return frozenset(one.group_uuid for one in holders if one and one.is_volume)
+        holders = (self._devices.get(holder) for holder in self._devices[name].holders)
+        return frozenset(device.group_uuid for device in holders if device and device.is_volume)
 
     def _judged(self, backings: Mapping[str, int]) -> Iterator[tuple[str, Excluded]]:
-        partitioned = {one.disk for one in self._devices.values() if one.disk}
+        partitioned = {device.disk for device in self._devices.values() if device.disk}
         stacks = _Stacks(self._devices, backings)
         for name, device in self._devices.items():
             if not device.has_size:
                 yield name, Excluded(Why.EMPTY)
             elif device.is_volume:
                 yield name, Excluded(Why.VOLUME, device.mapper_name)
-            elif volume := stacks.first(name, lambda one: one.is_volume):
+            elif volume := stacks.first(name, lambda below: below.is_volume):
                 yield name, Excluded(Why.ON_A_VOLUME, volume.mapper_name)
             elif loop := stacks.first(name, stacks.is_opaque):
                 yield name, Excluded(Why.UNKNOWN, loop.name)
@@ -189,11 +203,11 @@ class BlockDevices:
 
 
 class _Device:
-    """A directory of sysfs, read as far as it is asked for; empty words where it went away."""
+    """A block device in sysfs. Attributes are read when used; they are empty once it is removed."""
 
-    def __init__(self, place: Path) -> None:
-        self.name = place.name
-        self._place = place
+    def __init__(self, directory: Path) -> None:
+        self.name = directory.name
+        self._directory = directory
 
     @cached_property
     def number(self) -> tuple[str, ...]:
@@ -209,21 +223,21 @@ class _Device:
 
     @property
     def sequence(self) -> str:
-        # Linux before 5.15 has none.
+        # Linux before 5.15 has no diskseq.
         return self._word("diskseq") or "unknown"
 
     @property
     def group_uuid(self) -> str:
-        """The group's, which lvm2 puts before a logical volume's own (build_dm_uuid())."""
+        """The UUID of a logical volume's group: the first half of its own (build_dm_uuid())."""
         return dashed(self._word("dm/uuid").removeprefix(_VOLUME_UUID)[:32])
 
     @cached_property
     def kind(self) -> Kind:
-        """The kind of writer it may have had, by itself."""
+        """Who may have written the device, regardless of the devices below it."""
         if is_foreign(self.name):
             return Kind.FOREIGN
         # iSCSI: /sys/devices/platform/hostN/sessionN/…
-        is_iscsi = any(_SESSION.fullmatch(part) for part in self._place.resolve().parts)
+        is_iscsi = any(_SESSION.fullmatch(part) for part in self._directory.resolve().parts)
         return Kind.ATTACHED if self.is_loop or is_iscsi else Kind.LOCAL
 
     @cached_property
@@ -232,9 +246,9 @@ class _Device:
 
     @cached_property
     def disk(self) -> str:
-        """The disk that it is a partition of."""
-        is_partition = (self._place / "partition").exists()
-        return self._place.resolve().parent.name if is_partition else ""
+        """The name of the disk that the device is a partition of; empty for other devices."""
+        is_partition = (self._directory / "partition").exists()
+        return self._directory.resolve().parent.name if is_partition else ""
 
     @property
     def is_loop(self) -> bool:
@@ -242,7 +256,7 @@ class _Device:
 
     @property
     def is_path(self) -> bool:
-        """Of NVMe's own multipath."""
+        """Whether the device is a single path of an NVMe disk with several (NVMe multipath)."""
         return self._word("hidden") == "1"
 
     @property
@@ -259,51 +273,54 @@ class _Device:
         return self._names("holders")
 
     def _word(self, name: str) -> str:
-        return attribute(f"{self._place}/{name}")
+        return attribute(f"{self._directory}/{name}")
 
     def _names(self, name: str) -> tuple[str, ...]:
         try:
-            return tuple(sorted(one.name for one in (self._place / name).iterdir()))
+            return tuple(sorted(entry.name for entry in (self._directory / name).iterdir()))
         except OSError:
             return ()
 
 
 class _Stacks:
-    """Which device is on top of which."""
+    """The stacking of block devices, loop devices included."""
 
     def __init__(self, devices: Mapping[str, _Device], backings: Mapping[str, int]) -> None:
         self._devices = devices
         self._backings = backings
-        self._by_number = {one.number: one for one in devices.values()}
+        self._by_number = {device.number: device for device in devices.values()}
 
     def below(self, device: _Device) -> list[_Device]:
         """The devices directly below a device."""
         names = (device.disk, *device.slaves)
-        found = [self._devices[name] for name in names if name in self._devices]
+        devices = [self._devices[name] for name in names if name in self._devices]
         if number := self._backings.get(device.name, 0):
             of_loop = self._by_number.get((str(os.major(number)), str(os.minor(number))))
-            found += [of_loop] if of_loop else []
-        return found
+            devices += [of_loop] if of_loop else []
+        return devices
 
     def first(self, name: str, wanted: Callable[[_Device], bool]) -> _Device | None:
-        """The first such device in the stack, from the top."""
+        """The first device, from the top of a device's stack, for which `wanted` is true."""
         return next(filter(wanted, self.every(name)), None)
 
     def every(self, name: str) -> Iterator[_Device]:
-        """A device and all below it, from the top."""
+        """Yield a device and all devices below it, from the top."""
         stack, seen = [self._devices[name]], {name}
-        for one in stack:
-            yield one
-            new = [other for other in self.below(one) if other.name not in seen]
-            seen |= {other.name for other in new}
+        for device in stack:
+            yield device
+            new = [below for below in self.below(device) if below.name not in seen]
+            seen |= {below.name for below in new}
             stack += new
 
     def is_opaque(self, device: _Device) -> bool:
-        """A loop device of which it is not known, or no longer to be seen, what it is over."""
+        """Whether a device is a loop device over something unknown, or over a removed device."""
         number = self._backings.get(device.name)
         return device.is_loop and (number is None or (number > 0 and not self.below(device)))
 
     def stranger(self, device: _Device) -> str:
-        """A holder that is no logical volume, such as crypt, multipath and MD: it has it alone."""
+        """The name of a device, other than a logical volume, that uses a device exclusively.
+
+        Such holders are crypt, multipath and MD devices. Empty for none.
+        """
         holders = (self._devices.get(name) for name in device.holders)
-        return next((one.name for one in holders if one and not one.is_volume), "")
+        return next((holder.name for holder in holders if holder and not holder.is_volume), "")

@@ -1,9 +1,11 @@
-"""Volumes and pools on slow disks with a cache on fast ones (lvmcache(7)): made, mended, parted.
+"""Caches on fast disks for volumes and thin pools on slow disks (lvmcache(7)): attach and detach.
 
-A group's fast disks are those with the tag FAST; nothing but caches lies on them. A cache is a
-"cachevol": one linear volume that holds data and metadata of a dm-cache or a dm-writecache. Of a
-thin pool the data have one; its metadata lie on slow disks, or the loss of a fast one would lose
-the pool.
+The fast disks of a group have the tag FAST, and nothing but caches lies on them. A cache is a
+"cachevol": a linear volume with both data and metadata of a dm-cache or dm-writecache. A thin
+pool's cache is below the pool's data. The pool's metadata have no cache: if they had one, the loss
+of a fast disk would lose the pool.
+
+A cachevol that is detached ("parted" below) is a visible volume. It is attached again, or removed.
 """
 
 from collections.abc import Sequence
@@ -19,21 +21,22 @@ from lvm.volumes import New
 
 CACHE, WRITECACHE = KINDS = ("cache", "writecache")
 WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
-# lvm2 takes 8 MiB of a small cachevol for metadata.
+# Smallest size of a cache, of which lvm2 takes 8 MiB for metadata.
 LEAST_BYTES = 16 << 20
 
 _TENTH = Reserve(percent=10)
 
-# What of a pool has a cache: lvm2 parts a writecache from it by that name only.
+# Suffix of the hidden volume with a pool's data, which is named to detach a writecache from a pool.
 _POOL_DATA = "_tdata"
 
-# lvm2 calls a cachevol so, and adds _cvol while it is in use. names.py makes no volume's like it.
+# Suffix of a cachevol's name after the name of its volume, and the further one while the cachevol
+# is attached. names.py gives no other volume such a name.
 _SUFFIX, _HIDDEN = "_cache", "_cvol"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """How large a cache is, beside its volume or its pool's group, and what it does with writes."""
+    """The kind, mode and size of a cache; a percentage is of its volume, or of a pool's group."""
 
     kind: str = CACHE
     mode: str = WRITETHROUGH
@@ -45,7 +48,7 @@ class Cache:
 
     @classmethod
     def parse(cls, tag_value: str) -> Self | None:
-        """The cache that `tag_value` gave the text of; None for any other text."""
+        """Parse the text of a tag that `tag_value` made; None for any other text."""
         kind, mode, size = (tag_value.split(":") + [""] * 3)[:3]
         size_bytes = tags.number(size)
         if kind not in KINDS or mode not in MODES or not size_bytes:
@@ -55,22 +58,22 @@ class Cache:
         return cls(kind, mode, Reserve(size_bytes=size_bytes))
 
     def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
-        """The cache of a volume, in whole extents."""
+        """The size of a volume's cache, in extents."""
         wish = self.size.of(volume_extents * extent_size_bytes)
         return -(-max(wish, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
-        """The cache of a pool, in extents: of all that the pool might grow to, the slow disks."""
+        """The size of a pool's cache, in extents: the pool may grow to all slow disks."""
         return self.extents(group.extents, group.extent_size_bytes)
 
     def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
-        """What is kept of it with a volume."""
+        """The cache of a volume as the text of the volume's tag, its size in bytes."""
         extents = self.extents(volume_bytes // extent_size_bytes, extent_size_bytes)
         return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
 
 
 def maximum_bytes(group: Group, cache: Cache, reserve_extents: int = 0) -> int:
-    """The largest volume whose data the slow disks hold and whose cache the fast ones do."""
+    """The size of the largest volume for which both slow and fast disks have room, in bytes."""
     extent = group.extent_size_bytes
     least, most = 0, layout.maximum_bytes(group, reserve_extents=reserve_extents) // extent
     while least < most:
@@ -83,11 +86,11 @@ def maximum_bytes(group: Group, cache: Cache, reserve_extents: int = 0) -> int:
 
 
 def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
-    """Make, tag and activate a volume with its cache (lvcreate(8)).
+    """Make, tag and activate a volume with its cache (lvcreate(8)). Raises NoSpace, NameTaken.
 
-    lvm2 writes its metadata for the volume, then for the cachevol, then for both. It undoes that by
-    itself where the cache does not fit; killed in between, it leaves what `attach` makes good.
-    Raises NoSpace, NameTaken.
+    lvm2 commits three times: the volume, the cachevol, and the attachment of both. Where the cache
+    does not fit, lvm2 removes the volume again. A killed lvm2 leaves a volume, perhaps with a
+    detached cachevol; `attach` completes either.
     """
     extents = new.size_bytes // group.extent_size_bytes
     _with_mode(lvm, cache)(
@@ -101,7 +104,7 @@ def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
 
 
 def has_room(group: Group, pool: str, cache: Cache) -> bool:
-    """Whether a pool has its cache, or can get it: the one that was parted from it, or another."""
+    """Whether a pool has a cache, or can get one: its detached cachevol, or one on free extents."""
     made = group.volumes.get(pool)
     if (made is not None and is_cached(made)) or parted(group, pool):
         return True
@@ -109,30 +112,31 @@ def has_room(group: Group, pool: str, cache: Cache) -> bool:
 
 
 def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> None:
-    """Give a volume or a pool its cache: the one that was parted from it, or a new one.
+    """Attach a cache to a volume or pool: its detached cachevol, or else a new one of `extents`.
 
-    lvm2 writes its metadata for a new one, then for both: killed in between, it leaves a parted
-    one. Raises NoSpace.
+    lvm2 commits a new cachevol, and then its attachment: a killed lvm2 leaves a detached cachevol.
+    Raises NoSpace.
     """
-    found = parted(group, name)
-    own = ("--cachevol", found) if found else _on_fast(group, extents)
+    cachevol = parted(group, name)
+    own = ("--cachevol", cachevol) if cachevol else _on_fast(group, extents)
     path = f"{group.name}/{name}"
     _with_mode(lvm, cache)("lvconvert", "--yes", "--type", cache.kind, *own, "--", path)
 
 
 def split(lvm: Lvm, volume: LogicalVolume) -> None:
-    """Part a volume or a pool from its cache, which is written back first and stays as a volume.
+    """Detach the cache of an active volume or pool (lvconvert(8)); the cachevol stays.
 
-    It must be active.
+    lvm2 first writes back what only the cache holds.
     """
     part = _POOL_DATA if "pool" in volume.layout else ""
     lvm("lvconvert", "--yes", "--splitcache", "--", f"{volume.group}/{volume.name}{part}")
 
 
 def clean(lvm: Lvm, volume: LogicalVolume) -> None:
-    """Have the kernel write back what only the cache holds, and take in no more (lvmcache(7)).
+    """Start to write back all data that only the cache of a volume holds (lvmcache(7)).
 
-    The command does not wait for it: `is_clean` tells of its end.
+    From then on the cache takes no further writes. The command does not wait: `is_clean` says
+    when the writeback has ended.
     """
     how = ("--cachepolicy", "cleaner")
     if WRITECACHE in volume.layout:
@@ -141,53 +145,58 @@ def clean(lvm: Lvm, volume: LogicalVolume) -> None:
 
 
 def is_clean(status: Sequence[Status]) -> bool:
-    """Whether device-mapper says of a volume that its cache holds nothing alone."""
+    """Whether a volume's device-mapper status shows that its cache has written back all data."""
     return not any(
-        (isinstance(one, devicemapper.Cache) and one.dirty_blocks)
-        or (isinstance(one, WriteCache) and not one.error and one.free_blocks < one.blocks)
-        for one in status
+        (isinstance(device, devicemapper.Cache) and device.dirty_blocks)
+        or (
+            isinstance(device, WriteCache)
+            and not device.error
+            and device.free_blocks < device.blocks
+        )
+        for device in status
     )
 
 
 def can_be_origin(volume: LogicalVolume) -> bool:
-    """Whether a copy-on-write snapshot can be taken of a volume, by the cache that it has now.
+    """Whether the present cache of a volume allows copy-on-write snapshots; a dm-cache does not.
 
-    Not with a dm-cache. Below a snapshot's origin lvm2 2.03.16 gives the two parts of its cachevol
-    tables twice as long as they are, and so overlapping: what is read changes from read to read. It
-    stops before that only because it has cache_check(8) look at metadata that are in use.
+    Below the origin of a snapshot lvm2 2.03.16 loads tables of twice the right length for the two
+    parts of a cachevol. The parts overlap, and repeated reads give different data. lvm2 usually
+    fails before, as it runs cache_check(8) on metadata that are in use.
     """
     return CACHE not in volume.layout
 
 
 def is_cached(volume: LogicalVolume) -> bool:
-    """Whether the volume, or the pool, has a cache now.
+    """Whether a volume or pool has a cache now, by lvm2's report.
 
-    What is done to data goes by this alone: a tag says what was wanted, and an operator may have
-    attached a cache, or taken it away (lvconvert(8)).
+    Operations on data go by this alone, and not by the tag: the tag says which cache was requested,
+    and an operator may have attached or detached a cache since (lvconvert(8)).
     """
     return not volume.layout.isdisjoint(KINDS)
 
 
 def attached(volume: LogicalVolume) -> str:
-    """The name that the cache has once it is parted; empty where there is none.
+    """The name that a volume's attached cachevol will have once it is detached; empty for none.
 
-    Also for a cache pool, as only others make: its parts cannot be overwritten.
+    Empty also for a cache pool, which only operators make: the parts of a cache pool cannot be
+    overwritten.
     """
     is_one = volume.cachevol.endswith(_HIDDEN)
     return volume.cachevol.removesuffix(_HIDDEN) if is_one else ""
 
 
 def parted(group: Group, name: str) -> str:
-    """The cache that was parted from it, or never joined with it; empty for none.
+    """The name of the detached cachevol of a volume or pool; empty for none.
 
-    lvm2 does not record what it was parted from, so the name tells, and all else must agree: it is
-    linear, without tags, and lies on fast disks alone. A thin volume lies on none.
+    lvm2 does not record to which volume a detached cachevol belonged. So the name decides, and the
+    rest must agree: a linear volume, without tags, on fast disks alone.
     """
-    found = group.volumes.get(name + _SUFFIX)
+    cachevol = group.volumes.get(name + _SUFFIX)
     fast = {disk.uuid for disk in group.disks if disk.fast}
-    if found is None or found.tags or found.layout != {"linear"} or found.origin:
+    if cachevol is None or cachevol.tags or cachevol.layout != {"linear"} or cachevol.origin:
         return ""
-    return found.name if found.disks and found.disks <= fast else ""
+    return cachevol.name if cachevol.disks and cachevol.disks <= fast else ""
 
 
 def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:

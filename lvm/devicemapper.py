@@ -1,9 +1,9 @@
-"""What device-mapper says of its targets: how full, in sync or broken; by ioctl, without a process.
+"""Device-mapper by ioctl: the status of targets (how full, in sync, failed), suspend and resume.
 
-linux/dm-ioctl.h has the structures, Documentation/admin-guide/device-mapper the status lines. The
-lines are asked for as lvm2 does, without having the target flush first: a look costs no disk
-anything. Seldom does it wait for one: a thin pool that is writing its metadata tells nothing
-before they are written, so who must not wait has a thread of its own look.
+linux/dm-ioctl.h has the structures, Documentation/admin-guide/device-mapper the status lines. A
+status is read without a flush of the target, as lvm2 reads it, so that it needs no disk I/O. It may
+still take long: a thin pool that is writing its metadata answers only after the write. Callers that
+must not wait use another thread.
 """
 
 import errno
@@ -20,15 +20,15 @@ from mount import calls
 
 _CONTROL = Path("/dev/mapper/control")
 
-# struct dm_ioctl: version, data_size, data_start, target_count, open_count, flags, event_nr,
-# padding, dev, name, uuid, and seven bytes that fill it up.
+# Structure dm_ioctl: version, data_size, data_start, target_count, open_count, flags, event_nr,
+# padding, dev, name, uuid, seven bytes of padding; and the offsets of some of these fields.
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
 _DATA_SIZE_AT, _DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 12, 16, 20, 24, 28
 _DEVICE_AT = 40
-# struct dm_name_list: dev, next; the name follows, and where it ends, in whole eights of bytes, the
+# Structure dm_name_list: dev, next. The name follows, and, at the next multiple of eight bytes, the
 # number of events.
 _NAME = struct.Struct("=Q I")
-# struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
+# Structure dm_target_spec: sector_start, length, status, next, target_type. The line follows.
 _TARGET = struct.Struct("=Q Q i I 16s")
 _VERSION = (4, 0, 0)
 _FIRST_BUFFER_BYTES = 16 << 10
@@ -43,17 +43,20 @@ _TABLE_DEPS = _REQUEST | 11
 _TABLE_STATUS = _REQUEST | 12
 _TARGET_MESSAGE = _REQUEST | 14
 _GET_TARGET_VERSION = _REQUEST | 17
+# Flags of the structure dm_ioctl: DM_SUSPEND_FLAG, DM_STATUS_TABLE_FLAG (the answer is the table,
+# not the status), DM_BUFFER_FULL_FLAG, DM_NOFLUSH_FLAG.
 _SUSPENDED = 1 << 1
-# What a device was made of, in place of how it is: DM_STATUS_TABLE_FLAG.
 _TABLE = 1 << 4
 _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
+# Mode of a failed pool or cache: no I/O goes through it any more.
 FAILED = "fail"
-# Targets that do without a device that they are made of.
+# Targets that keep working when a device below them fails.
 _SURVIVING = frozenset({"raid", "mirror", "multipath"})
 
-# Targets, and the policy of caches, that lvm2 looks for before it makes or activates a volume.
+# Targets, and the cache policy `smq`, that lvm2 requires of the kernel before it makes or activates
+# a volume.
 TARGETS = (
     *("snapshot", "mirror", "raid", "thin-pool", "cache", "cache-smq", "writecache", "crypt"),
 )
@@ -61,36 +64,34 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class ThinPool:
-    """A thin pool (thin-provisioning.rst); metadata blocks have 4096 bytes.
-
-    `mode` is rw, ro, out_of_data_space or, where no I/O goes through any more, fail. Then the
-    numbers of blocks are 0. `has_metadata_snapshot`: someone reserved one, to read the metadata by.
-    `transaction_id`: the last that lvm2 had the kernel count; None where it fails.
-    """
+    """The status of a thin pool (thin-provisioning.rst). Metadata blocks have 4096 bytes."""
 
     size_bytes: int
+    # One of rw, ro, out_of_data_space, fail. In a failed pool the numbers of blocks are 0.
     mode: str
     needs_check: bool = False
     used_data_blocks: int = 0
     data_blocks: int = 0
     used_metadata_blocks: int = 0
     metadata_blocks: int = 0
+    # Whether some program has reserved the metadata snapshot, to read the metadata by it.
     has_metadata_snapshot: bool = False
+    # The transaction that lvm2 passed to the kernel last; None in a failed pool.
     transaction_id: int | None = None
 
     @property
     def data_percent(self) -> float:
-        """How full the pool's data are."""
+        """How full the pool's data are, in percent."""
         return _percent(self.used_data_blocks, self.data_blocks)
 
     @property
     def metadata_percent(self) -> float:
-        """How full the pool's metadata are."""
+        """How full the pool's metadata are, in percent."""
         return _percent(self.used_metadata_blocks, self.metadata_blocks)
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The pool of a status line."""
+        """Parse the status line of a thin pool."""
         words = line.split()
         if len(words) == 1:
             return cls(size_bytes, FAILED)
@@ -102,13 +103,11 @@ class ThinPool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy-on-write snapshot (snapshot.rst), in sectors of 512 bytes of its copies' store.
-
-    `state` is empty while it can be read; else it is what the kernel says: Invalid (it overflowed,
-    or its store failed), Overflow, Merge failed, Unknown.
-    """
+    """The status of a copy-on-write snapshot (snapshot.rst). Sectors are those of its COW store."""
 
     size_bytes: int
+    # Empty while the snapshot can be read; else the kernel's word: Invalid (the store overflowed or
+    # failed), Overflow, Merge failed, Unknown.
     state: str = ""
     used_sectors: int = 0
     sectors: int = 0
@@ -116,12 +115,12 @@ class Snapshot:
 
     @property
     def percent(self) -> float:
-        """How full the store is."""
+        """How full the COW store is, in percent."""
         return _percent(self.used_sectors, self.sectors)
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The snapshot of a status line."""
+        """Parse the status line of a snapshot."""
         if "/" not in line:
             return cls(size_bytes, line)
         fraction, metadata = line.split()
@@ -130,29 +129,27 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Raid:
-    """A RAID volume (dm-raid.rst).
-
-    `health` has a character for each image: A in sync, a not yet, D failed, - not there. `action`
-    is idle, frozen, resync, recover, check, repair or reshape.
-    """
+    """The status of a RAID volume (dm-raid.rst)."""
 
     size_bytes: int
     kind: str
+    # A character for each image: A in sync, a not in sync yet, D failed, - absent.
     health: str
     synced_sectors: int
     sectors: int
+    # One of idle, frozen, resync, recover, check, repair, reshape.
     action: str = "idle"
     mismatches: int = 0
 
     @property
     def synced_percent(self) -> float:
-        """How much of it is in sync."""
+        """How much of the volume is in sync, in percent."""
         return _percent(self.synced_sectors, self.sectors)
 
     @property
     def failed(self) -> list[bool]:
-        """Which of its images take no writes, in their order."""
-        return [one in "D-" for one in self.health]
+        """For each image, whether it has failed or is absent, in order."""
+        return [state in "D-" for state in self.health]
 
     @property
     def is_syncing(self) -> bool:
@@ -161,22 +158,22 @@ class Raid:
 
     @property
     def survives(self) -> bool:
-        """Whether the images that are left hold all data."""
+        """Whether the working images have all data."""
         level = raid.level([self.kind])
         return level is not None and level.survives(self.failed)
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The RAID volume of a status line."""
+        """Parse the status line of a RAID volume."""
         kind, _, health, ratio, *more = line.split()
-        # dm-raid before 1.5 tells no more.
+        # The line of a dm-raid before 1.5 ends here.
         action, mismatches = more[:2] or ("idle", "0")
         return cls(size_bytes, kind, health, *_fraction(ratio), action, int(mismatches))
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A volume on a cache (cache.rst). `mode` is its metadata's: rw, ro, or fail."""
+    """The status of a dm-cache (cache.rst). `mode` is that of its metadata: rw, ro or fail."""
 
     size_bytes: int
     mode: str
@@ -185,7 +182,7 @@ class Cache:
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The cache of a status line."""
+        """Parse the status line of a dm-cache."""
         words = line.split()
         if len(words) == 1:
             return cls(size_bytes, FAILED)
@@ -195,7 +192,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class WriteCache:
-    """A volume on a writecache (writecache.rst); an error is a number, 0 for none."""
+    """The status of a dm-writecache (writecache.rst). `error` is a number, 0 for none."""
 
     size_bytes: int
     error: int
@@ -205,13 +202,13 @@ class WriteCache:
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The writecache of a status line."""
+        """Parse the status line of a dm-writecache."""
         return cls(size_bytes, *map(int, line.split()[:4]))
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """A mirror of the old kind, by which extents are moved (dm-mirror's mirror_status)."""
+    """The status of a dm-mirror (mirror_status()), by which pvmove(8) moves extents."""
 
     size_bytes: int
     synced_regions: int
@@ -219,18 +216,18 @@ class Mirror:
 
     @property
     def synced_percent(self) -> float:
-        """How much of it is copied."""
+        """How much of the mirror is copied, in percent."""
         return _percent(self.synced_regions, self.regions)
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The mirror of a status line: its number of images, these, what is in sync, and more."""
+        """Parse the status line of a mirror: number of images, images, regions in sync, more."""
         words = line.split()
         return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
 
 
-# A device's number, and how many events it had. A snapshot that is lost has one more
-# (__invalidate_snapshot in drivers/md/dm-snap.c), one that only fills up has not.
+# Number of a device, and how many events it has had. Losing a snapshot is an event
+# (__invalidate_snapshot in drivers/md/dm-snap.c), filling up is not.
 Events = tuple[int, int]
 Status = ThinPool | Snapshot | Raid | Cache | WriteCache | Mirror
 _KINDS: dict[str, type[Status]] = {
@@ -244,12 +241,12 @@ _KINDS: dict[str, type[Status]] = {
 
 
 def has_overflowed(status: Iterable[Status]) -> bool:
-    """Whether a copy-on-write snapshot is among these that cannot be read any more."""
-    return any(isinstance(one, Snapshot) and one.state for one in status)
+    """Whether one of the statuses is of a copy-on-write snapshot that has become unreadable."""
+    return any(isinstance(entry, Snapshot) and entry.state for entry in status)
 
 
 class DeviceMapper:
-    """The driver, spoken to through its control node."""
+    """The device-mapper driver, by ioctls on its control node."""
 
     def __init__(
         self,
@@ -258,13 +255,14 @@ class DeviceMapper:
     ) -> None:
         self._control = control
         self._ioctl = ioctl or self._real_ioctl
-        # What the last list of all devices took, so that the next is had at once.
+        # The size of the last list of all devices, so that the next one fits at the first attempt.
         self._list_bytes = _FIRST_BUFFER_BYTES
-        # That list and what it says: among hundreds of snapshots most are equal to the last.
+        # The last list and its parsed form: beside hundreds of snapshots parsing takes long, and
+        # most lists equal the one before.
         self._last: tuple[bytes, Mapping[str, Events]] = b"", {}
 
     def events(self) -> Mapping[str, Events]:
-        """The events of all devices, by their names; empty where there is no answer. One ioctl."""
+        """The event counters of all devices, by their names; empty at an error. One ioctl."""
         try:
             with self._opened() as control:
                 answer = self._ask(control, _LIST_DEVICES, "", 0, size_bytes=self._list_bytes)
@@ -278,10 +276,11 @@ class DeviceMapper:
         return events
 
     def status(self, name: str) -> tuple[Status, ...]:
-        """What stands out in a device and in all that it stands on, from above to below.
+        """The statuses of a device and of all devices below it, from the top.
 
-        So a thin volume tells of its pool, and a pool of the RAID that its data lie on. Empty where
-        there is nothing to tell, no such device, or no answer: it proves nothing.
+        So the result for a thin volume has its pool's status, too, and that of the RAID below the
+        pool. An empty result proves nothing: the targets may have no status, the device may be
+        absent, or the driver may not answer.
         """
         try:
             with self._opened() as control:
@@ -290,7 +289,7 @@ class DeviceMapper:
             return ()
 
     def own_status(self, name: str) -> tuple[Status, ...]:
-        """The same of the device alone, not of what it stands on. One ioctl."""
+        """The status of a device alone, without the devices below it. One ioctl."""
         try:
             with self._opened() as control:
                 return tuple(_records(self._ask(control, _TABLE_STATUS, name, 0)))
@@ -298,67 +297,67 @@ class DeviceMapper:
             return ()
 
     def disks(self, name: str) -> Set[tuple[int, int]]:
-        """The numbers of the disks that a device stands on, if it needs each of them.
+        """The numbers of the disks below a device whose loss would stop the device.
 
-        Those below a RAID are not among them: it is repaired where one goes. Empty where there is
-        no such device, or no answer: it proves nothing.
+        Disks below a RAID are not among them, as a RAID survives the loss of a disk. An empty
+        result proves nothing: the device may be absent, or the driver may not answer.
         """
         try:
             with self._opened() as control:
-                return {(os.major(one), os.minor(one)) for one in self._needed(control, name=name)}
+                return {
+                    (os.major(number), os.minor(number))
+                    for number in self._needed(control, name=name)
+                }
         except OSError:
             return frozenset()
 
     def number(self, name: str) -> tuple[int, int] | None:
-        """A device's number, major and minor; None where there is none of the name.
-
-        Raises OSError where there is no answer.
-        """
+        """The number of a device, major and minor; None for an absent device. Raises OSError."""
         try:
             buffer = self._call(_DEVICE_STATUS, name)
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return None
             raise
-        # As the kernel has it (huge_encode_dev), which is as the C library has it.
+        # The kernel's encoding (huge_encode_dev) equals the C library's.
         (device,) = struct.unpack_from("=Q", buffer, _DEVICE_AT)
         return os.major(device), os.minor(device)
 
     def suspend(self, name: str) -> None:
-        """Hold a device: what is written or read from now on waits, what was before is done.
+        """Suspend a device: I/O in flight completes, later I/O waits until `resume`.
 
-        The file system that is mounted from it comes to rest first (lock_fs in drivers/md/dm.c).
-        Raises OSError: EINVAL for one that is suspended, ENXIO where there is none.
+        The kernel freezes a mounted file system first (lock_fs in drivers/md/dm.c). Raises OSError:
+        EINVAL for a device that is suspended already, ENXIO for an absent one.
         """
         self._call(_DEVICE_SUSPEND, name, _SUSPENDED)
 
     def resume(self, name: str) -> None:
-        """Let go of a device; one that is not suspended is no error. Raises OSError, as above."""
+        """Resume a device; no error for one that is not suspended. Raises OSError."""
         self._call(_DEVICE_SUSPEND, name)
 
     def remove(self, name: str) -> None:
-        """Take a device away. Raises OSError: EBUSY for one that is open, ENXIO where none is."""
+        """Remove a device. Raises OSError: EBUSY for an open device, ENXIO for an absent one."""
         self._call(_DEVICE_REMOVE, name)
 
     def is_suspended(self, name: str) -> bool:
-        """Whether a device is suspended; not where there is none."""
+        """Whether a device is suspended; false for an absent device."""
         return bool((self._look(name, _FLAGS_AT) or 0) & _SUSPENDED)
 
     def is_open(self, name: str) -> bool:
-        """Whether something has a device open, or is made of it; not where there is none."""
+        """Whether a process or another device has a device open; false for an absent device."""
         return bool(self._look(name, _OPEN_COUNT_AT))
 
     def is_closed(self, name: str) -> bool:
-        """Whether nothing has a device open for certain: not where there is no answer."""
+        """Whether it is certain that a device is not open; false if the driver does not answer."""
         return self._look(name, _OPEN_COUNT_AT) == 0
 
     def load_target(self, target: str) -> bool:
-        """Have the kernel load the module of a target; tell whether the kernel has that target.
+        """Have the kernel load a target's module; returns whether the kernel has the target.
 
-        lvm2 would start modprobe(8) for it, which takes a capability, and in a container the node's
-        modules and a modprobe. Asked for a target's version, the kernel loads the module by itself
-        (dm_get_target_type in drivers/md/dm-target.c), on the node and by the node's modprobe. Of a
-        policy of caches the module is loaded too, though it is no target.
+        lvm2 would run modprobe(8), which needs a capability, and in a container also a modprobe and
+        the node's modules. Asked for the version of a target, the kernel itself runs the node's
+        modprobe (dm_get_target_type in drivers/md/dm-target.c). The kernel loads the module of a
+        cache policy this way, too, although a policy is no target.
         """
         try:
             self._call(_GET_TARGET_VERSION, target)
@@ -367,34 +366,31 @@ class DeviceMapper:
         return True
 
     def thin_id(self, name: str) -> int | None:
-        """The number that a thin volume has in its pool; None for what is none, or not there."""
+        """The number of a thin volume in its pool; None for other and for absent devices."""
         try:
             with self._opened() as control:
                 lines = list(_targets(self._ask(control, _TABLE_STATUS, name, 0, _TABLE)))
         except OSError:
             return None
-        # thin-provisioning.rst: the pool's device, and then the number.
-        [found] = [line.split()[1] for kind, _, line in lines if kind == "thin"] or [""]
-        return int(found) if found else None
+        # The table of a thin volume is the pool's device and the number (thin-provisioning.rst).
+        [number] = [line.split()[1] for kind, _, line in lines if kind == "thin"] or [""]
+        return int(number) if number else None
 
     def tell(self, name: str, message: str) -> None:
-        """Send a device's target a message (thin-provisioning.rst). Raises OSError."""
-        # struct dm_target_msg: the sector that it is for, and the message.
+        """Send a message to a device's target (thin-provisioning.rst). Raises OSError."""
+        # Structure dm_target_msg: the sector of the addressed target, and the message.
         data = struct.pack("=Q", 0) + message.encode() + b"\0"
         self._call(_TARGET_MESSAGE, name, data=data)
 
     def _look(self, name: str, at: int) -> int | None:
-        """A number of what device-mapper says of a device.
-
-        0 where there is no such device, None where there is no answer.
-        """
+        """Read a number of a device's header; 0 for an absent device, None without an answer."""
         try:
             return _number(self._call(_DEVICE_STATUS, name), at)
         except OSError as error:
             return 0 if error.errno == errno.ENXIO else None
 
     def _call(self, request: int, name: str, flags: int = 0, data: bytes = b"") -> bytearray:
-        """One ioctl about a device, with its answer's header."""
+        """Make one ioctl about a device; returns the answer's header. Raises OSError."""
         buffer = _request(_HEADER.size, flags, name, 0) + data
         struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
         with self._opened() as control:
@@ -413,35 +409,38 @@ class DeviceMapper:
         calls.ioctl_of(control, str(self._control), request, buffer)
 
     def _walk(self, control: int, *, name: str = "", device: int = 0) -> Iterator[Status]:
-        if (found := self._one_level(control, name, device)) is None:
+        if (level := self._one_level(control, name, device)) is None:
             return
-        lines, below = found
+        lines, below = level
         yield from _records(lines)
-        for one in below:
-            yield from self._walk(control, device=one)
+        for device_below in below:
+            yield from self._walk(control, device=device_below)
 
     def _needed(self, control: int, *, name: str = "", device: int = 0) -> Iterator[int]:
-        if (found := self._one_level(control, name, device)) is None:
+        if (level := self._one_level(control, name, device)) is None:
             yield device
             return
-        lines, below = found
+        lines, below = level
         if _SURVIVING.isdisjoint(kind for kind, _, _ in _targets(lines)):
-            for one in below:
-                yield from self._needed(control, device=one)
+            for device_below in below:
+                yield from self._needed(control, device=device_below)
 
     def _one_level(
         self, control: int, name: str, device: int
     ) -> tuple[bytearray, tuple[int, ...]] | None:
-        """The status of a device and what it stands on; None for one of another driver, a disk."""
+        """The status of a device and the devices directly below it; None for a disk.
+
+        A disk is here any device of another driver.
+        """
         try:
             below = self._ask(control, _TABLE_DEPS, name, device)
             lines = self._ask(control, _TABLE_STATUS, name, device)
         except OSError as error:
-            # What is below the last of device-mapper's devices is a disk.
+            # A number that is unknown to device-mapper is that of another driver's device.
             if error.errno == errno.ENXIO and not name:
                 return None
             raise
-        # struct dm_target_deps: how many, and the devices as the kernel numbers them.
+        # Structure dm_target_deps: the count, padding, and the numbers of the devices.
         start = _number(below, _DATA_START_AT)
         return lines, struct.unpack_from(f"={_number(below, start)}Q", below, start + 8)
 
@@ -454,7 +453,7 @@ class DeviceMapper:
         flags: int = 0,
         size_bytes: int = _FIRST_BUFFER_BYTES,
     ) -> bytearray:
-        """The driver's answer, in a buffer that is large enough for it."""
+        """Make an ioctl with ever larger buffers until the answer fits; returns the answer."""
         while True:
             buffer = _request(size_bytes, _NO_FLUSH | flags, name, device)
             self._ioctl(control, request, buffer)
@@ -464,7 +463,7 @@ class DeviceMapper:
 
 
 def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:
-    """A buffer of that size that asks for a device, by its name or its number."""
+    """A buffer of a size with the request for a device, by its name or its number."""
     buffer = bytearray(size_bytes)
     _HEADER.pack_into(
         *(buffer, 0, *_VERSION, size_bytes, _HEADER.size, 0, 0, flags, 0, 0),
@@ -477,7 +476,7 @@ def _listed(buffer: bytearray) -> Iterator[tuple[str, Events]]:
     at = _number(buffer, _DATA_START_AT)
     while True:
         device, following = _NAME.unpack_from(buffer, at)
-        # Where there is none, there is one that is 0.
+        # A list without devices has a single entry with the number 0.
         if device:
             begin = at + _NAME.size
             end = buffer.index(b"\0", begin)

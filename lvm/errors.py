@@ -1,4 +1,4 @@
-"""Errors of LVM; the one file that knows lvm2's messages."""
+"""Errors of LVM; the only module that recognizes lvm2's messages."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from mount.errors import CommandError, CommandFailed, OutcomeUnknown
 
 
 class SessionLost(OutcomeUnknown):
-    """lvm2's shell ended before it answered a command, or gave no whole answer."""
+    """lvm2's shell ended, or gave an incomplete answer, while it ran a change."""
 
     def __init__(self, words: Sequence[str], problem: str) -> None:
         super().__init__(
@@ -17,7 +17,7 @@ class SessionLost(OutcomeUnknown):
 
 
 class StillRunning(CommandError):
-    """A change is refused while an earlier command has not ended at SIGTERM."""
+    """A change is refused, as an earlier command got SIGTERM and has not ended yet."""
 
     def __init__(self, subcommand: str, seconds: float) -> None:
         super().__init__(
@@ -27,14 +27,15 @@ class StillRunning(CommandError):
 
 
 class NoSpace(CommandFailed):
-    """The group has too few free extents.
+    """The group has too few free extents, or lvm2 gives another reason for having no room.
 
-    A kind of this derives from it: growth catches it, and says its sentence.
+    Errors for other reasons derive from this class: callers that grow a volume catch all of them,
+    and report the sentence of the error.
     """
 
 
 class PoolKeptFree(NoSpace):
-    """The node's lvm.conf has lvm2 refuse new volumes of a thin pool that is so full."""
+    """The node's lvm.conf(5) has a threshold of fullness above which a pool gets no new volumes."""
 
     explained = (
         "the thin pool is fuller than lvm.conf's activation/thin_pool_autoextend_threshold: make"
@@ -43,7 +44,7 @@ class PoolKeptFree(NoSpace):
 
 
 class GroupLimited(NoSpace):
-    """The group has a limit of volumes or of disks, and has reached it."""
+    """The group has reached its limit of logical or physical volumes."""
 
     explained = (
         "the volume group has a limit of its own (`vgs -o +max_lv,max_pv`): lift it by `vgchange"
@@ -52,11 +53,11 @@ class GroupLimited(NoSpace):
 
 
 class VolumeTooLarge(NoSpace):
-    """The volume would have more extents than lvm2 can count."""
+    """The volume would have more extents than lvm2's 32-bit count allows."""
 
 
 class GroupProtected(CommandFailed):
-    """The group, or lvm2 on this node, is set to be read only, or is another node's."""
+    """The group is read-only, exported or another node's; or all of lvm2 is set to read-only."""
 
     explained = (
         "lvm2 changes nothing in the volume group: see its permission, exported and system id by"
@@ -66,7 +67,7 @@ class GroupProtected(CommandFailed):
 
 
 class UnknownContents(CommandFailed):
-    """The group has a volume of a kind that this lvm2 does not know."""
+    """The group has a volume of a kind that is unknown to this node's lvm2."""
 
     explained = (
         "the volume group has volumes of a kind that this node's lvm2 does not know, and it is not"
@@ -75,7 +76,7 @@ class UnknownContents(CommandFailed):
 
 
 class DuplicateDisks(CommandFailed):
-    """Two disks bear the same UUID, as a copied one does, and lvm2 changes the group of neither."""
+    """Two disks have the same UUID, such as a disk and its copy; lvm2 changes neither's group."""
 
     explained = (
         "two disks are copies of each other (`pvs --all`): detach the copy, or give it a UUID of"
@@ -84,7 +85,7 @@ class DuplicateDisks(CommandFailed):
 
 
 class BeingMoved(CommandFailed):
-    """lvm2 keeps a volume as it is while its extents are moved."""
+    """lvm2 refuses to change a volume while pvmove(8) moves its extents."""
 
     explained = (
         "the volume is being moved to another disk (`lvs --all`, pvmove(8)): call again then"
@@ -92,7 +93,7 @@ class BeingMoved(CommandFailed):
 
 
 class PoolDamaged(CommandFailed):
-    """A thin pool's metadata do not pass thin_check(8), or are not those that LVM expects."""
+    """A thin pool's metadata fail thin_check(8), or have another transaction than LVM records."""
 
     explained = (
         "the thin pool's metadata are damaged: see `A thin pool's metadata are damaged` in"
@@ -101,7 +102,7 @@ class PoolDamaged(CommandFailed):
 
 
 class LockTaken(CommandFailed):
-    """Another lvm2 holds the group's lock, or lvm2 cannot make its file."""
+    """Another lvm2 has the group's lock, or lvm2 cannot make the lock's file."""
 
     explained = (
         "lvm2 cannot lock the volume group: see what else runs lvm2, and whether /run/lock/lvm can"
@@ -110,7 +111,7 @@ class LockTaken(CommandFailed):
 
 
 class NotArchived(CommandFailed):
-    """lvm2 cannot write its copy of the metadata, and so changes nothing."""
+    """lvm2 cannot archive the group's metadata in /etc/lvm, and so refuses the change."""
 
     explained = (
         "lvm2 cannot keep a copy of the metadata in /etc/lvm/archive: make room there, or make it"
@@ -119,7 +120,7 @@ class NotArchived(CommandFailed):
 
 
 class SemaphoresUsedUp(CommandFailed):
-    """The kernel has no semaphore left, by which lvm2 waits for udev."""
+    """The kernel has no semaphore left; lvm2 needs one to wait for udev."""
 
     explained = (
         "the node has no semaphores left: see `dmsetup udevcookies`, and raise the limit in"
@@ -128,11 +129,11 @@ class SemaphoresUsedUp(CommandFailed):
 
 
 class MetadataFull(CommandFailed):
-    """The group's metadata area has no room for one volume, snapshot or tag more."""
+    """The group's metadata areas have no room for a further volume, snapshot or tag."""
 
 
 class NameTaken(CommandFailed):
-    """A volume or group of that name exists."""
+    """A volume or group of the requested name exists already."""
 
 
 class InUse(CommandFailed):
@@ -140,11 +141,11 @@ class InUse(CommandFailed):
 
 
 class DisksMissing(CommandFailed):
-    """A disk of the group is missing, and lvm2 refuses such a change until it is back."""
+    """lvm2 refuses a change while a disk of the group is missing."""
 
 
 class KeptInactive(CommandFailed):
-    """The node's lvm.conf keeps the volume from being active, so that nothing can be done to it."""
+    """The node's lvm.conf(5) forbids the activation of the volume."""
 
     explained = (
         "lvm.conf's activation/volume_list lacks the group: put it there, or have no such list; see"
@@ -153,13 +154,13 @@ class KeptInactive(CommandFailed):
 
 
 class NoDeviceMapper(CommandFailed):
-    """The kernel's device-mapper does not answer."""
+    """lvm2 cannot reach the kernel's device-mapper."""
 
 
 class GroupMissing(CommandError):
-    """No group of that name is on this node.
+    """The node has no group of a name.
 
-    `absent` are the devices that lvm2 is confined to and that are not there.
+    `absent` are configured devices of the group that are not attached.
     """
 
     def __init__(self, group: str, absent: Sequence[str] = ()) -> None:
@@ -174,14 +175,14 @@ class GroupMissing(CommandError):
 
 
 class VolumeMissing(CommandError):
-    """A successful report of the group does not have the volume."""
+    """A successful report of the group lacks the volume."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(f"there is no logical volume {name} in volume group {group}")
 
 
 class Inactive(CommandError):
-    """A volume was activated, yet the kernel does not have its device."""
+    """lvm2 activated a volume, but the kernel has no device of the volume."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(
@@ -190,10 +191,10 @@ class Inactive(CommandError):
         )
 
 
-# What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything. The first that
-# matches counts, so a kind of an error stands before its base.
+# Table of lvm2 2.03's messages in the C locale, and the errors that they mean. (lvm2's exit code is
+# 5 for nearly every error.) The first match counts, so a derived error precedes its base.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
-    # Kinds of NoSpace.
+    # Errors derived from NoSpace.
     (re.compile(r"reached threshold|is above threshold"), PoolKeptFree),
     (re.compile(r"Maximum number of (logical|physical) volumes|holds max \d+"), GroupLimited),
     (re.compile(r"Volume too large|exceeds 32 bits|exceeds limit \("), VolumeTooLarge),
@@ -235,7 +236,7 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
 )
 
 
-# What lvm2 and libdevmapper print where malloc(3) fails, and what ENOMEM is called.
+# Messages of lvm2 and libdevmapper where malloc(3) fails, and the text of ENOMEM.
 _NO_MEMORY = re.compile(
     r"out of memory|cannot allocate memory|alloc(ation)? failed"
     r"|(could not|couldn't|failed to|unable to) allocate\b|failed to create bcache",
@@ -244,19 +245,19 @@ _NO_MEMORY = re.compile(
 
 
 def lacks_memory(stderr: str) -> bool:
-    """Whether a failed lvm2 command complained of too little memory."""
+    """Whether a failed lvm2 command printed that it lacked memory."""
     return _NO_MEMORY.search(stderr) is not None
 
 
 def is_explained(stderr: str) -> bool:
-    """Whether a failed lvm2 command said why, in words that are known."""
+    """Whether a failed lvm2 command printed a reason that has an error class here."""
     return _meant(stderr) is not CommandFailed
 
 
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
-    """The error that says what a failed lvm2 command meant.
+    """The error for a failed lvm2 command, by what the command printed.
 
-    The class's `explained`, if it has one, says what to do, before lvm2's own words.
+    If the error's class has an explanation (`explained`), that precedes lvm2's own words.
     """
     kind = _meant(stderr)
     error = kind(words, exit_code, stderr)
@@ -266,5 +267,5 @@ def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed
 
 
 def _meant(stderr: str) -> type[CommandFailed]:
-    """The first that its words are known for."""
+    """The class of the first message that is found in the output."""
     return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)

@@ -1,7 +1,7 @@
-"""That a disk changed, as udev tells it. The only module that imports pyudev.
+"""Events of udev about changed disks. The only module that imports pyudev.
 
-Every write of LVM's metadata closes the disk, and udev's watch rule answers with a "change" event
-(udev(7), OPTIONS+="watch"); a disk that goes or comes has events of its own.
+After a write of LVM's metadata lvm2 closes the disk, and udev's watch rule sends a "change" event
+(udev(7), OPTIONS+="watch"). A disk that is attached or removed has an "add" or "remove" event.
 """
 
 import logging
@@ -16,40 +16,41 @@ import pyudev
 _log = logging.getLogger(__name__)
 
 _UDEV_CONTROL = Path("/run/udev/control")
-# Logical volumes come and go with Carver's own calls, and say nothing of the disks under them.
+# Prefix of the device-mapper UUIDs of logical volumes. Their events are ignored: they come with
+# Carver's own calls, and tell nothing about disks.
 _OF_A_VOLUME = "LVM-"
-# What comes without end is left to the next wait, for who waits has other work.
+# Time limit of reading events that come without a pause; the rest are left to the next wait.
 _MOST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class DiskEvent:
-    """A disk came, went or was written to, or may have.
+    """A disk was attached, removed or written to, or this may have happened unseen."""
 
-    `written` is the path of one that is still there, and may have other contents.
-    """
-
+    # The path of a disk that was written to and is still there; None for any other event.
     written: str | None = None
 
 
 class DiskEvents:
-    """Events of block devices that are not logical volumes. For one thread: libudev(3).
+    """Listens to udev's events of block devices that are not logical volumes.
 
-    `listen` begins to listen, and returns pyudev's monitor; it raises OSError.
+    An object is for one thread, as libudev(3) requires. `listen` starts to listen and returns
+    pyudev's monitor, or raises OSError.
     """
 
     def __init__(self, listen: Callable[[], Any]) -> None:
         self._listen = listen
-        # None while there is no listener.
+        # pyudev's monitor; None while listening fails.
         self._monitor: Any = listen()
-        # The nodes of logical volumes, by the events about them.
+        # The device nodes of logical volumes, by the events so far.
         self._volumes: set[str] = set()
 
     @classmethod
     def open(cls, control: Path = _UDEV_CONTROL) -> Self | None:
-        """Listen from now on; None where udev does not run, as in many a container.
+        """Start to listen; None where udev does not run, as in many a container.
 
-        Once in a process: to find its library, pyudev starts ldconfig (ctypes.util.find_library).
+        Call this once in a process: to find its library, pyudev starts ldconfig
+        (ctypes.util.find_library).
         """
         if not control.exists():
             return None
@@ -61,30 +62,35 @@ class DiskEvents:
             return None
 
     def wait(self, seconds: float) -> frozenset[DiskEvent]:
-        """Wait for events, so long at most; all that are there by then, each once.
+        """Wait for the next event, `seconds` at most; return all present events without repeats.
 
-        Where some were lost it is one that tells of no disk by its path: any may have changed.
+        Where events were lost, an event without a path stands for a change of any disk.
         """
         if self._monitor is None:
             time.sleep(seconds)
             return self._listen_anew()
-        end = time.monotonic() + seconds + _MOST_SECONDS
-        found: set[DiskEvent] = set()
+        end_monotonic_seconds = time.monotonic() + seconds + _MOST_SECONDS
+        events: set[DiskEvent] = set()
         try:
             device = self._monitor.poll(timeout=seconds)
             while device is not None:
                 if not self._is_volume(device):
-                    found.add(DiskEvent(device.device_node if device.action == "change" else None))
-                device = self._monitor.poll(timeout=0) if time.monotonic() < end else None
+                    events.add(DiskEvent(device.device_node if device.action == "change" else None))
+                device = (
+                    self._monitor.poll(timeout=0)
+                    if time.monotonic() < end_monotonic_seconds
+                    else None
+                )
         except OSError as error:
             _log.warning("events of udev's are lost, so every disk is looked at: %s", error)
             return self._listen_anew()
-        return frozenset(found)
+        return frozenset(events)
 
     def _listen_anew(self) -> frozenset[DiskEvent]:
-        """Have another socket: of one that overflowed (ENOBUFS) pyudev never reads the error.
+        """Listen by a new socket, after an error such as an overflow (ENOBUFS).
 
-        It reports nothing of what was lost before, so all disks must be scanned.
+        pyudev would never clear that error from the old socket. Events between the sockets are
+        lost, so the result says that any disk may have changed.
         """
         was_listening, self._monitor = self._monitor is not None, None
         try:
@@ -97,10 +103,11 @@ class DiskEvents:
         return frozenset({DiskEvent()})
 
     def _is_volume(self, device: Any) -> bool:
-        """Whether it is a logical volume, or tells nothing of a disk yet.
+        """Whether an event is about a logical volume, or about a device that is not ready yet.
 
-        A device of device-mapper can be read from its first "change" on, and until then bears no
-        UUID (10-dm.rules); of the two events with which it goes only the first one does.
+        A device-mapper device has no UUID before its first "change" event, from which on it can be
+        read (10-dm.rules). Of its last two events only the first has the UUID, so the nodes of
+        logical volumes are remembered.
         """
         if device.get("DM_UUID", "").startswith(_OF_A_VOLUME):
             self._volumes.add(device.device_node)

@@ -1,4 +1,4 @@
-"""Commands on volume groups: make, extend, reduce; move extents and rebuild RAID images."""
+"""Commands on volume groups: create, extend, reduce; move extents and rebuild RAID images."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,44 +7,48 @@ from lvm.lvm2 import Lvm
 from lvm.report import Group
 from lvm.volumes import NO_TAGS
 
-# The command by which people give a group a disk. Without the option lvm2 makes an area of 1 MiB
-# there, and the smallest area bounds the metadata of the whole group.
+# Command that messages and documents give for adding a disk to a group. Without the option lvm2
+# makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
 VGEXTEND = "vgextend --metadatasize 80m"
-# What lvm2 has on a disk before its metadata area: a page with the label.
+# Size of what precedes the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
-# The header of a metadata area; each of its two texts begins with a sector.
+# Size of the header of a metadata area, and unit in which lvm2 rounds each of its two texts.
 _SECTOR_BYTES = 512
 
 
 def suitable_metadata_bytes(size_bytes: int) -> int:
-    """How large a metadata area a new group of so much has on each of its disks.
+    """The size of the metadata area on each disk of a new group of `size_bytes`.
 
-    lvm2 writes a new text beside the old one. A group of less than 40 GiB cannot have as many
-    volumes, and an area of 8 KiB for each extent of 4 MiB is a five hundredth of it. The label and
-    the area are whole MiB together, as lvm2 begins with the first extent there.
+    The area has room for 10,000 volumes. A group of less than 40 GiB cannot have so many, so its
+    area has room for a volume on each extent of 4 MiB: that takes 8 KiB, a five hundredth of the
+    group. Label and area together are whole MiB, as lvm2 aligns the first extent to a MiB.
     """
-    # So many volumes of two images each have room, of which each takes 4 KiB of the text.
+    # A volume of two images takes 4 KiB of the text, and the area has room for two texts: lvm2
+    # writes a new text beside the old one.
     volumes = min(10_000, size_bytes // (4 * _MIB))
     whole = max(1, -(-2 * 4096 * volumes // _MIB)) * _MIB
     return whole - LABEL_BYTES
 
 
 def text_room_bytes(group: Group) -> int:
-    """The longest text that lvm2 writes into a group's metadata areas (_vg_write_raw)."""
+    """The longest metadata text that the group's areas have room for (lvm2's _vg_write_raw)."""
     return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
 
 
 def widest_area_bytes(group: Group) -> int:
-    """The largest metadata area of its disks; what a further disk should have.
+    """The size of the largest metadata area of a group's disks.
 
-    The smallest bounds the text of the whole group.
+    A further disk should have an area of this size: the smallest area limits the whole group.
     """
-    return max((group.metadata_bytes, *(one.metadata_bytes for one in group.disks)))
+    return max((group.metadata_bytes, *(disk.metadata_bytes for disk in group.disks)))
 
 
 def vgextend(group: Group) -> str:
-    """The command by which people give this group a disk, whose area is as large as the widest."""
+    """The command that messages give for adding a disk to a group.
+
+    The metadata area of the new disk is to be as large as the largest in the group.
+    """
     size_bytes = widest_area_bytes(group)
     return (
         f"vgextend --metadatasize {size_bytes >> 10}k {group.name}"
@@ -54,14 +58,14 @@ def vgextend(group: Group) -> str:
 
 
 def narrow_disks(group: Group) -> Mapping[str, int]:
-    """The disks whose metadata areas are smaller than others' by more than rounding, in bytes."""
+    """The disks with a metadata area smaller than the largest by a MiB or more; sizes in bytes."""
     widest = widest_area_bytes(group)
-    areas = {one.name: one.metadata_bytes for one in group.disks if one.metadata_bytes}
+    areas = {disk.name: disk.metadata_bytes for disk in group.disks if disk.metadata_bytes}
     return {name: size for name, size in areas.items() if widest - size >= _MIB}
 
 
 def about_area(group: Group) -> str:
-    """The group's metadata area, with the disks that bound it, as the subject of a sentence."""
+    """The subject of a sentence about a group's metadata area; it names the disks that limit it."""
     whole = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return whole
@@ -74,13 +78,16 @@ def _in_mib(size_bytes: int) -> str:
 
 
 def text_percent(group: Group) -> float:
-    """How much of that room is used, in percent."""
+    """How full the metadata text of a group is, in percent of its largest size."""
     room = text_room_bytes(group)
     return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether only the reserve for deletions, wipes and repairs is left: nothing new is made."""
+    """Whether a group's metadata text is so full that nothing new may be created.
+
+    The remaining sixteenth of the room, 16 KiB at least, is for deletions, wipes and repairs.
+    """
     room = text_room_bytes(group)
     return bool(room) and group.metadata_free_bytes < max(room // 16, 16 << 10)
 
@@ -92,13 +99,12 @@ def create(
     own_tags: Mapping[str, str],
     metadata_bytes: int,
 ) -> None:
-    """Make a group of block devices that the caller has proved to be blank (vgcreate(8)).
+    """Create a group of block devices that the caller has found to be blank (vgcreate(8)).
 
-    All of them become the group's disks by one command, or none does. Raises NameTaken when a group
-    of that name exists.
+    One command makes all of the devices the group's disks, or none. Raises NameTaken.
     """
-    # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
-    # one that came after the caller's look must not be wiped.
+    # --quiet twice answers no to each question of lvm2's (lvm(8)). lvm2 looks for signatures, too,
+    # and must not wipe one that was written since the caller looked.
     words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", own_tags))
     lvm("vgcreate", "--quiet", "--quiet", *words, "--", name, *devices)
 
@@ -106,60 +112,61 @@ def create(
 def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
-    """Replace tags of a group (vgchange(8)); what it has not, or has already, is no error."""
+    """Replace tags of a group (vgchange(8)); absent old and present new ones are no error."""
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("vgchange", *changes, "--", name)
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
-    """Reserve disks for caches: nothing else new is put on them (pvchange(8))."""
+    """Tag disks as fast, which reserves them for caches (pvchange(8))."""
     lvm("pvchange", "--addtag", report.FAST, "--", *disks)
 
 
-# lvm2 watches a move itself until it has ended, rather than lvmpolld, which would look for the
-# group on all disks.
+# Settings of pvmove(8), by which its own process watches the move until it has ended. lvmpolld(8)
+# would search all disks for the group.
 _WATCHED_BY_ITSELF = ("global/use_lvmpolld=0",)
 
 
 def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
-    """Give a group a disk that the caller has proved to be blank (vgextend(8)).
+    """Add a disk that the caller has found to be blank to a group (vgextend(8)).
 
-    It has a metadata area of that size: the group's text must fit into each. `lvm` must see the
-    disk, beside the group's own.
+    The disk gets a metadata area of `metadata_bytes`, as each area must have room for the group's
+    text. `lvm` must see the new disk beside the group's own disks.
     """
-    # --quiet twice answers no to whatever lvm2 asks: a signature that it finds is not wiped.
+    # --quiet twice answers no to each question of lvm2's: it wipes no signature.
     words = ("--quiet", "--quiet", "--metadatasize", f"{metadata_bytes}b")
     lvm("vgextend", *words, "--", group, disk)
 
 
 def allow_allocation(lvm: Lvm, disk: str, *, allowed: bool) -> None:
-    """Have lvm2 allocate on a disk, or allocate nothing new there (pvchange(8))."""
+    """Allow or forbid lvm2 to allocate extents on a disk (pvchange(8))."""
     lvm("pvchange", "--allocatable", "y" if allowed else "n", "--", disk)
 
 
 def replace_images(lvm: Lvm, group: str, name: str, disks: Sequence[str]) -> None:
-    """Give a RAID volume new images for those on missing disks, on these disks (lvconvert(8)).
+    """Replace the images of a RAID volume on missing disks by new ones on `disks` (lvconvert(8)).
 
-    It must be active and, what is left of it, in sync. The command does not wait for the rebuild.
+    The volume must be active, and its remaining images in sync. The command does not wait for the
+    rebuild.
     """
     lvm("lvconvert", "--yes", "--repair", "--", f"{group}/{name}", *disks)
 
 
 def make_alike(lvm: Lvm, group: str, name: str) -> None:
-    """Compare the copies of a RAID volume, and repair those that differ (lvchange(8))."""
+    """Start to compare the images of a RAID volume and repair differences (lvchange(8))."""
     lvm("lvchange", "--syncaction", "repair", "--", f"{group}/{name}")
 
 
 def move(lvm: Lvm, old: str, new: str) -> None:
-    """Start to move all extents of a disk to another, or continue (pvmove(8)).
+    """Start or continue to move all extents of a disk to another (pvmove(8)).
 
-    The command does not wait; a process of lvm2's stays, which commits each piece.
+    The command does not wait: a background process of lvm2's remains and commits each moved piece.
     """
     lvm("pvmove", "--background", "--", old, new, settings=_WATCHED_BY_ITSELF)
 
 
 def watch_moves(lvm: Lvm) -> None:
-    """Restart the watchers of moves that are under way, on the disks that lvm2 sees."""
+    """Restart the background processes of all unfinished moves on the disks that lvm2 sees."""
     lvm("pvmove", "--background", "--", settings=_WATCHED_BY_ITSELF)
 
 
@@ -174,13 +181,13 @@ def reduce_missing(lvm: Lvm, group: str) -> None:
 
 
 def remove_spare(lvm: Lvm, group: str) -> None:
-    """Remove what lvm2 keeps for the repair of pools; it makes that anew when it needs it."""
+    """Remove the spare volume for repairs of pools; lvm2 makes a new one when it needs one."""
     lvm("lvremove", "--yes", "--", f"{group}/lvol0_pmspare")
 
 
 def repair_pool(lvm: Lvm, group: str, pool: str) -> None:
-    """Write a thin pool's metadata anew as far as they can be read (lvmthin(7)).
+    """Rewrite the metadata of an inactive thin pool, as far as they are readable (lvmthin(7)).
 
-    Nothing of it may be active. The old ones stay, as a volume called `pool_meta0`.
+    No volume of the pool may be active either. The old metadata stay, as the volume `pool_meta0`.
     """
     lvm("lvconvert", "--yes", "--repair", "--", f"{group}/{pool}")

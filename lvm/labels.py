@@ -1,4 +1,37 @@
-"""Labels of physical volumes and the text of a group's metadata, read from the disk."""
+"""Read LVM's labels and metadata from disks, without lvm2.
+
+Why: lvm2 reads every disk of the node within one process. A single disk that does not answer would
+keep each lvm2 command waiting, and with it each call to Carver. So Carver itself finds out which
+disks belong to which volume group, and confines each lvm2 command to the disks of one group. A
+hung disk then stops its own group, and no other (docs/decisions/02-finding-disks.md).
+
+Idea: all that must be known is at fixed places of the disk, and is read by direct I/O, one thread
+for each disk (lvm/disks.py). Nothing is ever written here.
+
+    0      512             4096            4608                           1 MiB
+    +------+---------------+---------------+------------------------------+------------+
+    |      | label         | header of the | texts of the metadata area,  | extents of |
+    |      |  PV UUID      | metadata area | in a ring                    | volumes    |
+    |      |  size of disk |               | +-----------+-----------+    |            |
+    |      |  areas ------>|  committed ------------------>| seqno = 8 |    |            |
+    |      |               |  text         | | seqno = 7 |           |    |            |
+    +------+---------------+---------------+-+-----------+-----------+----+------------+
+
+1. The label is in one of the first four sectors. It has the UUID of the physical volume, and the
+   offsets of the disk's metadata areas.
+2. The header of a metadata area has offset, length and checksum of the committed text.
+3. The text is the metadata of the group: its name, UUID, seqno and disks, then its volumes. With
+   each commit lvm2 writes a new text behind the old one, and then the header. At the end of the
+   area the text goes on at the beginning of the ring.
+4. Of several areas with different texts the one with the highest seqno counts, as for lvm2.
+
+From 1 and 2 alone follows a fingerprint: while UUID, offset, length and checksum are the same,
+nothing was committed. So a read of 8 KiB from each disk proves that a report is still as good as
+a new one. Without that, each call would pay for a report by lvm2.
+
+All input is untrusted: a disk may be damaged, or written by a guest. What is not as lvm2 writes it
+raises `Damage`, and no text takes long to parse.
+"""
 
 import enum
 import itertools
@@ -13,8 +46,9 @@ from lvm import tags
 from mount import blocks
 from mount.blocks import Reader
 
-# lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
-# number, a string or a list. Nothing here goes back to try again, so that no text takes long.
+# Patterns of lvm2's configuration format (lvm.conf(5)): `name { … }` and `name = value`, where a
+# value is a number, a string or a list. All quantifiers are possessive (`++`, `*+`): the patterns
+# never backtrack, so that no text takes long.
 _BLANK = r"(?:\s|\#[^\n]*+)*+"
 _WORD = r"[^\s\#{}=\"\[\],]++"
 _STRING = r"\"(?:[^\"\\]|\\.)*+\""
@@ -24,62 +58,65 @@ _STATEMENT = re.compile(
     re.DOTALL,
 )
 _STRINGS = re.compile(_STRING, re.DOTALL)
-_NOTHING_MORE = re.compile(_BLANK)
+_ONLY_BLANK = re.compile(_BLANK)
 
 
 class Damage(Exception):
-    """What was read is not what lvm2 writes."""
+    """A label or metadata that lvm2 would not write so."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group, as the metadata on one of its disks tell."""
+    """A volume group, by the metadata on one of its disks."""
 
     name: str
     uuid: str
     seqno: int
-    # Of its physical volumes.
+    # The UUIDs of the group's physical volumes.
     disk_uuids: tuple[str, ...]
-    # Such as RESIZEABLE, READ, WRITE, EXPORTED.
+    # Flags of the group, such as RESIZEABLE, READ, WRITE, EXPORTED.
     status: frozenset[str] = frozenset()
     system_id: str = ""
     lock_type: str = ""
-    # Whether it, or something in it, bears a tag of Carver's.
+    # Whether the group or a volume in the group has a tag of Carver's.
     has_own_tags: bool = False
 
     @property
     def is_exported(self) -> bool:
-        """Whether it was made ready for another machine: vgexport(8)."""
+        """Whether vgexport(8) made the group ready for another machine."""
         return "EXPORTED" in self.status
 
     @property
     def is_clustered(self) -> bool:
-        """Whether an lvm2 before 2.03 shared it with other nodes (clvmd)."""
+        """Whether an lvm2 before 2.03 shared the group with other nodes (clvmd)."""
         return "CLUSTERED" in self.status
 
 
 def parse_group(text: str) -> Group:
-    """What the beginning of the metadata says, which is of the group and its disks; or Damage."""
-    name, found = "", dict[tuple[str, ...], str]()
-    for place, value in settings(text):
-        name = name or place[0]
-        if place[1:2] == ("logical_volumes",):
+    """Parse the group and its disks from a metadata text. Raises Damage.
+
+    Parsing stops at the logical volumes, which come last and make up nearly all of the text.
+    """
+    name, values = "", dict[tuple[str, ...], str]()
+    for path, value in settings(text):
+        name = name or path[0]
+        if path[1:2] == ("logical_volumes",):
             break
-        if place[0] == name:
-            found[place[1:]] = value
+        if path[0] == name:
+            values[path[1:]] = value
     try:
         return Group(
             name,
-            _string(found["id",]),
-            int(found["seqno",]),
+            _string(values["id",]),
+            int(values["seqno",]),
             tuple(
                 _string(value)
-                for place, value in found.items()
-                if place[0] == "physical_volumes" and place[2:] == ("id",)
+                for path, value in values.items()
+                if path[0] == "physical_volumes" and path[2:] == ("id",)
             ),
-            frozenset(strings(found.get(("status",), ""))),
-            _string(found.get(("system_id",), "")),
-            _string(found.get(("lock_type",), "")),
+            frozenset(strings(values.get(("status",), ""))),
+            _string(values.get(("system_id",), "")),
+            _string(values.get(("lock_type",), "")),
             f'"{tags.PREFIX}' in text,
         )
     except (KeyError, ValueError):
@@ -87,7 +124,11 @@ def parse_group(text: str) -> Group:
 
 
 def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each setting with the sections that it is in, in the order of the text; or Damage."""
+    """Yield each setting of a text in lvm2's configuration format, in order. Raises Damage.
+
+    A setting is the path of its name, from the outermost section inwards, and its unparsed value:
+    `devices { filter = "a" }` gives `("devices", "filter"), '"a"'`.
+    """
     sections: list[str] = []
     at = 0
     while statement := _STATEMENT.match(text, at):
@@ -101,28 +142,29 @@ def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
             sections.pop()
         else:
             raise Damage("the metadata end what was not begun")
-    if sections or not _NOTHING_MORE.fullmatch(text, at):
+    if sections or not _ONLY_BLANK.fullmatch(text, at):
         raise Damage("the metadata are not in lvm2's form")
 
 
 def strings(value: str) -> list[str]:
-    """The strings in a list."""
-    return [_string(one) for one in _STRINGS.findall(value)]
+    """The strings in the value of a setting that is a list, without their quotes."""
+    return [_string(string) for string in _STRINGS.findall(value)]
 
 
 def _string(value: str) -> str:
-    """A string without its quotes."""
+    """The text of a quoted string."""
     return re.sub(r"\\(.)", r"\1", value.strip('"'), flags=re.DOTALL)
 
 
 _SECTOR_BYTES = 512
 _LABEL_SECTORS = 4
 _PAGE_BYTES = 4096
-# The label, and the header of the first metadata area where lvm2 puts it: behind the first page.
+# Length of the first read of a disk: it has the label, and the header of the first metadata area,
+# which lvm2 puts behind the first page.
 _HEAD_BYTES = 2 * _PAGE_BYTES
-# loff_t is signed.
+# Highest offset that is read, as the kernel's loff_t is a signed number of 64 bits.
 _END_OF_DISKS = (1 << 63) - _PAGE_BYTES
-# lvm2's own areas have a megabyte; a disk may claim anything.
+# Limit of a metadata text. lvm2's own areas have a megabyte by default; a disk may claim anything.
 _LARGEST_TEXT_BYTES = 64 << 20
 
 _LABEL = struct.Struct("<8sQII8s")
@@ -141,13 +183,14 @@ _INITIAL_CRC = 0xF597A6CF
 _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
-# A reader may meet the one write that damages what it sees: lvm2 coming round in the ring of text.
+# Number of further reads of a disk that looks damaged. lvm2 overwrites the oldest text in the ring
+# while Carver may still be reading that text; the next read finds the new one.
 _RETRIES = 2
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in a metadata area committed text is: with each commit elsewhere, and another."""
+    """The position of the committed text in a metadata area; each commit changes the position."""
 
     offset_bytes: int
     size_bytes: int
@@ -156,51 +199,51 @@ class Position:
 
 @dataclass(frozen=True)
 class Mark:
-    """A physical volume and its committed texts: while it is the same, so are the metadata.
-
-    There is none where the disk has no metadata area in use, or is in no group.
-    """
+    """A disk's share in the fingerprint of its group: equal marks mean unchanged metadata."""
 
     uuid: str
+    # The positions of the committed texts; none where the disk is in no group, or has no metadata
+    # area in use.
     texts: tuple[Position, ...]
 
 
 class Kind(enum.IntEnum):
-    """The kind of writer a disk may have had, the most trusted first; it decides between copies."""
+    """Who may have written a disk, from most to least trusted; decides between copies of a disk."""
 
-    # The node's own, or one that the operator named.
+    # Only the node: its own disk, or one that the operator named.
     LOCAL = 0
-    # Of a file or a network, perhaps for a tenant: loop devices, iSCSI.
+    # The owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
     ATTACHED = 1
-    # A volume of another driver or a guest: rbd, nbd, drbd, zvols.
+    # A guest or another storage driver: rbd, nbd, drbd, zvols.
     FOREIGN = 2
 
 
 @dataclass(frozen=True)
 class PhysicalLabel:
-    """A disk that is a physical volume.
+    """A disk that is a physical volume, by its label and metadata.
 
-    `group` is None where the disk does not say, which has two reasons: it is in no group, or the
-    metadata are on the group's other disks (pvcreate(8), --metadatacopies 0). Of the second
-    `is_used` is true, unless lvm2 was older than 2.02.167.
+    `group` is None for two reasons. The disk is in no group; or the metadata are on the group's
+    other disks alone (pvcreate(8), --metadatacopies 0). In the second case `is_used` is true,
+    unless the label is by an lvm2 older than 2.02.167.
     """
 
     uuid: str
     size_bytes: int
     is_used: bool
     group: Group | None
-    # What is wrong with it, though lvm2 may have another copy.
+    # Problems of the disk's metadata areas; lvm2 may have an undamaged copy elsewhere.
     damage: tuple[str, ...] = ()
-    # From the kernel: its kind, by which number it was attached (Disks.sequences), and the UUIDs of
-    # the groups that have active volumes on it.
+    # Who may have written the disk, by sysfs.
     kind: Kind = Kind.LOCAL
+    # The kernel's sequence number of the disk (Disks.sequences).
     sequence: str = ""
+    # The UUIDs of the groups that have active volumes on the disk, by sysfs.
     active_groups: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A disk with a label that cannot be believed."""
+    """A disk that bears a damaged label."""
 
     problem: str
 
@@ -209,19 +252,19 @@ class Damaged:
 
 
 def read(path: str) -> PhysicalLabel | Damaged | None:
-    """What a disk says of itself; None where it has no label. Raises OSError."""
+    """Read the label and metadata of a disk; None for a disk without a label. Raises OSError."""
     for _ in range(_RETRIES):
-        found = _read(path)
-        if found is None or (isinstance(found, PhysicalLabel) and not found.damage):
-            return found
+        result = _read(path)
+        if result is None or (isinstance(result, PhysicalLabel) and not result.damage):
+            return result
     return _read(path)
 
 
 def mark(path: str) -> Mark | None:
-    """The cheapest proof of what the metadata are: two, or all, are equal if nothing was committed.
+    """Read the mark of a disk, which stays equal until lvm2 commits metadata. Raises OSError.
 
-    One read, where the disk has one metadata area at its beginning. None where nothing is proved:
-    without a label, or with damage. Raises OSError.
+    None for a disk without a label, or with a damaged one. This is a single read of 8 KiB where
+    the disk has one metadata area, at its beginning.
     """
     with blocks.opened(path) as reader:
         disk = _Disk(reader)
@@ -230,7 +273,7 @@ def mark(path: str) -> Mark | None:
             texts = [_header(disk, area) for area in label.areas] if label else []
         except Damage:
             return None
-    return Mark(label.uuid, tuple(one.position for one in texts if one)) if label else None
+    return Mark(label.uuid, tuple(text.position for text in texts if text)) if label else None
 
 
 def _read(path: str) -> PhysicalLabel | Damaged | None:
@@ -249,20 +292,20 @@ def _read(path: str) -> PhysicalLabel | Damaged | None:
                     groups.append(parse_group(text.read(disk)))
             except Damage as problem:
                 damage.append(str(problem))
-    # As lvm2 decides: an area that was not written has an older text.
+    # The highest seqno counts, as for lvm2: an area that a commit did not reach has an older text.
     newest = max(groups, key=lambda group: group.seqno, default=None)
     return PhysicalLabel(label.uuid, label.size_bytes, label.is_used, newest, tuple(damage))
 
 
 class _Disk:
-    """The beginning of a disk, and what its label refers to."""
+    """A disk that is open for reading, with its first bytes in memory."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.head = reader.read_to_end(0, _HEAD_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read what the label refers to; Damage where that is not on the disk. Raises OSError."""
+        """Read a range that label or header refer to. Raises Damage past the disk, OSError."""
         end = offset_bytes + length_bytes
         if end > _END_OF_DISKS:
             raise Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
@@ -276,7 +319,7 @@ class _Disk:
 
 @dataclass(frozen=True)
 class _Area:
-    """A part of a disk that the label tells of."""
+    """A data or metadata area of a disk."""
 
     offset_bytes: int
     size_bytes: int
@@ -293,15 +336,15 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Text:
-    """The committed text in a metadata area."""
+    """The committed text in a metadata area, not read yet."""
 
     area: _Area
     position: Position
 
     def read(self, disk: _Disk) -> str:
-        """Raises Damage, also where it is not the text that was committed."""
+        """Read the text from the disk. Raises Damage where its checksum is wrong, OSError."""
         area, offset, size = self.area, self.position.offset_bytes, self.position.size_bytes
-        # Past the end it goes on at the beginning, behind the header.
+        # A text that reaches the end of the area goes on at its beginning, behind the header.
         straight = min(size, area.size_bytes - offset)
         text = disk.read(area.offset_bytes + offset, straight)
         text += disk.read(area.offset_bytes + _MDA_HEADER_BYTES, size - straight)
@@ -311,7 +354,7 @@ class _Text:
 
 
 def _label(disk: _Disk) -> _Label | None:
-    """What the first label says that is whole; None where there is none at all."""
+    """Parse the first undamaged label of a disk; None if there is no label. Raises Damage."""
     problem = ""
     for number in range(_LABEL_SECTORS):
         sector = disk.head[number * _SECTOR_BYTES :][:_SECTOR_BYTES]
@@ -341,7 +384,7 @@ def _physical_volume(sector: bytes, at: int) -> _Label:
     version, flags = 0, 0
     if at + _PV_EXTENSION.size <= len(sector):
         version, flags = _PV_EXTENSION.unpack_from(sector, at)
-    # The flag is the second version's.
+    # The flag exists since version 2 of the header's extension.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
     text = uuid.decode("ascii", "replace")
     if not _UUID.fullmatch(text):
@@ -350,16 +393,16 @@ def _physical_volume(sector: bytes, at: int) -> _Label:
 
 
 def _areas(sector: bytes, at: int) -> Iterator[_Area]:
-    """A list of areas, which ends with an offset of 0."""
+    """Parse a list of areas in a label; the list ends with an offset of 0."""
     while (area := _Area(*_unpack(_AREA, sector, at))).offset_bytes:
         yield area
         at += _AREA.size
 
 
 def _header(disk: _Disk, area: _Area) -> _Text | None:
-    """Where the area has committed text; None where it has none, or is not in use.
+    """Parse a metadata area's header; None for an area without committed text, or not in use.
 
-    The second location holds text that is not committed yet; it is ignored.
+    The header's second location is that of a text not yet committed, and is ignored.
     """
     header = disk.read(area.offset_bytes, _MDA_HEADER_BYTES)
     checksum, magic, version, start, size = _MDA_HEADER.unpack_from(header)
@@ -369,7 +412,7 @@ def _header(disk: _Disk, area: _Area) -> _Text | None:
     if (magic, version, start) != (_MDA_MAGIC, 1, area.offset_bytes):
         raise Damage(f"{where}: not the header of this area")
     offset, length, text_checksum, flags = _RAW_LOCN.unpack_from(header, _MDA_HEADER.size)
-    # pvchange(8), --metadataignore: what is there is old.
+    # An area that is not in use (pvchange(8), --metadataignore) has an old text.
     if flags & _RAW_LOCN_IGNORED or not offset:
         return None
     if not (_MDA_HEADER_BYTES <= offset < size and length <= size - _MDA_HEADER_BYTES):
@@ -386,10 +429,10 @@ def _unpack(form: struct.Struct, sector: bytes, at: int) -> tuple[Any, ...]:
 
 
 def dashed(uuid: str) -> str:
-    """A UUID of 32 characters as lvm2 writes it everywhere but in labels and in the kernel."""
+    """Insert the dashes with which lvm2 prints a UUID; labels and the kernel have none."""
     return "-".join(uuid[start:end] for start, end in itertools.pairwise(_UUID_CUTS))
 
 
 def _checksum(data: bytes) -> int:
-    """lvm2's calc_crc(): the usual CRC-32 with another beginning, and not inverted at the end."""
+    """lvm2's calc_crc(): a CRC-32 with an initial value of its own, not inverted at the end."""
     return zlib.crc32(data, ~_INITIAL_CRC & 0xFFFFFFFF) ^ 0xFFFFFFFF

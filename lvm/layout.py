@@ -1,8 +1,8 @@
-"""The arithmetic of extents: how a volume lies on a group's disks, and what the group can hold.
+"""How volumes lie on the disks of a group: kinds, sizes in extents, and the choice of disks.
 
-CreateVolume, GetCapacity and expansion share it, so what is reported can be made. A volume that is
-spread over n disks is given the n with the most free extents and no others: lvm2 then has no
-choice left, and the arithmetic is exact.
+CreateVolume, GetCapacity and expansion use the same arithmetic, so a reported capacity can be
+created. A volume over n disks is created on the n disks with the most free extents, which are named
+to lvm2: lvm2 then has no choice, and the arithmetic is exact.
 """
 
 import re
@@ -14,25 +14,26 @@ from lvm import raid, tags
 from lvm.raid import SegmentType
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
-# lvcreate(8), --chunksize: the least there is, so that little is copied for a little write.
+# Chunk size of copy-on-write snapshots: the smallest (lvcreate(8), --chunksize), so that a small
+# write copies little.
 COPY_ON_WRITE_CHUNK_BYTES = 4096
-# struct disk_exception, drivers/md/dm-snap-persistent.c.
+# Size of an entry in a COW store's tables (struct disk_exception, drivers/md/dm-snap-persistent.c).
 _EXCEPTION_BYTES = 16
 
-# The RAID levels that Carver makes.
-RAIDS = tuple(one.name for one in raid.LEVELS.values() if not one.by_hand)
+# Names of the RAID levels that Carver makes.
+RAIDS = tuple(level.name for level in raid.LEVELS.values() if not level.by_hand)
 _KINDS: Mapping[str, SegmentType] = {
     "linear": SegmentType("linear"),
     "striped": SegmentType("striped", least_stripes=2, striped=True),
     **{name: raid.LEVELS[name] for name in RAIDS},
-    # In a pool, which lies on the disks: lvm/thin.py.
+    # A thin volume lies in a pool, and only the pool lies on disks (lvm/thin.py).
     "thin": SegmentType("thin", module="dm-thin-pool"),
 }
 KINDS = tuple(_KINDS)
 
 
 def is_mirrored(kind: str) -> bool:
-    """Whether volumes of that kind have further copies, as many as their layout's `mirrors`."""
+    """Whether volumes of a kind have copies of their data, by their layout's `mirrors`."""
     return _KINDS[kind].mirrored
 
 
@@ -40,8 +41,9 @@ def is_mirrored(kind: str) -> bool:
 class Layout:
     """How a volume lies on disks: `stripes` of data, each with `mirrors` further copies.
 
-    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB), as the 0 of each further field does; the tag
-    follows the fields. Raises ValueError.
+    A `stripe_size_bytes` of 0 means lvm2's default (64 KiB). A field that is added here must have 0
+    for its default, too, as the text of the tag has the fields in this order (`__str__`). Raises
+    ValueError for a combination that lvm2 does not have.
     """
 
     kind: str = "linear"
@@ -64,42 +66,42 @@ class Layout:
         if self.stripe_size_bytes and not kind.striped:
             raise ValueError(f"{self.kind} has no stripes, so no stripe size")
         if self.stripe_size_bytes and self.stripe_size_bytes not in {
-            4096 << one for one in range(20)
+            4096 << power for power in range(20)
         }:
             raise ValueError("a stripe size is 4 KiB times a power of two")
 
     @property
     def disks(self) -> int:
-        """How many disks a volume lies on; a linear one on as many as it takes."""
+        """The number of disks of a volume; 1 for a linear volume, which may lie on more."""
         return _KINDS[self.kind].disks(self.stripes, self.mirrors)
 
     @property
     def is_linear(self) -> bool:
-        """Whether a volume may lie on any disks, one after the other."""
+        """Whether a volume may lie on any number of disks, one after the other."""
         return self.kind == "linear"
 
     @property
     def is_thin(self) -> bool:
-        """Whether a volume lies in a pool and takes what it uses."""
+        """Whether a volume lies in a thin pool and takes extents only as it is written."""
         return self.kind == "thin"
 
     @property
     def is_raid(self) -> bool:
-        """Whether a volume has copies or parity, and is brought in sync again after a loss."""
+        """Whether a volume has copies or parity, from which lvm2 rebuilds a lost image."""
         return self.kind in RAIDS
 
     @property
     def module(self) -> str:
-        """The kernel module that it needs; empty for none."""
+        """The kernel module of the layout's device-mapper target; empty if it needs none."""
         return _KINDS[self.kind].module
 
     @property
     def metadata_extents(self) -> int:
-        """Extents on each disk beside the data's."""
+        """The number of metadata extents on each disk, beside the data's."""
         return _KINDS[self.kind].metadata_extents
 
     def words(self) -> list[str]:
-        """Its options for lvcreate(8)."""
+        """The options of lvcreate(8) for the layout."""
         words = ["--type", self.kind]
         if _KINDS[self.kind].striped:
             words += ["--stripes", str(self.stripes)]
@@ -110,26 +112,27 @@ class Layout:
         return words
 
     def __str__(self) -> str:
-        """The text of the tag on disks: all fields, without those after the fourth that are 0."""
-        texts = [str(one) for one in vars(self).values()]
+        """The layout as the value of a tag: its fields, without zeroes after the fourth field."""
+        texts = [str(field) for field in vars(self).values()]
         while len(texts) > 4 and texts[-1] == "0":
             texts.pop()
         return ":".join(texts)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The layout that `str` gave the text of; None for any other text, never a guess.
+        """Parse the value of a tag that `str` made; None for any other text, never a guess.
 
-        Fields of a newer version are passed over: lvm2 keeps by itself what lvcreate was given, and
-        what a volume is grown and repaired by is in the first. 0.2.0 took such a one for linear.
+        Further fields, which a newer Carver wrote, are ignored: growth and repair need the first
+        fields alone, and lvm2 itself keeps what lvcreate was given. (Carver 0.2.0 took a layout
+        with further fields for linear.)
         """
         kind, *numbers = text.split(":")
-        own = [tags.number(one) for one in numbers[: len(cls.__match_args__) - 1]]
-        known = [one for one in own if one is not None]
-        if len(known) < len(own):
+        parsed = [tags.number(number) for number in numbers[: len(cls.__match_args__) - 1]]
+        valid = [number for number in parsed if number is not None]
+        if len(valid) < len(parsed):
             return None
         try:
-            return cls(kind, *known)
+            return cls(kind, *valid)
         except (ValueError, KeyError):
             return None
 
@@ -138,14 +141,15 @@ LINEAR = Layout()
 
 
 def recognize(volume: LogicalVolume) -> Layout | None:
-    """The layout of a volume that may be another program's; None if Carver makes none like it.
+    """Find the layout of a volume by lvm2's report; None if Carver makes no such volumes.
 
-    A stripe size is not reported, so it is left to lvm2, which keeps it when the volume grows.
+    Another program may have made the volume. The result has no stripe size, as the report has none;
+    lvm2 keeps the volume's own when the volume grows.
     """
     try:
         return _recognized(volume)
     except ValueError:
-        # Such as a RAID that has one image left.
+        # The volume has an unusual number of images, such as a RAID with one image left.
         return None
 
 
@@ -162,7 +166,7 @@ def _recognized(volume: LogicalVolume) -> Layout | None:
 
 
 def _kind(volume: LogicalVolume) -> str:
-    """The kind of a volume by lvm2's report; empty for one that Carver makes none of."""
+    """The kind of a volume by lvm2's report; empty for a kind that Carver does not make."""
     if volume.pool:
         return "thin" if volume.layout == {"thin", "sparse"} else ""
     if volume.layout in ({"linear"}, {"striped"}):
@@ -172,10 +176,10 @@ def _kind(volume: LogicalVolume) -> str:
 
 
 def actual(volume: LogicalVolume, recorded: Layout | None) -> Layout | None:
-    """The layout that a volume has, which was made with the `recorded` one; None if not known.
+    """The present layout of a volume that was made with the `recorded` layout; None if unknown.
 
-    Where lvm2 reports another it counts: a volume may have been converted by hand (lvconvert(8)).
-    What is recorded tells more where both agree, as of the size of stripes.
+    lvm2's report decides, as the volume may have been converted by hand (lvconvert(8)). Where both
+    agree the record is returned, as it has more, such as the stripe size.
     """
     if recorded is None or recorded.kind != _kind(volume):
         return recognize(volume)
@@ -183,26 +187,27 @@ def actual(volume: LogicalVolume, recorded: Layout | None) -> Layout | None:
 
 
 def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
-    """A size as whole extents on every stripe, at least one."""
+    """Round a size in bytes up to whole extents on each stripe, at least one extent."""
     unit = extent_size_bytes * layout.stripes
     return max(1, -(-size_bytes // unit)) * unit
 
 
 def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
-    """What a volume of a size in whole extents takes on its disks: all images, with their metadata.
+    """The bytes that a volume takes on all of its disks, with copies, parity and RAID metadata.
 
-    A thin volume may take its whole size of its pool.
+    The size is a multiple of whole extents on each stripe. The result for a thin volume is the most
+    that the volume may take from its pool.
     """
     on_each = size_bytes // layout.stripes + layout.metadata_extents * extent_size_bytes
     return on_each * layout.disks
 
 
 def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 0) -> int:
-    """The largest volume that can be made now, in bytes; one extent more cannot.
+    """The size of the largest volume that can be created now, exactly, in bytes.
 
-    Linear: all that is free, on one disk if the group's policy wants that. Others: as many stripes
-    as the layout has, each as long as the last of the disks that it takes has room for, less its
-    metadata. The reserve stays free in the group.
+    A linear volume can have all free extents, of one disk alone where the group's policy wants one
+    disk. Any other lies on the disks with the most free extents, and the fullest of these bounds
+    each of its stripes. The reserve stays free in the group.
     """
     spare = max(0, group.free_extents - reserve_extents)
     if layout.is_linear:
@@ -215,7 +220,7 @@ def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 
 
 
 def placement(group: Group, layout: Layout) -> tuple[str, ...]:
-    """The disks that a new volume is made on; none named for one that may lie on any."""
+    """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk."""
     if layout.is_linear:
         return anywhere(group)
     return tuple(disk.name for disk in _roomiest(group.disks, layout.disks))
@@ -224,40 +229,41 @@ def placement(group: Group, layout: Layout) -> tuple[str, ...]:
 def maximum_growth_bytes(
     group: Group, volume: LogicalVolume, layout: Layout = LINEAR, reserve_extents: int = 0
 ) -> int:
-    """By how many bytes a volume can grow; a volume that is not linear stays on its disks."""
+    """The bytes by which a volume can grow now; all but linear volumes stay on their disks."""
     spare = max(0, group.free_extents - reserve_extents)
     if layout.is_linear:
         return min(spare, group.linear_extents) * group.extent_size_bytes
     own = [disk.free_extents for disk in group.disks if disk.uuid in volume.disks]
-    # Fewer disks than the layout has are what a degraded or converted volume has left.
+    # A degraded or converted volume may have fewer disks than its layout, and cannot grow.
     on_each = min(min(own), spare // layout.disks) if len(own) == layout.disks else 0
     return on_each * layout.stripes * group.extent_size_bytes
 
 
 def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
-    """The disks that a volume grows on; none named for one that may lie on any."""
+    """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk."""
     if layout.is_linear:
         return anywhere(group)
     return tuple(disk.name for disk in group.disks if disk.uuid in volume.disks)
 
 
 def anywhere(group: Group) -> tuple[str, ...]:
-    """The disks to name for what may lie on any but fast or unclean ones; none where all may do.
+    """The disks to name to lvm2 for a volume that may lie on all but fast and unclean disks.
 
-    Full ones are among them: with none named, lvm2 would take the others.
+    Empty if the group has no such disks. Full disks are named, too: if none were named, lvm2 would
+    use the fast and unclean ones.
     """
     if not any(disk.fast or disk.unclean for disk in group.disks):
         return ()
-    left_out = {one.name for one in group.disks if one.fast or one.unclean or one.missing}
+    left_out = {disk.name for disk in group.disks if disk.fast or disk.unclean or disk.missing}
     return tuple(disk.name for disk in group.disks if disk.name not in left_out)
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
-    """The area that a copy-on-write snapshot gets: whole extents, and no more than it can use.
+    """The size of the COW store of a new snapshot: whole extents, and no more than it can use.
 
-    lvm2 reduces a larger one by itself (cow_max_extents, lib/metadata/snapshot_manip.c): a header,
-    every chunk of the origin, and a chunk of exceptions for as many chunks as it has entries, one
-    more to end the last.
+    lvm2 would reduce a larger store to what it can use (cow_max_extents,
+    lib/metadata/snapshot_manip.c). That is a header, a copy of each chunk of the origin, and the
+    tables of these copies, one more entry than there are copies.
     """
     chunk = COPY_ON_WRITE_CHUNK_BYTES
     chunks = -(-origin_bytes // chunk)
@@ -268,18 +274,18 @@ def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int
 
 @dataclass(frozen=True)
 class Reserve:
-    """An amount, or a part of a whole: what stays free in a group, or is kept for a snapshot."""
+    """A size in bytes or a percentage of a whole; the larger of both counts."""
 
     size_bytes: int = 0
     percent: float = 0.0
 
     def extents(self, group: Group) -> int:
-        """The reserve of a group, rounded up."""
+        """The reserve in extents, where the whole is a group's slow disks; rounded up."""
         total = sum(disk.extents for disk in group.disks if not disk.fast)
         return -(-self.of(total * group.extent_size_bytes) // group.extent_size_bytes)
 
     def of(self, whole_bytes: int) -> int:
-        """The reserve of so many bytes, rounded up."""
+        """The reserve in bytes, where the whole has `whole_bytes`; rounded up."""
         return max(-int(-whole_bytes * self.percent // 100), self.size_bytes)
 
 
@@ -287,13 +293,13 @@ NO_RESERVE = Reserve()
 
 
 def parse_percent(text: str) -> float | None:
-    """The number in `12.5%`, 0 to 100; None for what is no such text."""
+    """Parse a percentage from 0 to 100, such as `12.5%`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
     return float(match[1]) if match and float(match[1]) <= 100 else None
 
 
 def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
-    """The usable disks with the most free extents, roomiest first; of equals, the first."""
+    """The usable disks with the most free extents, in descending order; equals in report order."""
     present = (disk for disk in disks if disk.allocatable and not disk.missing)
     usable = [disk for disk in present if not (disk.fast or disk.unclean)]
     return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

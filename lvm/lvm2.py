@@ -1,4 +1,4 @@
-"""Call lvm2: one command, its output, or the error that says what went wrong."""
+"""Run one lvm2 command and return its output; the node's lvm.conf(5) and devices file."""
 
 import os
 import re
@@ -16,16 +16,16 @@ from mount.command import Run
 _UDEV_CONTROL = Path("/run/udev/control")
 _LVM = "etc/lvm"
 _BACKUP = f"{_LVM}/backup"
-# lvmdevices(8): where the file is, and what it is called where lvm.conf(5) says nothing.
+# Directory of the devices file (lvmdevices(8)), and the file's path by default.
 _DEVICES = f"{_LVM}/devices"
 DEVICES_FILE = f"{_DEVICES}/system.devices"
 _USE_DEVICES_FILE = ("devices", "use_devicesfile")
-# What has dbus-daemon(1) start lvmdbusd(8).
+# File by which dbus-daemon(1) starts lvmdbusd(8).
 _DBUS_SERVICE = "usr/share/dbus-1/system-services/com.redhat.lvmdbus1.service"
-# The UUID of a physical volume as the file has it: without dashes.
+# Line of the devices file with the UUID of a physical volume, without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
-# "  LVM version:     2.03.16(2) (2022-05-18)"
+# Line of `lvm version`: "  LVM version:     2.03.16(2) (2022-05-18)".
 _VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
 
 
@@ -41,10 +41,10 @@ def without_udev() -> tuple[str, ...]:
 
 
 def without_dbus(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node that has no lvmdbusd(8), whom lvm2 tells of every change.
+    """lvm.conf(5) settings for a node without lvmdbusd(8): lvm2 does not notify it of changes.
 
-    To hear from dbus-daemon(1) that there is none takes a sixth of an lvchange(8)'s time. `root` is
-    where lvm2's own root directory is seen.
+    Otherwise lvm2 asks dbus-daemon(1) for the missing service at each change, which takes a sixth
+    of the time of an lvchange(8). `root` is where lvm2's root directory is seen.
     """
     return () if (root / _DBUS_SERVICE).exists() else ("global/notify_dbus=0",)
 
@@ -52,8 +52,8 @@ def without_dbus(root: Path) -> tuple[str, ...]:
 def without_archives(root: Path) -> tuple[str, ...]:
     """lvm.conf(5) settings for a node whose /etc/lvm is read-only.
 
-    There lvm2 cannot keep copies of a group's metadata, and else would refuse every change ("Cannot
-    archive volume group metadata"). `root` is where lvm2's own root directory is seen.
+    lvm2 keeps copies of a group's metadata in /etc/lvm, and refuses every change if it cannot
+    ("Cannot archive volume group metadata"). `root` is where lvm2's root directory is seen.
     """
     try:
         is_read_only = os.statvfs(root / _LVM).f_flag & os.ST_RDONLY
@@ -63,18 +63,18 @@ def without_archives(root: Path) -> tuple[str, ...]:
 
 
 def devices_file(root: Path) -> Path | None:
-    """Where the node lists what lvm2 may use (lvmdevices(8)); None where it does not."""
+    """The path of the node's devices file (lvmdevices(8)); None where there is no such file."""
     name = configured(root).get(("devices", "devicesfile"), '""').strip('"')
     path = root / (f"{_DEVICES}/{name}" if name and "/" not in name else DEVICES_FILE)
     return path if path.exists() else None
 
 
 def with_devices_file(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for an lvm2 that works with a node's /etc/lvm, which may be another's.
+    """lvm.conf(5) settings with which lvm2 respects the node's devices file.
 
-    Whether a devices file counts where lvm.conf is silent was decided when lvm2 was built: it does
-    in the RHEL family, and does not in Debian, of which the image is. Where there is one, and it is
-    not switched off, it counts.
+    Whether lvm2 respects it by default depends on how lvm2 was built: in the RHEL family it does,
+    in Debian it does not. Carver's image has Debian's lvm2, and the node may be of the RHEL
+    family. So an existing file is respected unless lvm.conf says otherwise.
     """
     if devices_file(root) is None or _USE_DEVICES_FILE in configured(root):
         return ()
@@ -82,9 +82,9 @@ def with_devices_file(root: Path) -> tuple[str, ...]:
 
 
 def listed_disks(root: Path) -> frozenset[str] | None:
-    """The UUIDs, without dashes, of the disks that a node's devices file lists.
+    """The UUIDs, without dashes, of the physical volumes in the node's devices file.
 
-    None where there is no such file, or it is switched off: then no disk is left out.
+    None where there is no such file, or lvm.conf switches it off: then lvm2 uses all disks.
     """
     file = devices_file(root)
     if file is None or configured(root).get(_USE_DEVICES_FILE) == "0":
@@ -93,15 +93,15 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
 
 def backed_up(root: Path | None, group: str) -> str:
-    """The UUID of the group of that name that lvm2 wrote to on this node last.
+    """The UUID of the group of a name, by lvm2's last backup of its metadata on this node.
 
-    By its own copy of what it wrote (vgcfgbackup(8)); empty where there is none.
+    lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is none.
     """
     if root is None:
         return ""
     try:
-        found = labels.settings(_text(root / _BACKUP / group))
-        return next((value.strip('"') for place, value in found if place == (group, "id")), "")
+        metadata = labels.settings(_text(root / _BACKUP / group))
+        return next((value.strip('"') for path, value in metadata if path == (group, "id")), "")
     except (OSError, labels.Damage):
         return ""
 
@@ -135,10 +135,10 @@ def is_backed_up(root: Path | None, group: str, name: str) -> bool:
 
 
 def configured(root: Path) -> Mapping[tuple[str, ...], str]:
-    """The settings of lvm.conf(5), over which lvmlocal.conf is, by their sections and names.
+    """The node's settings by their sections and names: lvm.conf(5), overruled by lvmlocal.conf.
 
-    `root` is where lvm2's own root directory is seen. A file that is not in lvm2's form is passed
-    over: lvm2 itself then says so.
+    `root` is where lvm2's root directory is seen. A file that cannot be parsed is ignored: lvm2
+    itself reports the error.
     """
     files = (root / _LVM / "lvm.conf", root / _LVM / "lvmlocal.conf")
     return _parsed(tuple((file, _stamp(file)) for file in files))
@@ -152,46 +152,47 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# Read anew where a file has changed.
+# Cached by the files' stamps, so that a changed file is read again.
 @lru_cache(maxsize=4)
 def _parsed(files: tuple[tuple[Path, object], ...]) -> Mapping[tuple[str, ...], str]:
     values: dict[tuple[str, ...], str] = {}
     for file, _ in files:
         with suppress(OSError, labels.Damage):
             # `devices { filter = … }` may be written as `devices/filter = …`.
-            for place, value in list(labels.settings(_text(file))):
-                values[tuple("/".join(place).split("/"))] = value
+            for path, value in list(labels.settings(_text(file))):
+                values[tuple("/".join(path).split("/"))] = value
     return MappingProxyType(values)
 
 
 def _text(file: Path) -> str:
-    """What a file of lvm2's says; lvm2 asks of no encoding, and a comment may be of any."""
+    """Read a file of lvm2's; lvm2 requires no encoding, and a comment may be in any."""
     return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
+# Settings of every lvm2 command, which overrule the node's.
 _NEEDED = (
-    # With other values lvm2 reports success and did something else: nothing at all, a volume that
-    # is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
+    # With other values lvm2 reports success and has done something else: it changed nothing, or
+    # made a volume that is inactive or read-only, of which it wiped and zeroed nothing.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
-    # dmeventd watches by lvm2 commands of its own, which hold the group's lock and look at every
-    # disk of the machine; and an extension of a pool waits for these 8 s, while the pool's writers
-    # wait for it.
+    # dmeventd(8) monitors volumes by lvm2 commands of its own. These take the group's lock and read
+    # every disk of the machine, and an extension of a pool waits 8 s for them, during which writes
+    # to the full pool wait, too.
     "activation/monitoring=0",
-    # Of each change lvm2 archives the group's metadata as they were, and by default keeps that for
-    # 30 days, however many there are. It removes what is older than `retain_days`, but never the
-    # last `retain_min` (_remove_expired() in lib/format_text/archive.c): so these are all it keeps.
+    # Before each change lvm2 archives the group's metadata; by default it keeps each archive for 30
+    # days. It removes archives older than `retain_days`, except the last `retain_min`
+    # (_remove_expired() in lib/format_text/archive.c): so it keeps the last 50.
     *("backup/retain_min=50", "backup/retain_days=0"),
 )
 
 
 @dataclass
 class Lvm:
-    """lvm2 as this process calls it.
+    """Runs lvm2 commands, all with the same devices and settings.
 
-    `devices` confines every command to those block devices, so that no other group is ever seen;
-    empty leaves that to lvm.conf(5). `settings` are lvm.conf(5) settings for every command. `root`
-    is where lvm2's own root directory is seen. The devices are filled in where they are not known
-    from the beginning; who has copied this then has not got them.
+    `devices` are the only block devices that lvm2 sees, so that it sees no other group; with none,
+    lvm.conf(5) decides. `settings` are lvm.conf(5) settings of every command. `root` is where
+    lvm2's root directory is seen. The devices may be set after construction, once they have been
+    found; a copy made before lacks them.
     """
 
     run: Run
@@ -200,14 +201,14 @@ class Lvm:
     root: Path | None = None
 
     def __call__(self, subcommand: str, *words: str, settings: Sequence[str] = ()) -> str:
-        """Run one lvm2 command and return what it printed; `settings` are for this one only.
+        """Run one lvm2 command and return what it printed. Raises CommandFailed, ProgramMissing.
 
-        Raises CommandFailed, ProgramMissing.
+        `settings` are further settings for this command alone.
         """
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
         config = _config((*_NEEDED, *self.settings, *settings))
         result = self.run("lvm", subcommand, *confined, "--config", config, *words)
-        # What nsenter(1), as a shell, ends with where there is no such program.
+        # nsenter(1), like a shell, ends with exit code 127 where the program is missing.
         if result.exit_code == 127:
             raise mount_errors.ProgramMissing("lvm")
         if result.exit_code != 0:
@@ -217,18 +218,18 @@ class Lvm:
 
 @lru_cache(16)
 def _config(settings: tuple[str, ...]) -> str:
-    """lvm2's `--config` for settings, of which the last of a key counts."""
-    # Each key once: which of two counts is nowhere promised.
-    chosen = dict(one.split("=", 1) for one in settings)
+    """The value of lvm2's option `--config` for settings; the last value of a key counts."""
+    # Each key is given once: lvm2 does not promise which of two values counts.
+    chosen = dict(setting.split("=", 1) for setting in settings)
     return " ".join(f"{key}={value}" for key, value in chosen.items())
 
 
 def version(run: Run) -> tuple[int, int, int]:
-    """Which lvm2 this is, by one command; raises CommandFailed, BadReport."""
+    """The version of lvm2, by one command. Raises CommandFailed, BadReport."""
     result = run("lvm", "version")
     if result.exit_code != 0:
         raise errors.classify(("lvm", "version"), result.exit_code, result.stderr)
-    found = _VERSION.search(result.stdout)
-    if found is None:
+    match = _VERSION.search(result.stdout)
+    if match is None:
         raise mount_errors.BadReport(f"no version in {result.stdout.strip()!r}")
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(match[1]), int(match[2]), int(match[3])

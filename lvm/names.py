@@ -1,32 +1,34 @@
-"""Names of logical volumes and of their devices."""
+"""Names of logical volumes and of their device-mapper devices."""
 
 import hashlib
 import re
 
-# lvm(8) reserves these words inside a name, and these beginnings, for its own volumes.
+# Words that lvm2 reserves in the names of its hidden volumes (lvm(8)).
 _RESERVED = re.compile(
     r"_(cdata|cmeta|corig|cpool|cvol|iorig|mimage|mlog|pmspare|rimage|rmeta|tdata|tmeta|vdata"
     r"|vorigin|wcorig|imeta"
-    # Not reserved, but what lvm2 calls the cache of a volume: lvm/caches.py.
+    # lvm2 does not reserve the word `_cache`, but gives it to cachevols (lvm/caches.py).
     r"|cache)"
 )
-# A dash that is not doubled parts the group from the volume, or lvm2's own appendix from both.
+# Escaped name of a group or volume. A single dash would be the separator between the two, or before
+# a suffix of lvm2's.
 _ESCAPED = re.compile(r"([^-]|--)+")
 _ALLOWED = re.compile(r"[A-Za-z0-9_+.-]+")
 
-# The device's name is `group-name` with every dash of both doubled, and lvm2 appends such as
-# "_rmeta_0" or "-cow" to it. device-mapper allows 127 characters in all (DM_NAME_LEN); half of
-# them are the volume's, so that its name does not depend on its group's.
+# Length limits of the escaped names of a volume and of a group. A device's name is `group-volume`
+# with every dash of both doubled, and lvm2 appends suffixes such as "_rmeta_0" or "-cow".
+# device-mapper allows 127 characters in total (DM_NAME_LEN). Half of these are for the volume, so
+# that a volume's name does not depend on the length of its group's.
 MAXIMUM_ESCAPED_LENGTH = 63
 MAXIMUM_ESCAPED_GROUP_LENGTH = 127 - len("-") - MAXIMUM_ESCAPED_LENGTH - len("_cache_cvol-cmeta")
 _DIGEST_CHARACTERS = 32
 
 
 def logical_volume(prefix: str, name: str) -> str:
-    """The name of the logical volume that holds what the CO calls `name`.
+    """The name of the logical volume for the object that the CO calls `name`.
 
-    `prefix-name` where lvm(8) allows it, so that a person finds it in `lvs`; otherwise
-    `prefix.digest`. The two forms cannot meet, and each name has exactly one.
+    The name is `prefix-name` where lvm(8) allows that, so that a person finds the object in `lvs`;
+    otherwise it is `prefix.digest`. No two objects get the same name.
     """
     readable = f"{prefix}-{name}"
     allowed = _ALLOWED.fullmatch(name) and not _RESERVED.search(readable)
@@ -37,25 +39,25 @@ def logical_volume(prefix: str, name: str) -> str:
 
 
 def is_of(prefix: str, name: str) -> bool:
-    """Whether `logical_volume` gives such names with the prefix."""
+    """Whether a logical volume's name may be one that `logical_volume` gave with the prefix."""
     return name.startswith((f"{prefix}-", f"{prefix}."))
 
 
 def is_part(name: str) -> bool:
-    """Whether it is one of lvm2's for a part of a volume: `logical_volume` gives no such name.
+    """Whether a name is one that lvm2 gives to parts of volumes; `logical_volume` gives none such.
 
-    Such a part is a volume of its own for moments only, or where lvm2 died over it.
+    A part is visible only for moments while lvm2 makes a volume, or where lvm2 was killed then.
     """
     return bool(_RESERVED.search(name))
 
 
 def readable(prefix: str, logical: str) -> str:
-    """What the CO called it, where the logical volume's name tells; else the logical volume."""
+    """The CO's name for a logical volume, if the volume's name has it; else the volume's name."""
     return logical.removeprefix(f"{prefix}-")
 
 
 def escaped(name: str) -> str:
-    """A group's or a volume's name as it stands in a device's."""
+    """Double the dashes of a group's or volume's name, as in the names of devices."""
     return name.replace("-", "--")
 
 
@@ -65,7 +67,7 @@ def device(group: str, name: str) -> str:
 
 
 def of_device(group: str, device_name: str) -> str:
-    """The logical volume of the group that has a device's name; empty where none can have it."""
+    """The name of the group's logical volume with a device's name; empty if there can be none."""
     prefix, rest = f"{escaped(group)}-", device_name.removeprefix(f"{escaped(group)}-")
     if not device_name.startswith(prefix) or not _ESCAPED.fullmatch(rest):
         return ""

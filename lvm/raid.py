@@ -1,6 +1,6 @@
-"""RAID levels (lvmraid(7)): what each needs, and which of its images may be lost.
+"""RAID levels (lvmraid(7)): the disks that each needs, and the images that each may lose.
 
-The one table of them: layouts, health, repair, `carver doctor` and the classes of tests go by it.
+Layouts, health, repair, `carver doctor` and the storage classes of tests all use this one table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,27 +9,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SegmentType:
-    """What a volume of a type (lvcreate(8), --type) needs."""
+    """The needs of volumes of one type (lvcreate(8), --type)."""
 
     name: str
     least_stripes: int = 1
     striped: bool = False
     mirrored: bool = False
-    # Images beside those of the data: as many may be lost.
+    # The number of images with parity, which is the number of images that may be lost.
     parity: int = 0
-    # Extents of metadata on each disk.
+    # The number of metadata extents on each disk.
     metadata_extents: int = 0
-    # The kernel module of its device-mapper target; linear and striped are in device-mapper itself.
+    # The kernel module of the device-mapper target; empty for linear and striped, which are in
+    # device-mapper itself.
     module: str = ""
 
     def disks(self, stripes: int, mirrors: int) -> int:
-        """How many disks a volume lies on."""
+        """The number of disks of a volume with so many stripes and further copies."""
         return stripes * (mirrors + 1) + self.parity
 
 
 @dataclass(frozen=True)
 class RaidLevel(SegmentType):
-    """A RAID level, each of whose disks holds one image. Carver makes those not `by_hand`."""
+    """A RAID level; each disk of a volume has one image. Carver does not make those `by_hand`."""
 
     striped: bool = True
     # lvm2 gives each image one extent of metadata (RAID_METADATA_AREA_LEN).
@@ -38,26 +39,26 @@ class RaidLevel(SegmentType):
     by_hand: bool = False
 
     def spread(self, images: int) -> tuple[int, int]:
-        """The stripes and mirrors of a volume with so many images: the inverse of `disks`."""
+        """The stripes and further copies of a volume with `images`; the inverse of `disks`."""
         if not self.mirrored:
             return images - self.parity, 0
         return (images // 2, 1) if self.striped else (1, images - 1)
 
     def survives(self, lost: Sequence[bool]) -> bool:
-        """Whether the images that are left hold all data; `lost` has a flag for each, in order."""
+        """Whether the remaining images have all data; `lost` has a flag for each image."""
         if not self.mirrored:
             return sum(lost) <= self.parity
-        # Each stripe of a raid10 is a pair of neighbours: lvm2 makes two copies, "near" (md(4)). By
-        # the same pairs validate_raid_redundancy (drivers/md/dm-raid.c) refuses to begin, and
-        # lv_raid_replace (lib/metadata/raid_manip.c of lvm2) to repair.
+        # lvm2 makes raid10 with two "near" copies (md(4)): each stripe is a pair of neighbouring
+        # images. validate_raid_redundancy (drivers/md/dm-raid.c) and lv_raid_replace
+        # (lib/metadata/raid_manip.c of lvm2) check the same pairs before activation and repair.
         copies = 2 if self.striped else len(lost)
-        groups = (lost[at : at + copies] for at in range(0, len(lost), copies))
-        return not any(map(all, groups))
+        mirrors = (lost[at : at + copies] for at in range(0, len(lost), copies))
+        return not any(map(all, mirrors))
 
 
 LEVELS = {
-    one.name: one
-    for one in (
+    level.name: level
+    for level in (
         RaidLevel("raid0", least_stripes=2, by_hand=True),
         RaidLevel("raid1", striped=False, mirrored=True),
         RaidLevel("raid4", least_stripes=2, parity=1, by_hand=True),
@@ -69,10 +70,9 @@ LEVELS = {
 
 
 def level(words: Iterable[str]) -> RaidLevel | None:
-    """The level named by lv_layout or by the kernel; None for what is no RAID.
+    """The RAID level among the words of lv_layout, or of the kernel; None for no RAID.
 
-    Both may add how parity or copies are arranged: raid5_ls, raid6_zr, raid10_near. A layout is
-    recognized by this alone.
+    Either may append the arrangement of parity or copies: raid5_ls, raid6_zr, raid10_near.
     """
-    names = (one.partition("_")[0] for one in words)
-    return next((LEVELS[one] for one in names if one in LEVELS), None)
+    names = (word.partition("_")[0] for word in words)
+    return next((LEVELS[name] for name in names if name in LEVELS), None)

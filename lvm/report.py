@@ -1,8 +1,7 @@
-"""What LVM knows, read in one command into frozen records.
+"""LVM's state as frozen records: groups, physical and logical volumes, read by one command.
 
-`lvm fullreport` (lvmreport(7)) gives groups, physical and logical volumes in one process. That a
-successful report lacks a name is the only proof that the name is not there: lvm2's exit code 5
-means many things.
+The command is `lvm fullreport` (lvmreport(7)). A successful report without a name is the only
+proof that a group or volume of that name is absent: lvm2's exit code is 5 for nearly every error.
 """
 
 import json
@@ -20,23 +19,22 @@ from mount import errors as mount_errors
 
 Row = Mapping[str, str]
 
-# lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata,
-# for a pool's data and metadata, and for what a cached one holds its data in; lvmcache(7) for its
-# cache.
+# Suffixes of the hidden volumes that a volume consists of (lvm(8), lvmcache(7)): a RAID's images
+# and their metadata, a pool's data and metadata, the slow volume below a cache, and the cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
 _IMAGE_METADATA = "_rmeta_"
-# The data of a RAID's image, or its metadata: the volume and the image's number.
+# Name of a RAID image's data or metadata, with the volume's name and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
-# What a pool's data are called below a cache of either kind.
+# Suffixes of a pool's data below a cache, and the kind of that cache.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
-# The tag of a disk on which nothing but caches is made (pvchange(8)).
+# Tag of a physical volume that is reserved for caches (pvchange(8)).
 FAST = "carver.fast"
-# The tags of a group by which its free extents, or those of these disks by their UUIDs, are to be
-# overwritten before anyone gets them.
+# Tags of a group that say which free extents must be overwritten before they are allocated: those
+# of all disks (SWEEP), or of the disks with these UUIDs (SWEEP_DISKS, separated by BETWEEN).
 SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
-# lib/metadata/pool_manip.c of lvm2: the one spare of a group.
+# Name of a group's spare volume for repairs of pools' metadata (lib/metadata/pool_manip.c of lvm2).
 _SPARE = "[lvol0_pmspare]"
-# tools/pvmove.c of lvm2.
+# Name of the temporary volume of a pvmove(8) (tools/pvmove.c of lvm2).
 _MOVE = re.compile(r"pvmove\d+")
 # Policies of a group by which lvm2 gives less to one volume than is free.
 CONTIGUOUS = "contiguous"
@@ -44,13 +42,13 @@ _CLING = ("cling", "cling_by_tags")
 
 
 def whole(part: str) -> str:
-    """The volume that a part is of, by its name; the name itself where it is no part's."""
+    """The name of the volume that a hidden volume is a part of; other names are unchanged."""
     return _PART.sub("", part)
 
 
 @dataclass(frozen=True)
 class PhysicalVolume:
-    """A disk of a group."""
+    """A physical volume of a group."""
 
     name: str
     uuid: str
@@ -59,81 +57,90 @@ class PhysicalVolume:
     missing: bool
     allocatable: bool
     fast: bool = False
-    # What is free on it holds data that are to be overwritten before anyone gets it.
+    # Whether its free extents must be overwritten before they are allocated, as they hold data.
     unclean: bool = False
-    # Its metadata area, which has two copies of the group's text; 0 where none is in use.
+    # The size of its metadata area, which has room for two texts; 0 where no area is in use.
     metadata_bytes: int = 0
     # The most extents of it that lvm2 gives in one piece; None where several pieces will do.
     longest_extents: int | None = None
 
     @property
     def unallocated_extents(self) -> int:
-        """Extents that lvm2 may allocate."""
+        """The number of free extents that lvm2 may allocate."""
         usable = self.allocatable and not self.missing
         return self.extents - self.allocated_extents if usable else 0
 
     @property
     def free_extents(self) -> int:
-        """Extents that new volumes may use: none of a disk that is for caches, or unclean."""
+        """The number of free extents for new volumes; 0 on an unclean disk, or one for caches."""
         return 0 if self.unclean else self.image_extents
 
     @property
     def image_extents(self) -> int:
-        """Extents that images of RAIDs may be built anew on, by which they are overwritten."""
+        """The number of free extents for rebuilt RAID images; 0 on a disk for caches.
+
+        An unclean disk may be used: rebuilding an image overwrites each of its extents.
+        """
         return 0 if self.fast else self.given_extents
 
     @property
     def given_extents(self) -> int:
-        """Extents that lvm2 gives to one volume or image: not more than one piece, if asked."""
+        """The number of free extents that lvm2 gives to one volume or image.
+
+        That is the longest run of free extents where the group's policy is `contiguous`.
+        """
         free = self.unallocated_extents
         return free if self.longest_extents is None else min(free, self.longest_extents)
 
 
 @dataclass(frozen=True)
 class LogicalVolume:
-    """A volume of a group. `active` is this node's; `disks` are the disks' UUIDs."""
+    """A logical volume of a group."""
 
     group: str
     name: str
     uuid: str
     size_bytes: int
     tags: frozenset[str]
+    # Whether the volume is active on this node.
     active: bool
-    # lv_layout's words; of a pool whose data have a cache, the cache's kind as well.
+    # The words of lv_layout; for a pool with a cache below its data also the kind of that cache.
     layout: frozenset[str]
-    # The thin pool that it lies in, and what it is a snapshot of.
+    # The names of its thin pool, and of the volume that it is a snapshot of; empty for none.
     pool: str
     origin: str
     health: str
+    # The UUIDs of the disks that the volume lies on.
     disks: frozenset[str] = frozenset()
-    # How full a pool or a snapshot's copy-on-write area is; None where it is neither, or inactive.
+    # How full a pool, or the COW store of a snapshot, is; None for other and for inactive volumes.
     data_percent: float | None = None
     metadata_percent: float | None = None
-    # A copy-on-write snapshot whose area was full once: what it holds is no snapshot any more. None
-    # where that is not known.
+    # Whether the COW store of a snapshot was once full, so that the snapshot's contents are lost;
+    # None where this is unknown.
     overflowed: bool | None = False
     read_only: bool = False
-    # Its device is suspended: reads and writes wait.
+    # Whether its device is suspended, so that reads and writes wait.
     suspended: bool = False
-    # Of a thin volume: its number in its pool. lvm2 gives a new one the number above all that are
-    # there (get_free_pool_device_id in lib/metadata/thin_manip.c), so they tell the order.
+    # The number of a thin volume in its pool. lvm2 gives a new volume a number above all existing
+    # ones (get_free_pool_device_id in lib/metadata/thin_manip.c), so their order is the order of
+    # creation.
     thin_id: int | None = None
-    # Of a pool: how many volumes were made and removed in it, as lvm2's metadata have it. Of a thin
-    # volume: how many before it was made.
+    # For a pool, how many volumes lvm2 has made and removed in the pool, by its metadata. For a
+    # thin volume, the same number of its pool just before the volume was made.
     transaction_id: int | None = None
-    # Of a pool.
+    # The size of a pool's metadata.
     metadata_size_bytes: int = 0
-    # Of a volume with a cache, or a pool: the volume that its cache is.
+    # The name of the volume that serves as its cache (lvmcache(7)); empty for none.
     cachevol: str = ""
     tuning: Tuning = PLAIN
-    # Where it lies, in the form that lvcreate(8) and lvextend(8) take: a disk, then the first and
-    # the last of each piece. Of what lies on disks itself.
+    # The extents of a volume that lies directly on disks, in the form of lvcreate(8) and
+    # lvextend(8): `disk:first-last` for each piece.
     ranges: tuple[str, ...] = ()
 
-    # How many stripes each of its pieces has, of a RAID how many images; 0 where pieces differ, or
-    # where it lies on nothing itself.
+    # The number of stripes, or of a RAID's images; 0 where the volume's pieces differ in that
+    # number, or where the volume does not lie on disks or images.
     stripes: int = 0
-    # Of a RAID: the UUIDs of the disks that each image lies on, in the order of the images.
+    # The UUIDs of the disks of each RAID image, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
 
     @cached_property
@@ -143,35 +150,37 @@ class LogicalVolume:
 
     @property
     def is_copy_on_write(self) -> bool:
-        """Whether it is a snapshot that keeps what its origin overwrites; a thin one shares."""
+        """Whether the volume is a snapshot with a COW store, and not a thin snapshot."""
         return bool(self.origin) and not self.pool
 
 
 @dataclass(frozen=True)
 class Group:
-    """A volume group, with all that is in it."""
+    """A volume group with its physical and logical volumes."""
 
     name: str
     uuid: str
     extent_size_bytes: int
     tags: frozenset[str]
     missing_disks: int
-    # Missing ones included.
+    # All physical volumes, the missing ones included.
     disks: tuple[PhysicalVolume, ...] = ()
+    # All logical volumes by their names.
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # What lvm2 keeps for the repair of pools' metadata, and the UUIDs of the disks that it is on.
+    # The size of lvm2's spare volume for repairs of pools' metadata, and the UUIDs of its disks.
     spare_extents: int = 0
     spare_disks: frozenset[str] = frozenset()
-    # The names of the volumes by which lvm2 moves what lies on a disk (pvmove(8)).
+    # The names of the temporary volumes of pvmove(8).
     moves: frozenset[str] = frozenset()
-    # Whether it was made ready for another node (vgexport(8)), and what shares it (lvmlockd(8)).
+    # Whether vgexport(8) made the group ready for another node, and by which lock manager nodes
+    # share it (lvmlockd(8)).
     exported: bool = False
     lock_type: str = ""
-    # The smallest of its metadata areas, each of which has two copies of the text, and by how much
-    # the text can grow; of a group that only a test has, no size.
+    # The size of the smallest metadata area on its disks, and how much the text of the metadata can
+    # grow, as each area has room for two texts. The size is 0 in tests alone.
     metadata_bytes: int = 0
     metadata_free_bytes: int = 0
-    # How many logical volumes it may have (vgcreate(8)); 0 for any number.
+    # Limit of the number of its logical volumes (vgcreate(8)); 0 for no limit.
     most_volumes: int = 0
     # How lvm2 allocates in it, as Carver's commands do not say otherwise (lvm(8), ALLOCATION).
     policy: str = "normal"
@@ -183,35 +192,35 @@ class Group:
 
     @property
     def is_one_node_s(self) -> bool:
-        """Whether it is not exported, and no lock manager shares it with others."""
+        """Whether the group belongs to this node alone: not exported, and not shared by a lock."""
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether it may have so many logical volumes more; parts of one do not count."""
+        """Whether so many more volumes are below the group's limit; hidden ones do not count."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
     def missing_uuids(self) -> tuple[str, ...]:
-        """The UUIDs of its missing disks."""
+        """The UUIDs of the group's missing disks."""
         return tuple(disk.uuid for disk in self.disks if disk.missing)
 
     def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
-        """Which images of a RAID lie on missing disks, in the order of the images."""
+        """For each image of a RAID volume, whether it lies on a missing disk, in order."""
         return tuple(not image.isdisjoint(self.missing_uuids) for image in volume.images)
 
     def survives(self, volume: LogicalVolume) -> bool:
-        """Whether it is a RAID, and has all that it lost with missing disks on other disks."""
+        """Whether a volume is a RAID whose data are complete without the missing disks."""
         level = raid.level(volume.layout)
         return level is not None and level.survives(self.lost_images(volume))
 
     @property
     def extents(self) -> int:
-        """Extents of the disks that are there, but for those of caches."""
+        """The number of extents of all disks, without missing disks and those for caches."""
         return sum(disk.extents for disk in self.disks if not (disk.missing or disk.fast))
 
     @property
     def free_extents(self) -> int:
-        """Extents that new volumes may use, over all disks."""
+        """The number of free extents for new volumes, over all disks."""
         return sum(disk.free_extents for disk in self.disks)
 
     @property
@@ -226,7 +235,7 @@ class Group:
 
     @property
     def fast_free_extents(self) -> int:
-        """Extents that a new cache may use."""
+        """The number of free extents for new caches."""
         usable = (disk for disk in self.disks if disk.fast and not disk.unclean)
         return self._together(disk.given_extents for disk in usable)
 
@@ -235,62 +244,68 @@ class Group:
         return max(extents, default=0) if self.keeps_to_one_disk else sum(extents)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
-        """The copy-on-write snapshots of a volume. Without it they are nothing."""
-        return [one for one in self.made_of(origin) if one.is_copy_on_write]
+        """The copy-on-write snapshots of a volume, whose data are incomplete without the volume."""
+        return [snapshot for snapshot in self.made_of(origin) if snapshot.is_copy_on_write]
 
     @cached_property
     def readable_copy_on_write(self) -> Sequence[str]:
-        """The names of all copy-on-write snapshots that were not lost."""
-        every = self.volumes.values()
-        return tuple(one.name for one in every if one.is_copy_on_write and not one.overflowed)
+        """The names of all copy-on-write snapshots whose COW store did not overflow."""
+        volumes = self.volumes.values()
+        return tuple(
+            volume.name for volume in volumes if volume.is_copy_on_write and not volume.overflowed
+        )
 
     def made_of(self, origin: str) -> Sequence[LogicalVolume]:
-        """The snapshots of a volume, those that share a pool with it too."""
+        """The snapshots of a volume, both copy-on-write and thin ones."""
         return self._by_origin.get(origin, ())
 
     @cached_property
     def _by_origin(self) -> Mapping[str, list[LogicalVolume]]:
-        found: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
-        for one in self.volumes.values():
-            if one.origin:
-                found[one.origin].append(one)
-        return found
+        snapshots: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
+        for volume in self.volumes.values():
+            if volume.origin:
+                snapshots[volume.origin].append(volume)
+        return snapshots
 
     def in_pool(self, pool: str) -> Sequence[LogicalVolume]:
-        """The volumes that lie in a pool."""
+        """The thin volumes of a pool."""
         return self._by_pool.get(pool, ())
 
     def bytes_in_pool(self, pool: str) -> int:
-        """The sizes of all of them; added up once for a report, however many ask."""
+        """The sum of the sizes of a pool's thin volumes; calculated once for each report."""
         return self._pool_bytes.get(pool, 0)
 
     @cached_property
     def _by_pool(self) -> Mapping[str, list[LogicalVolume]]:
-        found: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
-        for one in self.volumes.values():
-            if one.pool:
-                found[one.pool].append(one)
-        return found
+        members: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
+        for volume in self.volumes.values():
+            if volume.pool:
+                members[volume.pool].append(volume)
+        return members
 
     @cached_property
     def _pool_bytes(self) -> Mapping[str, int]:
-        return {pool: sum(one.size_bytes for one in held) for pool, held in self._by_pool.items()}
+        return {
+            pool: sum(volume.size_bytes for volume in volumes)
+            for pool, volumes in self._by_pool.items()
+        }
 
     def is_bare(self, name: str, images: int) -> bool:
-        """Whether the metadata of each of a RAID's first images are a volume of their own.
+        """Whether the metadata volumes of a RAID's first images are visible, not hidden.
 
-        While lvm2 makes a RAID, they are until they are cleared; while it adds an image, only those
-        of that image are. lvm2 refuses to activate either ("with visible SubLVs").
+        While lvm2 makes a RAID, all are visible until lvm2 has cleared them; while lvm2 adds an
+        image, only that image's is. lvm2 refuses to activate a RAID in either state ("with visible
+        SubLVs"), in which a killed lvm2 leaves it.
         """
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
-        """The same with these of its volumes: what can be kept for long, and by many."""
+        """A copy of the group with these volumes alone, to be kept without the whole report."""
         kept = {name: self.volumes[name] for name in names if name in self.volumes}
         return replace(self, volumes=kept)
 
     def volume(self, name: str) -> LogicalVolume:
-        """The volume of that name; raises VolumeMissing."""
+        """The volume of a name. Raises VolumeMissing."""
         try:
             return self.volumes[name]
         except KeyError:
@@ -299,19 +314,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """All groups that lvm2 sees. `orphans` are disks that lvm2 has labelled and no group has."""
+    """All groups that lvm2 sees. `orphans` are the paths of physical volumes without a group."""
 
     groups: Mapping[str, Group]
     orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
-        """The group of that name; raises GroupMissing."""
+        """The group of a name. Raises GroupMissing."""
         try:
             return self.groups[name]
         except KeyError:
             raise errors.GroupMissing(name) from None
 
 
+# Columns of each part of the report.
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type,"
     "vg_mda_size,vg_mda_free,max_lv,vg_allocation_policy",
@@ -320,16 +336,16 @@ _COLUMNS = {
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
-    # What lies on each disk, parts of a volume by names of their own.
+    # The volumes, hidden ones too, that each piece of a disk belongs to.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # Where each piece of a volume begins, of the volume and on a disk; its stripes or images; a
-    # thin one's numbers.
+    # The pieces of each volume: where a piece begins in the volume, its extents on disks, and its
+    # stripes or images; for thin volumes and pools their numbers.
     "seg": "lv_name,seg_start,seg_pe_ranges,stripes,thin_id,transaction_id",
 }
 
-# What of lvm.conf(5) changes the rows of a JSON report with columns that are named: which of them
-# are there (compact), what stands for yes and no, around a part of a volume, and between tags
-# (tools/reporter.c, lib/report/report.c). As lvm2 has it where lvm.conf says nothing.
+# Settings that could change the form of a JSON report, at their defaults, so that the node's
+# lvm.conf(5) does not matter: omitted columns (compact), the words for yes and no, the brackets
+# around hidden volumes, the separator of tags (tools/reporter.c, lib/report/report.c).
 _SETTINGS = (
     "report/compact_output=0",
     'report/compact_output_cols=""',
@@ -343,14 +359,15 @@ _SETTINGS = (
     "log/report_command_log=0",
 )
 
-# Whether the copy-on-write snapshot whose area begins on a disk, so many bytes in, is lost.
+# Function that reads from a disk's path and an offset in bytes, where a COW store begins, whether
+# the store overflowed; None where this is unknown.
 Overflowed = Callable[[str, int], bool | None]
 
 
 def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -> Report:
-    """Ask lvm2 for everything, in one command; and `overflowed`, of what lvm2 does not know.
+    """Read the state of LVM by one command. Raises CommandFailed, BadReport.
 
-    Raises CommandFailed when there is no report, BadReport when it is not understood.
+    lvm2 reports no overflow of an inactive snapshot; `overflowed` reads that from its COW store.
     """
     words = ["--reportformat", "json", "--units", "b", "--nosuffix"]
     for part, columns in _COLUMNS.items():
@@ -359,8 +376,8 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
         document = json.loads(lvm("fullreport", *words, settings=_SETTINGS))
         parts = document["report"]
         groups = [_group(part, overflowed) for part in parts if part.get("vg")]
-        # Disks in no group are a part of their own, which has only "pv" and "pvseg". Where a label
-        # says that a group uses it, that is a group that lvm2 cannot read.
+        # The report has disks without a group in an entry of their own, with "pv" and "pvseg" only.
+        # Such a disk whose label says that it is used belongs to a group that lvm2 cannot read.
         free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
         orphans = [disk["pv_name"] for disk in free if not disk["pv_in_use"]]
     except (KeyError, ValueError, TypeError) as error:
@@ -384,13 +401,13 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         _logical_volume(name, volume, disks, cached, ranges, stripes, thin, images)
         for volume in part["lv"]
     ]
-    if any(one.overflowed is None for one in volumes):
+    if any(volume.overflowed is None for volume in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
         volumes = [
-            replace(one, overflowed=overflowed(*begins[one.name]))
-            if one.overflowed is None and one.name in begins
-            else one
-            for one in volumes
+            replace(volume, overflowed=overflowed(*begins[volume.name]))
+            if volume.overflowed is None and volume.name in begins
+            else volume
+            for volume in volumes
         ]
     return Group(
         name=name,
@@ -444,63 +461,63 @@ def _physical_volume(row: Row, unclean: bool, longest: int | None) -> PhysicalVo
 
 
 def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
-    """The UUIDs of the disks that each volume lies on, itself or by its RAID images."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    """The UUIDs of the disks of each volume, with those of its hidden parts, by its name."""
+    disks: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
         name = whole(row["lv_name"].strip("[]"))
         if name:
-            found[name].add(row["pv_uuid"])
-    return found
+            disks[name].add(row["pv_uuid"])
+    return disks
 
 
 def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]:
-    """The UUIDs of the disks that each image of each RAID lies on, in order."""
-    found: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    """The UUIDs of the disks of each image, in the order of the images, by the RAID's name."""
+    disks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in segments:
         if named := _IMAGE.fullmatch(row["lv_name"].strip("[]")):
-            found[named[1]][int(named[2])].add(row["pv_uuid"])
+            disks[named[1]][int(named[2])].add(row["pv_uuid"])
     return {
         name: tuple(frozenset(images.get(number, ())) for number in range(max(images) + 1))
-        for name, images in found.items()
+        for name, images in disks.items()
     }
 
 
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
-    """The pieces of each volume on disks, in the order in which they make it up."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for row in sorted(segments, key=lambda one: int(one["seg_start"])):
-        found[row["lv_name"]] += row["seg_pe_ranges"].split()
-    return found
+    """The extents of each volume on disks, in the order of the volume's bytes, by its name."""
+    ranges: defaultdict[str, list[str]] = defaultdict(list)
+    for row in sorted(segments, key=lambda row: int(row["seg_start"])):
+        ranges[row["lv_name"]] += row["seg_pe_ranges"].split()
+    return ranges
 
 
 def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
-    """How many stripes, or images, the pieces of each volume have."""
-    found: defaultdict[str, set[int]] = defaultdict(set)
+    """The numbers of stripes, or images, of the pieces of each volume, by its name."""
+    stripes: defaultdict[str, set[int]] = defaultdict(set)
     for row in segments:
-        found[row["lv_name"]].add(int(row["stripes"] or 0))
-    return found
+        stripes[row["lv_name"]].add(int(row["stripes"] or 0))
+    return stripes
 
 
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
-    """The pools whose data have a cache, and its kind: lvm2 tells of it by their parts only."""
-    found = {}
+    """The kinds of the caches below pools' data, by the pool: only hidden volumes show them."""
+    kinds = {}
     for row in segments:
         for ending, kind in _BELOW_CACHE.items():
             if (name := row["lv_name"].strip("[]")).endswith(ending):
-                found[name.removesuffix(ending)] = kind
-    return found
+                kinds[name.removesuffix(ending)] = kind
+    return kinds
 
 
 def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
-    """Where each volume that lies on disks itself begins: the disk, and the bytes before."""
+    """The disk and the offset in bytes where each volume directly on disks begins, by its name."""
     starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
-    found = {}
+    beginnings = {}
     for row in part["seg"]:
         disk, _, extents = row["seg_pe_ranges"].partition(":")
         if row["seg_start"] == "0" and disk in starts:
             first, _, _ = extents.partition("-")
-            found[row["lv_name"]] = (disk, starts[disk] + int(first) * extent_size_bytes)
-    return found
+            beginnings[row["lv_name"]] = (disk, starts[disk] + int(first) * extent_size_bytes)
+    return beginnings
 
 
 def _logical_volume(
@@ -541,7 +558,7 @@ def _logical_volume(
         stripes=max(stripes[name]) if len(stripes.get(name, ())) == 1 else 0,
         images=images.get(name, ()),
     )
-    # Where a cached property is kept: decoded once for each report.
+    # Sets the cached property, as the tags are decoded here already.
     vars(made)["own_tags"] = own_tags
     return made
 
@@ -551,19 +568,19 @@ def _number(row: Row | None, column: str) -> int | None:
 
 
 def _overflowed(row: Row) -> bool | None:
-    """What lvm2 has from the kernel, of a snapshot that is active."""
+    """Whether a snapshot overflowed, by the kernel; None for an inactive snapshot."""
     if row["lv_snapshot_invalid"] == "unknown" and _visible(row["origin"]) and not row["pool_lv"]:
         return None
     return row["lv_snapshot_invalid"] == "snapshot invalid"
 
 
 def _visible(name: str) -> str:
-    """The name of a volume; empty for a part of one, which stands in brackets."""
+    """The name of a visible volume; empty for a hidden one, which lvm2 puts in brackets."""
     return "" if name.startswith("[") else name
 
 
 def _hidden(name: str) -> str:
-    """The name of a part of a volume; empty for a volume."""
+    """The name of a hidden volume, without its brackets; empty for a visible one."""
     return name.strip("[]") if name.startswith("[") else ""
 
 

@@ -1,4 +1,34 @@
-"""Run lvm2 commands in one lvm2 shell that stays open; in processes where that is in doubt."""
+"""Run the lvm2 commands of a volume group in one lvm2 shell (lvm(8)) that stays open.
+
+Why: most of an lvm2 command's time is the start of its process. By this shell a volume's whole
+life, from CreateVolume to DeleteVolume, takes 0.89 of the time of the same commands by hand;
+without the shell 1.34 (docs/performance.md, "sessions off"). And each group has its own shell,
+which sees only the group's own disks: a hung disk keeps the shell of its group waiting, and no
+other.
+
+Idea: commands are typed at the prompt of `lvm`, one at a time. lvm2 answers with one JSON document
+on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status.
+
+    Lvm.__call__ ---> Session ---+--- line at the prompt ---> shell: lvm> lvcreate ...
+                                 |<-- JSON: messages, report, status ---'
+                                 |
+                                 +--- otherwise ------------> process: lvm lvcreate ...
+
+1. A command that the shell cannot run safely runs as a process: a line that is too long or has
+   characters that a terminal would change, another subcommand, a report in another form than JSON
+   (`Line.of`).
+2. Options that are the same for each command are settings of the shell, in its own LVM_SYSTEM_DIR
+   (`Confinement`, `prepare`). A shell with other settings is ended, and another one is started.
+3. An answer counts only if it is complete and ends with the status of that command (`answer`).
+4. In any doubt, such as a missing status or too little memory, the shell is ended by SIGTERM, never
+   killed, and processes are used for a minute. A report is repeated in a process. A change is not
+   repeated: it raises `SessionLost`, and the caller looks at a fresh report. The same end comes to
+   a shell whose command outlasts its deadline; that command raises `CommandTimedOut`.
+5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`; reports use
+   processes.
+
+docs/decisions/01-lvm-session.md has the decision and the memory that a shell takes.
+"""
 
 import json
 import logging
@@ -28,64 +58,72 @@ from mount.command import (
 _log = logging.getLogger(__name__)
 
 
-# No history is kept, and no line editor's settings are read.
+# Environment in which the shell's line editor keeps no history, and reads no settings of its own.
 _NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
+# Subcommands that run in a shell: reports, which change nothing, and changes.
 _REPORTS = {"fullreport", "lvs", "pvs", "vgs"}
 _CHANGES = {
     *("lvchange", "lvconvert", "lvcreate", "lvextend", "lvremove", "lvrename"),
     *("pvchange", "pvcreate", "vgchange", "vgcreate", "vgextend", "vgreduce", "vgremove"),
 }
 
-# Options that a whole shell has, and not a command of it.
+# Options that become settings of the whole shell, rather than words of one command.
 OF_A_SHELL = ("--devices", "--config", "--reportformat")
 
-# tools.h: MAX_ARGS, at which lvm_split() gives up.
+# Number of words at which lvm2's lvm_split() refuses a line (MAX_ARGS in tools.h).
 _TOO_MANY_WORDS = 64
-# What the kernel takes to a terminal at once (tty_write() in drivers/tty/tty_io.c), with the end of
-# the line. Of a longer one the shell could be left with a part, and would do that.
+# Length limit of a line, which leaves room for its newline: the kernel writes no more to a terminal
+# at once (tty_write() in drivers/tty/tty_io.c). The shell could execute the first part of a longer
+# line.
 _LONGEST_BYTES = 2047
-# What a line of a terminal is made of; lvm_split() splits at blanks alone then.
+# Characters of a word that may be typed at a terminal: printable ASCII, of which lvm_split() splits
+# at the blank alone.
 _PLAIN = re.compile(r"[ -~]*")
 
-# What the shell needs otherwise, to tell of each command how it ended.
+# Settings that commands may not change, as the shell reports each command's status by them.
 _OWN = {"log/report_command_log"}
 
-# A device's path as a part of a filter's expression and of a quoted string (lvm.conf(5)): nothing
-# there means anything else to either, but for what stands in brackets.
+# Device paths that may stand in a filter (lvm.conf(5)), which is a regular expression within a
+# quoted string. Only `.` and `+` are special there; they are put in brackets.
 _PATH = re.compile(r"/[A-Za-z0-9_/.+:@=,-]+")
 _SPECIAL, _IN_BRACKETS = re.compile(r"[.+]"), r"[\g<0>]"
 
 
 def only_looks(words: Sequence[str]) -> bool:
-    """Whether a command of lvm2's changes nothing."""
+    """Whether the words of an lvm2 command are those of a report, which changes nothing."""
     return words[1:2] != () and words[1] in _REPORTS
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What every command of one shell has in common: the devices that it sees, and settings."""
+    """The settings that all commands of one shell share."""
 
+    # The paths of the devices that the commands see, with commas between; empty for all devices.
     devices: str = ""
+    # Settings of lvm.conf(5) as `key=value`, with blanks between.
     settings: str = ""
 
     def covers(self, other: "Confinement") -> bool:
-        """Whether a shell with this does what one with `other` would: it may have more settings."""
+        """Whether a shell with these settings can run the commands of a shell with `other`.
+
+        Further settings do no harm: each command is given only those that matter to it.
+        """
         return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
 
     def joined(self, other: "Confinement") -> "Confinement":
-        """What covers both, where that can be; else the other."""
+        """The settings of both, if one shell can have both; else those of `other`."""
         pairs = {**self._pairs(), **other._pairs()}
         if self.devices != other.devices or not self._pairs().items() <= pairs.items():
             return other
         return Confinement(other.devices, " ".join(f"{key}={pairs[key]}" for key in pairs))
 
     def lines(self) -> list[str]:
-        """The same as lines of lvm.conf(5).
+        """The settings as lines of lvm.conf(5).
 
-        The option --devices is not for a shell: lvm2 2.03.16 keeps the list's memory from one
-        command to the next after it has freed it, and crashes or loops at the third. What the
-        option overrules is overruled here too.
+        A filter takes the place of the option --devices, with which the shell of lvm2 2.03.16
+        crashes or loops at the third command: it uses the memory of the list after it has freed
+        that memory. The lines also overrule the settings that --devices overrules.
         """
         lines = [f"{key}={value}" for key, value in self._pairs().items()]
         if self.paths:
@@ -99,19 +137,19 @@ class Confinement:
         return lines
 
     def _pairs(self) -> dict[str, str]:
-        # What lvm.lvm2 writes: settings without blanks, between blanks.
-        pairs = dict(one.split("=", 1) for one in self.settings.split())
+        # lvm.lvm2 separates settings by blanks, and no setting has a blank within.
+        pairs = dict(pair.split("=", 1) for pair in self.settings.split())
         return {key: value for key, value in pairs.items() if key not in _OWN}
 
     @property
     def paths(self) -> list[str]:
-        """The devices that it sees; none for all."""
+        """The paths of the devices that the commands see; none for all devices."""
         return self.devices.split(",") if self.devices else []
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command as it is said to a shell."""
+    """A command as a line that is typed at the shell's prompt."""
 
     text: str
     subcommand: str
@@ -119,19 +157,19 @@ class Line:
 
     @property
     def changes(self) -> bool:
-        """Whether it does more than to look."""
+        """Whether the command is a change, rather than a report."""
         return self.subcommand not in _REPORTS
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> Self | None:
-        """The words of a `Run`, or None for what is not said to a shell, or cannot be."""
+        """Turn the words of a `Run` into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
         kept, options = _parted(words[1:])
         if kept[0] in _REPORTS and options.get("--reportformat") != "json":
-            return None  # the shell's reports are all of one form
+            return None  # the shell's settings have it print each report as JSON
         confinement = Confinement(options.get("--devices", ""), options.get("--config", ""))
-        quoted = [one for word in kept if (one := _quoted(word))]
+        quoted = [quoted_word for word in kept if (quoted_word := _quoted(word))]
         text = " ".join(quoted)
         can_be_said = len(quoted) == len(kept) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
         can_be_set = all(_PATH.fullmatch(path) for path in confinement.paths)
@@ -139,7 +177,7 @@ class Line:
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """The words without the options of a shell, and those."""
+    """Separate a command's words from the options of the shell (OF_A_SHELL) among them."""
     options = dict.fromkeys(OF_A_SHELL, "")
     kept: list[str] = []
     rest = iter(words)
@@ -154,7 +192,7 @@ def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
 
 
 def _quoted(word: str) -> str | None:
-    """A word so that lvm_split() gives it back: quotes around it count, and nothing escapes."""
+    """Quote a word for lvm2's lvm_split(), which has quotes but no escapes; None if impossible."""
     if not _PLAIN.fullmatch(word):
         return None
     if word and " " not in word and word[0] not in "\"'#":
@@ -163,9 +201,9 @@ def _quoted(word: str) -> str | None:
 
 
 def answer(subcommand: str, reported: str) -> Result:
-    """The result of a command, as a process of its own would have given it.
+    """Parse the shell's JSON into the result that a process of the command would have given.
 
-    Raises ValueError where that is not the one whole answer to that command.
+    Raises ValueError unless the JSON is complete and ends with the status of `subcommand`.
     """
     try:
         document = json.loads(reported)
@@ -184,12 +222,14 @@ def answer(subcommand: str, reported: str) -> Result:
 
 
 def _lines(messages: list[Mapping[str, str]], kinds: set[str]) -> str:
-    return "".join(f"  {one['log_message']}\n" for one in messages if one["log_type"] in kinds)
+    return "".join(
+        f"  {message['log_message']}\n" for message in messages if message["log_type"] in kinds
+    )
 
 
-# What the shell reads when it starts, besides the node's own settings. Of these, lvm2 takes the
-# log's and the report's from files only (CFG_DISALLOW_INTERACTIVE), and any setting that is given
-# with a command has it build all that it knows anew, twice.
+# Settings that the shell reads when it starts, beside the node's own. They are in a file for two
+# reasons: lvm2 takes those of log and report from files alone (CFG_DISALLOW_INTERACTIVE), and for
+# any `--config` of a command it rebuilds all its settings and caches, twice.
 _SETTINGS = """
 # Carver's, for a shell of lvm2's that it keeps open. Written anew whenever it starts one.
 log/report_command_log=1
@@ -208,17 +248,19 @@ global/use_aio=0
 
 
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
-    """Make the directory that a shell has in the place of /etc/lvm: that, and settings of its own.
+    """Make the directory that the shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
 
-    `root` is where lvm2's own root directory is seen; `directory` has the same path there. Raises
-    OSError, also where the node has what cannot be had there too.
+    It has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings of the
+    shell appended. `root` is where lvm2's root directory is seen; `directory` has the same path
+    for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
     """
     own = root / "etc/lvm"
     settings = "lvmlocal.conf"
     if tagged := sorted(own.glob("lvm_*.conf")):
         raise OSError(f"{tagged[0]} would be over the shell's own settings")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # lvm2 makes them by itself, but not through a link. Where they cannot be made it says so.
+    # lvm2 would make these directories, but not through a link. Where making them fails here, lvm2
+    # itself reports the failure.
     for name in ("archive", "backup"):
         with suppress(OSError):
             (own / name).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,36 +269,40 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
     local = own / settings
-    # Bytes: lvm2 asks of no encoding, and a comment may be of any.
+    # Read as bytes: lvm2 requires no encoding, and a comment may be in any.
     text = local.read_bytes() if local.exists() else b""
     lines = "\n".join(confinement.lines())
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
 
 
-# It is at its prompt after some tenths of a second, on a slow machine.
+# Time limit of the shell's start, until its first prompt: it takes tenths of a second as a rule.
 _START_SECONDS = 10.0
-# What lvm2 holds a group's lock for, and so does not end within, is over by then as a rule.
+# Time limit of the shell's end after SIGTERM, which lvm2 blocks while it has a group's lock; its
+# commands rarely have the lock for longer.
 _GRACE_SECONDS = 5.0
-# How long those wait for another's command who have a shell renewed, and say no limit.
-_LONGEST_TURN_SECONDS = 60.0
+# Time limit of `renew` for the command that is running, where the caller has no deadline.
+_RENEW_SECONDS = 60.0
+# Words that stand for the end of a shell in an error.
 _RENEWED = ("lvm", "exit")
-# lvm2 keeps memory that it once had: after so many commands, an idle shell is ended.
+# Number of commands after which an idle shell is ended: lvm2 does not return memory.
 _MANY_COMMANDS = 100
-# The most memory of a shell that is kept while it is idle. One that has just started has 10 MiB. To
-# suspend a device, as for each thin volume or snapshot, lvm2 locks all that it has mapped into
-# memory (mlock(2) in lib/mm/memlock.c): its buffer for I/O, of 8 MiB or of global/io_memory_size, a
-# reserve of 10 MiB, and its libraries; all that stays, and its heap does not shrink.
+# Limit of an idle shell's memory. A new shell has 10 MiB. To suspend a device, as for each thin
+# volume or snapshot, lvm2 locks all its mapped memory (mlock(2) in lib/mm/memlock.c), which is then
+# resident for good: the buffer for I/O of 8 MiB or global/io_memory_size, a reserve of 10 MiB, and
+# its libraries. The heap does not shrink either.
 _MOST_IDLE_BYTES = 40 << 20
+# Time after the last command from which a shell counts as idle.
 _IDLE_SECONDS = 60.0
-# Where there is no shell, there will hardly be one soon.
+# Factor by which the pause before the next shell is longer if the start of a shell failed: the
+# reason, such as a missing program, rarely goes away soon.
 _LACKING_RESTS = 10
 
 
 class Session:
-    """One lvm2 shell, and processes in its place where there is none, or where it is in doubt.
+    """An lvm2 shell, with processes in its place while there is none; a `mount.command.Run`.
 
-    One command at a time, the others wait. `directory` is the session's own, and lvm2 must see it
-    at the same path; `root` is where lvm2's root directory is seen.
+    One command runs at a time, and the others wait. `directory` belongs to the session alone, and
+    has the same path for lvm2; `root` is where lvm2's root directory is seen.
     """
 
     def __init__(
@@ -273,81 +319,84 @@ class Session:
         self._converse = converse
         self._directory = directory
         self._root = root
-        # How long no shell is started after one failed.
+        # The time without a shell after one was given up.
         self._rest_seconds = rest_seconds
         self._observe = observe
-        self._turn = threading.Lock()
+        # Held by the thread whose command is running.
+        self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
-        # How many commands the shell was given, and when the last (monotonic, seconds).
-        self._commands, self._last_seconds = 0, 0.0
-        self._rests_until = 0.0
+        # The number of commands that the shell was given, and the time of the last one.
+        self._commands, self._last_monotonic_seconds = 0, 0.0
+        # The time before which no shell is started.
+        self._rests_until_monotonic_seconds = 0.0
         self._is_closed = False
-        # A shell that did not end in time, what it does, and since when.
+        # A shell that did not end in time: the shell, the command that it runs, and since when.
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
-        """Run a command in the shell if it can, else in a process; a `mount.command.Run`.
+        """Run a command in the shell if the shell can run it, else in a process.
 
-        Raises what a process raises, SessionLost, and StillRunning.
+        Raises the errors of a process, SessionLost and StillRunning.
         """
         line = Line.of(words)
         if line is None:
             if not only_looks(words):
-                with self._my_turn(words):
+                with self._locked(words):
                     self._look_at_stuck(changes=True)
             return self._run(*words)
-        with self._my_turn(words):
+        with self._locked(words):
             self._look_at_stuck(changes=line.changes)
             ready = self._ready(line.confinement, words)
             result = self._ask(ready, line, words) if ready else None
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
-        """Have another shell run the next command, for what this one said is in doubt.
+        """End the shell, as its answers are in doubt; the next command starts another one.
 
-        Raises CommandTimedOut where what it does outlasts the caller's time, and a minute.
+        Raises CommandTimedOut where the shell's command outlasts the caller's deadline; without a
+        deadline, a minute.
         """
-        with self._my_turn(_RENEWED, _LONGEST_TURN_SECONDS):
+        with self._locked(_RENEWED, _RENEW_SECONDS):
             self._hang_up()
 
     def rest(self) -> None:
         """End a shell that is idle for a minute, if it has run many commands or takes much memory.
 
-        The next command starts another. Its memory is as large as the largest report it ever made,
-        and as what lvm2 ever locked. A shell at work is left alone.
+        The next command starts another one. lvm2 returns no memory: a shell is as large as its
+        largest report, and as all that it ever locked. A shell that runs a command is left alone.
         """
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
-            is_idle = time.monotonic() - self._last_seconds >= _IDLE_SECONDS
+            is_idle = time.monotonic() - self._last_monotonic_seconds >= _IDLE_SECONDS
             if self._shell is not None and is_idle:
                 is_large = self._shell.resident_bytes() > _MOST_IDLE_BYTES
                 if is_large or self._commands >= _MANY_COMMANDS:
                     self._hang_up()
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def close(self) -> None:
-        """End the shell after its present command; from then on there are only processes.
+        """End the shell; from now on commands run as processes alone.
 
-        A command that takes longer than a moment is left to end by itself.
+        A running command has five seconds to end; after that the shell is left alone.
         """
         self._is_closed = True
-        with suppress(mount_errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
+        with suppress(mount_errors.CommandTimedOut), self._locked(_RENEWED, _GRACE_SECONDS):
             self._hang_up()
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
 
     def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
-        """The shell's answer; None where it gave none, and a process may do the same."""
-        started = self._last_seconds = time.monotonic()
+        """Run a command in the shell; None where the shell failed at a report, to be repeated."""
+        started = self._last_monotonic_seconds = time.monotonic()
         self._commands += 1
         try:
             said = ready.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, said)
             if result.exit_code and errors.lacks_memory(result.stderr):
-                # It would lack it at the next command, too, and a process need not.
+                # The shell would lack memory at the next command, too; a process need not.
                 raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")
@@ -365,18 +414,22 @@ class Session:
         error = type(errors.classify(words, code, result.stderr)).__name__ if code else ""
         self._observe(Finished(words, code, seconds, error))
         if result.exit_code and not errors.is_explained(result.stderr):
-            # It may have been the shell's own trouble: the next command is said to another.
+            # The failure may be a fault of this shell, so the next command starts another one.
             self._hang_up(line.subcommand)
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell with this confinement that is at its prompt; None where there is none."""
+        """A shell at its prompt that covers a confinement, started if need be; None without one."""
         if self._shell is not None:
             is_fit = not self._is_closed and self._confinement.covers(confinement)
             if is_fit and self._shell.is_waiting():
                 return self._shell
             self._hang_up()
-        if self._stuck is None and not self._is_closed and time.monotonic() >= self._rests_until:
+        if (
+            self._stuck is None
+            and not self._is_closed
+            and time.monotonic() >= self._rests_until_monotonic_seconds
+        ):
             self._start(confinement, words)
         return self._shell
 
@@ -384,7 +437,8 @@ class Session:
         limit = remaining_seconds()
         if limit == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
-        # Settings of some commands that mean nothing to others: one shell for all of them.
+        # Commands have different settings, which do not matter to other commands: together they
+        # are the settings of one shell, which need not be ended for the next command.
         self._confinement = self._confinement.joined(confinement)
         try:
             prepare(self._directory, self._root, self._confinement)
@@ -398,38 +452,40 @@ class Session:
         except (OSError, ConversationOver, mount_errors.ProgramMissing) as problem:
             why = str(problem) or "it shows no prompt"
             _log.warning("no shell of lvm2's, but a process for each command: %s", why)
-            self._rests_until = time.monotonic() + _LACKING_RESTS * self._rest_seconds
+            self._rests_until_monotonic_seconds = (
+                time.monotonic() + _LACKING_RESTS * self._rest_seconds
+            )
             self._hang_up("its start")
 
     def _give_up(self, line: Line, why: str) -> None:
         _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, why)
-        self._rests_until = time.monotonic() + self._rest_seconds
+        self._rests_until_monotonic_seconds = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 
     def _hang_up(self, doing: str = "what it did last") -> None:
-        """End the shell; where it does not end, remember what it does."""
+        """End the shell; if it does not end in time, remember it as stuck at `doing`."""
         if self._shell is not None:
-            since = time.monotonic()
+            since_monotonic_seconds = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
-                self._stuck = (self._shell, doing, since)
+                self._stuck = (self._shell, doing, since_monotonic_seconds)
             self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
-        """Raises StillRunning for a change while a shell that was given up may change something."""
+        """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM."""
         if self._stuck is None:
             return
-        conversation, doing, since = self._stuck
+        conversation, doing, since_monotonic_seconds = self._stuck
         if conversation.end(0):
             self._stuck = None
         elif changes:
-            raise errors.StillRunning(doing, time.monotonic() - since)
+            raise errors.StillRunning(doing, time.monotonic() - since_monotonic_seconds)
 
     @contextmanager
-    def _my_turn(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:
+    def _locked(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:
         limit = patience_seconds(longest_seconds)
-        if not self._turn.acquire(timeout=-1 if limit == math.inf else limit):
+        if not self._lock.acquire(timeout=-1 if limit == math.inf else limit):
             raise mount_errors.CommandTimedOut(words, limit)
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()

@@ -7,26 +7,27 @@ from types import MappingProxyType
 
 PREFIX = "carver."
 
-# lvm(8): a tag is made of these and has at most 1024 characters.
+# Length limit of an LVM tag, in characters (lvm(8)).
 MAXIMUM_LENGTH = 1024
+# Characters that are escaped: those that an LVM tag may not have (lvm(8)), and `&`.
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 _NUMBER = re.compile(r"[0-9]{1,19}")
-# The largest that gRPC's int64 holds.
+# Largest number in a tag: that of gRPC's int64.
 _MOST = (1 << 63) - 1
 
 
 def escape(text: str) -> str:
-    """Text as a tag may hold it: any other byte of its UTF-8 becomes `&` and two hex digits."""
-    return _OTHER.sub(lambda found: "".join(f"&{byte:02x}" for byte in found[0].encode()), text)
+    """Escape a text for a tag: each byte that a tag cannot have becomes `&` and two hex digits."""
+    return _OTHER.sub(lambda match: "".join(f"&{byte:02x}" for byte in match[0].encode()), text)
 
 
 def unescape(text: str) -> str:
-    """The inverse of `escape`."""
+    """Decode a text that `escape` made; invalid UTF-8 is replaced, and raises no error."""
     if "&" not in text and text.isascii():
         return text
     raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
-    # Bytes that others wrote may be no UTF-8: then it is no tag of Carver's, and breaks no report.
+    # Another program may have written bytes that are not UTF-8. They must not break a report.
     return raw.encode("latin-1", "replace").decode(errors="replace")
 
 
@@ -40,26 +41,26 @@ def format_one(key: str, value: str) -> str:
     return f"{PREFIX}{escape(key)}={escape(value)}"
 
 
-# Own tags by their keys, or as pairs, where one key may have several values.
+# Carver's own tags, by their keys, or as pairs where a key may have several values.
 Tags = Mapping[str, str] | Collection[tuple[str, str]]
 
 
 def encode(own_tags: Tags) -> list[str]:
-    """Encode own tags, in their order."""
+    """Encode Carver's own tags, in their order."""
     pairs = own_tags.items() if isinstance(own_tags, Mapping) else own_tags
     return [format_one(key, value) for key, value in pairs]
 
 
 def words(option: str, own_tags: Tags) -> list[str]:
-    """Encode own tags as arguments of lvm2: each after `--addtag` or `--deltag`."""
+    """Encode Carver's own tags as arguments of lvm2, each after the option (--addtag, --deltag)."""
     return [word for tag in encode(own_tags) for word in (option, tag)]
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Carver's own tags by their keys; tags of others are left out.
+    """Carver's own tags by their keys, among all tags of a group or volume.
 
-    Of several values of one key the first in order counts, the same in each process; `doubled`
-    tells which keys have several.
+    Of several values of one key the alphabetically first counts, so that each process decides
+    alike. `doubled` has the keys with several values.
     """
     own_tags: dict[str, str] = {}
     for key, value in _parts(tags):
@@ -68,14 +69,14 @@ def decode(tags: Iterable[str]) -> Mapping[str, str]:
 
 
 def values(tags: Iterable[str], key: str) -> list[str]:
-    """All values of one key; one at most, unless others wrote tags."""
-    return sorted(value for found, value in _parts(tags) if found == key)
+    """All values of a key, sorted. Only another program gives a key more than one value."""
+    return sorted(value for other, value in _parts(tags) if other == key)
 
 
 def doubled(tags: Iterable[str]) -> frozenset[str]:
-    """The keys of Carver's own tags that have several values, as only others write them."""
-    found = Counter(key for key, _ in _parts(tags))
-    return frozenset(key for key, times in found.items() if times > 1)
+    """The keys of Carver's own tags with several values, which only another program writes."""
+    counts = Counter(key for key, _ in _parts(tags))
+    return frozenset(key for key, times in counts.items() if times > 1)
 
 
 def _parts(tags: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -86,11 +87,12 @@ def _parts(tags: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def number(text: str) -> int | None:
-    """The number that a tag holds; None for any other text, and for one of more than 63 bits.
+    """Parse the number in a tag; None for any other text, and for a number of more than 63 bits.
 
-    Each number in a tag is read here: what others wrote must not break a list of all volumes.
+    All numbers in tags are parsed by this function: a tag that another program wrote must not break
+    a list of all volumes.
     """
     if not _NUMBER.fullmatch(text):
         return None
-    found = int(text)
-    return found if found <= _MOST else None
+    value = int(text)
+    return value if value <= _MOST else None

@@ -16,22 +16,27 @@ from lvm.volumes import New
 from mount import errors as mount_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# lvmthin(7): chunks of 64 KiB to 1 GiB, metadata of 2 MiB to some 16 GiB, of which a chunk takes 64
-# bytes at most. A quarter more is headroom.
+# Limits of a pool's chunk size (lvmthin(7)).
 LEAST_CHUNK_BYTES = 64 << 10
 MOST_CHUNK_BYTES = _GIB
+# Size of the metadata of one chunk: 64 bytes at most (lvmthin(7)), and a quarter as headroom.
 _METADATA_BYTES_OF_CHUNK = 80
+# Limits of the size of a pool's metadata: lvmthin(7) has 2 MiB to some 16 GiB.
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
 _TENTH = Reserve(percent=10)
-# lvm2's own repair of a pool may lose what could still be read before it.
+# Advice about a damaged pool. It names no command: lvm2's repair may lose data that could still be
+# read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a class's pool is made, promised and grown; a chunk size of 0 suits the group."""
+    """How the pool of a class is created, over-provisioned and extended.
+
+    A chunk size of 0 means the one that suits the group (`chunk_size_bytes`).
+    """
 
     over_provisioning: float = 1.0
     size: Reserve = _TENTH
@@ -42,15 +47,15 @@ class Policy:
 
     @property
     def ratio(self) -> Fraction:
-        """The over-provisioning, exactly: 1.15 times 100 is 115."""
+        """The over-provisioning as an exact fraction: with a float 1.15 times 100 is not 115."""
         return Fraction(str(self.over_provisioning))
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as a report has it; all its extents are 0 where it is not made yet.
+    """A thin pool by a report; all its extents are 0 while the pool does not exist yet.
 
-    `promised_bytes` are the sizes of its volumes and their snapshots.
+    `promised_bytes` is the sum of the sizes of its volumes and their snapshots.
     """
 
     name: str
@@ -61,39 +66,44 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool of that name; the member called `ignored` is no promise to anyone."""
-    found = group.volumes.get(name)
-    if found is None:
+    """The pool of a name; its volume called `ignored` is not counted as promised."""
+    volume = group.volumes.get(name)
+    if volume is None:
         return Pool(name, chunk_size_bytes)
     promised, apart = group.bytes_in_pool(name), group.volumes.get(ignored)
     if apart is not None and apart.pool == name:
         promised -= apart.size_bytes
     extent = group.extent_size_bytes
-    data, metadata = found.size_bytes // extent, found.metadata_size_bytes // extent
+    data, metadata = volume.size_bytes // extent, volume.metadata_size_bytes // extent
     return Pool(name, chunk_size_bytes, data, metadata, promised)
 
 
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
-    """The least chunk that is a power of two and keeps the metadata of the whole group handy."""
+    """The chunk size of a new pool: the policy's, or the smallest that suits the group.
+
+    The smallest chunk size that suits is a power of two with which the metadata of a pool as large
+    as the group take 1 GiB at most.
+    """
     if policy.chunk_size_bytes:
         return policy.chunk_size_bytes
     chunk = LEAST_CHUNK_BYTES
-    # Metadata of 1 GiB are looked through in seconds when the pool is activated after a crash.
+    # The check of 1 GiB of metadata, when a pool is activated after a crash, takes seconds.
     while chunk < MOST_CHUNK_BYTES and _metadata_bytes(group, chunk) > _GIB:
         chunk *= 2
     return chunk
 
 
 def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
-    """What the metadata take of a pool that has all of the group."""
+    """The number of extents of the metadata of a pool that is as large as the group."""
     size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
     return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
 
 
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
-    """What the pool's metadata, and the spare beside them, lack to suit the group.
+    """The number of extents that the pool's metadata and the group's spare should still grow by.
 
-    lvm2 keeps one spare in the group, as large as the largest of its pools' metadata.
+    They suit a pool that is as large as the group (`suitable_metadata_extents`). lvm2 keeps one
+    spare volume in the group, as large as the largest metadata of its pools.
     """
     wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
     spare = max(wanted, pool.metadata_extents) - group.spare_extents
@@ -101,17 +111,17 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
-    """By how much the pool's data can grow for certain; all of them, where it is not made yet.
+    """The number of extents by which the pool's data can surely grow; for a new pool all of its data.
 
-    In a group whose policy wants them together, on one disk or in one piece, what is free need not
-    be where the pool is: nothing is promised of it, though lvm2 may give it.
+    Where the group's policy wants a volume's extents on one disk, or in one piece, the free extents
+    need not be where an existing pool is: then none are sure, though lvm2 may find some.
     """
     is_fixed = group.keeps_to_one_disk and pool.data_extents
     return 0 if is_fixed else room_extents(group, pool, kept_extents)
 
 
 def room_extents(group: Group, pool: Pool, kept_extents: int) -> int:
-    """By how much the pool's data may grow if lvm2 finds that where the pool can have it."""
+    """The number of extents by which the pool's data grow, if the pool can have the free ones."""
     free = group.free_extents - kept_extents - missing_metadata_extents(group, pool)
     free = max(0, min(free, group.linear_extents))
     enough = pool.data_extents or free * group.extent_size_bytes >= pool.chunk_size_bytes
@@ -119,9 +129,10 @@ def room_extents(group: Group, pool: Pool, kept_extents: int) -> int:
 
 
 def metadata_growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
-    """By how much the pool's metadata can grow, and the group's spare with them."""
+    """The number of extents by which the pool's metadata can grow together with the spare."""
     free = max(0, group.free_extents - kept_extents)
-    # Until the spare is as large as they are, an extent costs one; from then on, two.
+    # While the spare is larger than the metadata, growth by an extent takes one free extent; from
+    # then on it takes two, as the spare grows too.
     alone = max(0, group.spare_extents - pool.metadata_extents)
     behind = max(0, pool.metadata_extents - group.spare_extents)
     room = free if free <= alone else (free - behind + alone) // 2
@@ -130,28 +141,39 @@ def metadata_growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
-    """What is added to what is so full: its share, or all that brings it below the threshold."""
+    """The number of extents to add to a pool's data, or metadata, that are `percent` full.
+
+    It is the policy's share of the present size, or more if the fullness would still be above the
+    policy's threshold.
+    """
     share = _ceil(int(extents * policy.autoextend_percent), 100)
     enough = int(extents * percent / policy.autoextend_threshold) + 1 - extents
     return max(1, share, enough)
 
 
 def first_extents(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
-    """The data that a new pool is made with."""
+    """The number of extents of a new pool's data."""
     one_chunk = _ceil(pool.chunk_size_bytes, group.extent_size_bytes)
     asked = max(policy.size.extents(group), one_chunk)
     return min(asked, growth_extents(group, pool, kept_extents))
 
 
 def maximum_bytes(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
-    """What may still be promised, in whole extents: one volume, or growth of one."""
+    """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
+
+    It is the largest size of the pool's data, times the over-provisioning, less what the pool has
+    promised already; a multiple of the extent size.
+    """
     largest = pool.data_extents + growth_extents(group, pool, kept_extents)
     promises = int(largest * policy.ratio) * group.extent_size_bytes
     return max(0, promises - pool.promised_bytes)
 
 
 def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
-    """What must stay free in the group for the pool to keep its promises, at the class's ratio."""
+    """The number of extents that must stay free for the pool to grow to what it has promised.
+
+    The promised bytes are divided by the over-provisioning of the class.
+    """
     if not pool.promised_bytes:
         return 0
     promised = _ceil(pool.promised_bytes, group.extent_size_bytes)
@@ -162,10 +184,11 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
 def refusal(
     group: Group, pool: Pool, policy: Policy, kept_extents: int, status: ThinPool | None
 ) -> str:
-    """Why nothing more may be promised, whatever the sizes add up to; empty where something may.
+    """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
 
-    Fullness is measured by the size that the pool can grow to. A pool that is not over-provisioned
-    has room for all that it promised, however full. One without a status is not active.
+    Fullness is relative to the size that the pool can grow to. It does not matter for the data of a
+    pool that is not over-provisioned, as they have room for all that was promised. An inactive
+    pool has no `status`, and is not refused.
     """
     if status is None:
         return ""
@@ -193,9 +216,9 @@ def _ceil(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def status_of(found: Sequence[object]) -> ThinPool | None:
-    """The pool among what device-mapper says of a volume."""
-    return next((one for one in found if isinstance(one, ThinPool)), None)
+def status_of(statuses: Sequence[object]) -> ThinPool | None:
+    """The status of the thin pool among the statuses of a volume's devices; None for none."""
+    return next((status for status in statuses if isinstance(status, ThinPool)), None)
 
 
 def create_pool(
@@ -210,11 +233,12 @@ def create_pool(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Make a pool that zeroes each chunk before it gives it out, and passes discards down.
+    """Make and activate a thin pool (lvcreate(8)). Raises NoSpace, NameTaken.
 
-    Where it is full, writes wait for room before they fail: a minute, by the kernel's own limit.
-    (That is lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) The metadata lie in
-    one piece on one disk. Raises NoSpace, NameTaken.
+    The pool zeroes each chunk at its allocation, and passes discards down to its disks. While the
+    pool is full, writes wait for room; after a minute, the kernel's limit, they fail. (That is
+    lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) lvm2 puts the metadata in one
+    piece on one disk.
     """
     lvm(
         "lvcreate",
@@ -229,9 +253,9 @@ def create_pool(
 
 
 def create(lvm: Lvm, group: str, pool: str, new: New) -> None:
-    """Make, tag and activate a volume in a pool (lvcreate(8)); it takes no room until it is used.
+    """Make, tag and activate a thin volume in a pool (lvcreate(8)). Raises NameTaken.
 
-    Raises NameTaken.
+    The volume takes room in the pool only as it is written.
     """
     lvm(
         "lvcreate",
@@ -251,10 +275,10 @@ def snapshot(
     read_only: bool,
     tuning: Tuning = AS_IT_IS,
 ) -> None:
-    """Make and tag a volume that shares all its blocks with another of its pool (lvcreate(8)).
+    """Make and tag a snapshot of a thin volume, in the same pool (lvcreate(8)). Raises NameTaken.
 
-    Both are whole without the other. It is made active only where it may be written to. Raises
-    NameTaken.
+    Snapshot and origin share blocks, and either may be removed without the other. A writable
+    snapshot is activated, a read-only one is not.
     """
     lvm(
         "lvcreate",
@@ -270,15 +294,15 @@ def snapshot(
 def extend_metadata(
     lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
 ) -> None:
-    """Grow a pool's metadata, and the group's spare where it is smaller; raises NoSpace."""
+    """Grow a pool's metadata, and the group's spare to the same size. Raises NoSpace."""
     lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
 
 
 _SECTOR_BYTES = 512
 _PIECE_BYTES = 1 << 16
 
-# The elements that tell of blocks, and the attributes that tell where they are and how many. Of a
-# single one there is no number.
+# XML elements of thin_dump(8) and thin_delta(8) that stand for blocks, each with the attributes of
+# its first block and its number of blocks; an element for a single block has no such number.
 _MAPPED = {
     "single_mapping": ("origin_block", ""),
     "range_mapping": ("origin_begin", "length"),
@@ -288,38 +312,42 @@ _DIFFERENT = dict.fromkeys(("different", "left_only", "right_only"), ("begin", "
 
 @dataclass(frozen=True)
 class Run:
-    """So many bytes of a thin volume, in whole blocks of its pool."""
+    """A contiguous range of a thin volume, in whole chunks of its pool."""
 
     offset_bytes: int
     length_bytes: int
 
 
 def mapped_words(metadata: str, device_id: int) -> tuple[str, ...]:
-    """The program that tells what of a thin volume has blocks."""
+    """The thin_dump(8) command that prints the mapped ranges of a thin volume."""
     return ("thin_dump", "--metadata-snap", "--dev-id", str(device_id), "--", metadata)
 
 
 def differing_words(metadata: str, base_id: int, target_id: int) -> tuple[str, ...]:
-    """The program that tells where two thin volumes of a pool have not the same blocks."""
+    """The thin_delta(8) command that prints the ranges in which two thin volumes differ."""
     those = ("--snap1", str(base_id), "--snap2", str(target_id))
     return ("thin_delta", "--metadata-snap", *those, "--", metadata)
 
 
 def mapped(printed: BinaryIO) -> Iterator[Run]:
-    """The mappings of one volume as thin_dump printed them; BadReport, also where it has none."""
+    """Parse the mapped ranges of one volume, as thin_dump(8) prints them. Raises BadReport."""
     return _runs(printed, "device", _MAPPED)
 
 
 def differing(printed: BinaryIO) -> Iterator[Run]:
-    """The differences that thin_delta printed, in order; raises BadReport."""
+    """Parse the differing ranges, in order, as thin_delta(8) prints them. Raises BadReport."""
     return _runs(printed, "diff", _DIFFERENT)
 
 
 def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]]) -> Iterator[Run]:
-    """The runs that stand within a holder. A tree of a large pool's would take gigabytes."""
+    """Parse the ranges in the XML of a program, piece by piece. Raises BadReport.
+
+    A tree of the whole XML would take gigabytes for a large pool. Output without the element
+    `holder` is that of a pool without the volume.
+    """
     block_bytes = 0
     holders = 0
-    found: list[Run] = []
+    runs: list[Run] = []
 
     def start(name: str, attributes: dict[str, str]) -> None:
         nonlocal block_bytes, holders
@@ -329,16 +357,16 @@ def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]
         if (keys := elements.get(name)) is not None:
             where, length = keys
             blocks = int(attributes[length]) if length else 1
-            found.append(Run(int(attributes[where]) * block_bytes, blocks * block_bytes))
+            runs.append(Run(int(attributes[where]) * block_bytes, blocks * block_bytes))
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = start
     try:
         while piece := printed.read(_PIECE_BYTES):
             parser.Parse(piece)
-            yield from found
-            found.clear()
-        # Raises where the end is missing, as of a program that died.
+            yield from runs
+            runs.clear()
+        # Raises an error if the end of the XML is missing, as where the program died.
         parser.Parse(b"", True)
     except (expat.ExpatError, KeyError, ValueError) as error:
         raise mount_errors.BadReport(f"{type(error).__name__}: {error}") from error

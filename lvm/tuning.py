@@ -1,11 +1,12 @@
-"""What may change while a volume is in use: read-ahead, rates of recovery, limits of its I/O.
+"""Settings that change while a volume is in use: read-ahead, RAID recovery rates, I/O limits.
 
-LVM's metadata hold it: as properties that lvm2 gives to the kernel at once and at activation
-(lvchange(8), lvmraid(7)), and the limits as Carver's tags.
+All are recorded in LVM's metadata. Read-ahead and recovery rates are properties of the logical
+volume, which lvm2 passes to the kernel at once and at each activation (lvchange(8), lvmraid(7)).
+I/O limits are tags of Carver's, which Carver applies by a cgroup.
 
-A bound on RAID recovery takes the place of the volume's maximum where that is higher, or none; a
-tag keeps the maximum then. It is there before a disk fails: with a disk missing lvm2 changes no
-rates.
+A node may have a bound for RAID recovery. It takes the place of a volume's own maximum rate if that
+is higher, or if the volume has none; a tag keeps the volume's own maximum. The bound is set before
+any disk fails, since lvm2 changes no rates while a disk is missing.
 """
 
 import mmap
@@ -17,34 +18,40 @@ from lvm import tags
 from lvm.lvm2 import Lvm
 from mount.cgroups import IoMax
 
-# The kernel's own choice.
+# Value of read-ahead that leaves the size to the kernel.
 AUTO: Literal["auto"] = "auto"
 
-# lvm2 rounds to pages by itself: "Overriding readahead to 8 sectors, a multiple of 4K page size."
+# Unit of read-ahead, as lvm2 rounds up to whole pages ("Overriding readahead to 8 sectors, a
+# multiple of 4K page size.").
 READ_AHEAD_UNIT_BYTES = mmap.PAGESIZE
-# Far more than any disk gains by; lvm2 would take a terabyte.
+# Limit of read-ahead: far more than any disk profits from. lvm2 would accept a terabyte.
 MOST_READ_AHEAD_BYTES = 1 << 30
-# An int of drivers/md/dm-raid.c; lvm2 2.03.16 silently records what is left of more.
+# Limit of recovery rates: an int in drivers/md/dm-raid.c. lvm2 2.03.16 silently truncates larger
+# ones.
 MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
-# Keeps a volume's maximum rate of recovery, in KiB, 0 for none, where lvm2 has a bound for it.
+# Key of the tag that keeps a volume's own maximum recovery rate, in KiB, 0 for none, while lvm2 has
+# a bound in its place.
 _OWN_MAXIMUM = "ownRecoveryRate"
 
-# The least limits: with fewer, a pod's last writes, and so its end, would take hours.
+# Smallest I/O limits that are allowed. With lower ones a pod's last writes, and so its end, would
+# take hours.
 LEAST_IOPS = 10
 LEAST_BANDWIDTH_BYTES = 64 << 10
-# An unsigned int of the kernel's block/blk-throttle.c. What is more is no limit on any disk.
+# Largest I/O limits that are allowed: an unsigned int of the kernel's block/blk-throttle.c, and a
+# bandwidth above that of any disk.
 MOST_IOPS = (1 << 32) - 1
 MOST_BANDWIDTH_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of a volume; None is not said. Rates are KiB a second on each disk, 0 for none.
+    """Settings of a volume, or changes of them; None means unspecified, 0 means no limit.
 
-    Limits of I/O are operations or bytes a second, and the same for each GiB of the volume's size;
-    0 for none. Of both, the lower holds.
+    Recovery rates are in KiB a second on each disk. I/O limits are in operations or bytes a second;
+    those per GiB are multiplied by the volume's size. Of a fixed limit and one per GiB the lower
+    holds.
     """
 
     read_ahead_bytes: int | Literal["auto"] | None = None
@@ -58,17 +65,20 @@ class Tuning:
     write_iops_per_gib: int | None = None
     read_bandwidth_per_gib: int | None = None
     write_bandwidth_per_gib: int | None = None
-    # What lvm2 has in place of the maximum; 0 where it has that.
+    # The node's bound, where lvm2 has it in place of `maximum_recovery_kib`; 0 where lvm2 has the
+    # maximum itself.
     bound_recovery_kib: int | None = None
 
     @property
     def of_raid(self) -> Sequence[str]:
-        """The fields that it sets and only a RAID volume can have."""
-        return [one.part for one in SETTINGS if one.of_raid and one.part in self._said()]
+        """The names of the specified settings that only a RAID volume can have."""
+        return [
+            setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
+        ]
 
     @property
     def refusal(self) -> str:
-        """Why no volume can have it, as lvm2 sees it; empty where one can."""
+        """Why lvm2 would refuse these settings for any volume; empty if it would not."""
         least, most = self.minimum_recovery_kib or 0, self.maximum_recovery_kib or 0
         if not most or least <= most:
             return ""
@@ -77,13 +87,14 @@ class Tuning:
         )
 
     def over(self, present: Self) -> Self:
-        """What a volume has once this is said of it."""
+        """The settings of a volume with the settings `present`, once these are applied."""
         return replace(present, **self._said())
 
     def bounded(self, present: Self, bound_kib: int) -> Self:
-        """The same, with the bound that a RAID volume has once this is said of it, 0 for none.
+        """These settings with a recovery bound, for a RAID volume with the settings `present`.
 
-        It is not below the volume's minimum, which lvm2 would refuse.
+        A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. It is 0
+        where the volume's own maximum is as low as the bound.
         """
         after = self.over(present)
         if bound_kib:
@@ -92,22 +103,26 @@ class Tuning:
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
     def lacking_in(self, present: Self) -> Self:
-        """What of this a volume has not."""
+        """The specified settings in which a volume with the settings `present` differs."""
         changed = {key: value for key, value in self._said().items() if value != vars(present)[key]}
         return type(self)(**changed)
 
     def for_new(self) -> Self:
-        """What of this lvcreate takes: 2.03.16 finds a minimum without a maximum to be above it."""
+        """The settings that lvcreate(8) accepts for a new volume.
+
+        lvcreate 2.03.16 refuses a minimum recovery rate without a maximum: it takes the missing
+        maximum for 0. Such a minimum is left out.
+        """
         has_maximum = self.maximum_recovery_kib or self.bound_recovery_kib
         return self if has_maximum else replace(self, minimum_recovery_kib=None)
 
     @property
     def is_limited(self) -> bool:
-        """Whether it limits I/O."""
+        """Whether these settings have an I/O limit."""
         return bool(_LIMITS & {key for key, value in vars(self).items() if value})
 
     def io_max(self, size_bytes: int) -> IoMax:
-        """The limits of a volume of that size."""
+        """The I/O limits of a volume of a size, for its cgroup."""
         return IoMax(
             read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
             write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
@@ -124,17 +139,25 @@ class Tuning:
         return min(limits, default=0)
 
     def words(self) -> list[str]:
-        """Its options for lvcreate(8) and lvchange(8), beside its tags."""
+        """The options of lvcreate(8) and lvchange(8) for these settings, without those for tags."""
         said = self._said()
         if self.bound_recovery_kib:
             said["maximum_recovery_kib"] = self.bound_recovery_kib
-        given = [one for one in SETTINGS if one.part in said and one.option]
-        return [word for one in given for word in (one.option, one.write(said[one.part]))]
+        given = [setting for setting in SETTINGS if setting.part in said and setting.option]
+        return [
+            word
+            for setting in given
+            for word in (setting.option, setting.write(said[setting.part]))
+        ]
 
     def tags(self) -> dict[str, str]:
-        """The tags that keep the rest of it."""
+        """The tags of Carver's for these settings."""
         said = self._said()
-        kept = {one.tag: str(said[one.part]) for one in SETTINGS if one.tag and said.get(one.part)}
+        kept = {
+            setting.tag: str(said[setting.part])
+            for setting in SETTINGS
+            if setting.tag and said.get(setting.part)
+        }
         if self.bound_recovery_kib:
             kept[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
         return kept
@@ -145,9 +168,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of Tuning in lvm2: the column that reports it, and the option that sets it.
+    """How LVM's metadata record a field of Tuning, called `part`.
 
-    Or the `tag` that keeps it: Carver applies it.
+    lvm2's own property has a `column` of its report, read by `read`, and an `option` that sets the
+    property, whose value `write` gives. A setting that Carver applies is kept in a `tag`.
     """
 
     part: str
@@ -168,12 +192,12 @@ def _sectors(ahead: int | str) -> str:
 
 
 def _rate(column: str) -> int:
-    """Empty where there is none, and where it is no RAID volume."""
+    """The recovery rate in a column, which is empty for no rate and for volumes without RAID."""
     return int(column or 0)
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Report, lvcreate and lvchange go by rows.
+# Table of all settings: reading reports, lvcreate and lvchange go by these rows.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
@@ -188,45 +212,53 @@ SETTINGS: Sequence[Setting] = (
     Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
 )
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
-COLUMNS = tuple(one.column for one in SETTINGS if one.column)
-_LIMITS = {one.part for one in SETTINGS if one.tag}
+COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
+_LIMITS = {setting.part for setting in SETTINGS if setting.tag}
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
-    """What a row of a report says, and the volume's tags; a tag that is no number is none."""
-    found = {one.part: one.read(row[one.column]) for one in SETTINGS if one.column}
-    found["bound_recovery_kib"] = 0
+    """The settings of a volume by its row of a report and its tags."""
+    values = {
+        setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
+    }
+    values["bound_recovery_kib"] = 0
     if (own := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
-        found["bound_recovery_kib"] = found["maximum_recovery_kib"]
-        found["maximum_recovery_kib"] = own
-    return replace(limits(own_tags), **found)
+        values["bound_recovery_kib"] = values["maximum_recovery_kib"]
+        values["maximum_recovery_kib"] = own
+    return replace(limits(own_tags), **values)
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
-    """The limits of I/O that a volume's tags say; one that is no number is none."""
-    texts = {one.part: own_tags.get(one.tag, "") for one in SETTINGS if one.tag}
-    return Tuning(**{part: tags.number(one) or 0 for part, one in texts.items()})
+    """The I/O limits of a volume by its tags; a tag that is not a number counts as no limit."""
+    texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
+    return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
 
 
+# Change of nothing: all settings are unspecified.
 AS_IT_IS = Tuning()
-# What a volume has of which nothing was said.
+# Settings of a volume that was created without any.
 PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUTO)
 
 
 def change(
     lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present: Tuning = PLAIN
 ) -> None:
-    """Give volumes what they lack, each in one metadata write: all of it, or nothing (lvchange(8)).
+    """Change settings of volumes that all have the settings `present`, by one lvchange(8).
 
-    One command; killed, it has changed some of them. lvm2 refuses a read-ahead that a volume has
-    already, and for the origin of copy-on-write snapshots any.
+    Each volume gets all changes in one metadata write; a killed command has changed some of the
+    volumes. lvm2 refuses a read-ahead that equals the present one, and any for the origin of
+    copy-on-write snapshots.
     """
     kept, parts = present.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
-        # The option and the tag go by both.
+        # The value of the option, and whether there is a tag, depend on maximum and bound together.
         after = tuning.over(present)
         tuning = replace(tuning, **{part: vars(after)[part] for part in _MAXIMUM_PARTS})
-    old = {one.tag: kept[one.tag] for one in SETTINGS if one.tag in kept and one.part in parts}
+    old = {
+        setting.tag: kept[setting.tag]
+        for setting in SETTINGS
+        if setting.tag in kept and setting.part in parts
+    }
     if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in kept:
         old[_OWN_MAXIMUM] = kept[_OWN_MAXIMUM]
     new = tuning.tags()

@@ -13,7 +13,7 @@ NO_TAGS: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class New:
-    """A volume that is to be made, of whole extents, with its tags."""
+    """A logical volume to be created, with a size in whole extents."""
 
     name: str
     size_bytes: int
@@ -21,11 +21,11 @@ class New:
     tuning: Tuning = AS_IT_IS
 
     def words(self) -> list[str]:
-        """Its options for lvcreate(8), except the size, which has an option for each kind.
+        """The options of lvcreate(8) for the volume, except its size: that option varies by kind.
 
-        Its activation is set to be skipped, so the system never activates it by itself at boot:
-        Carver activates what is staged. (The newer --setautoactivation n is refused for RAID by
-        lvm2 2.03.16.)
+        The volume is activated now, but never by the system at boot (--setactivationskip): Carver
+        activates the volumes that are staged. (lvm2 2.03.16 refuses the newer --setautoactivation n
+        for RAID.)
         """
         return [
             *("--setactivationskip", "y", "--activate", "y", "--ignoreactivationskip"),
@@ -40,7 +40,7 @@ def create(
 ) -> None:
     """Make, tag and activate a volume (lvcreate(8)), on `disks` if any are named.
 
-    Stale signatures are wiped and the first sectors zeroed. Raises NoSpace, NameTaken.
+    lvm2 wipes old signatures and zeroes the first sectors. Raises NoSpace, NameTaken.
     """
     lvm(
         "lvcreate",
@@ -53,9 +53,10 @@ def create(
 
 
 def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
-    """Activate a volume (lvchange(8)), even where activation is set to be skipped.
+    """Activate a volume (lvchange(8)), in spite of its flag to skip activation.
 
-    With `partial` also where disks are missing: reads and writes of what is there fail (EIO).
+    With `partial` a volume is activated although disks are missing; reads and writes of the missing
+    parts fail (EIO).
     """
     mode = ("--activationmode", "partial") if partial else ()
     lvm("lvchange", "--activate", "y", "--ignoreactivationskip", *mode, "--", f"{group}/{name}")
@@ -72,12 +73,12 @@ def refresh(lvm: Lvm, group: str, name: str) -> None:
 
 
 def allow_writing(lvm: Lvm, group: str, name: str) -> None:
-    """Make a read-only volume writable (lvchange(8)); lvm2 refuses for one that is."""
+    """Make a read-only volume writable (lvchange(8)); lvm2 fails for a writable one."""
     lvm("lvchange", "--permission", "rw", "--", f"{group}/{name}")
 
 
 def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
-    """Replace tags in one metadata write: all of them change, or none (lvchange(8))."""
+    """Replace tags of a volume in one metadata write: all change, or none (lvchange(8))."""
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("lvchange", *changes, "--", f"{group}/{name}")
 
@@ -89,25 +90,25 @@ def mark_all(
     old: Mapping[str, str] = NO_TAGS,
     new: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Replace tags of several volumes, each a group's name and its own (lvchange(8)).
+    """Replace tags of several volumes, given as pairs of group and name, by one lvchange(8).
 
-    One command; killed, it has changed some of them, and others not. What one has not, or has
-    already, is no error.
+    A killed command has changed some of the volumes. Deleting a tag that a volume lacks, or adding
+    a tag that it has, is no error.
     """
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> None:
-    """Add tags to volumes of a group (lvchange(8)). One command."""
+    """Add encoded tags to volumes of a group, by one lvchange(8)."""
     added = [word for tag in sorted(new) for word in ("--addtag", tag)]
     lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
 
 def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[str] = ()) -> None:
-    """Grow the volume to a size in whole extents (lvextend(8)), on `disks` if any are named.
+    """Grow a volume to a size in whole extents (lvextend(8)), on `disks` if any are named.
 
-    The file system is not touched. Raises NoSpace.
+    The file system is not grown. Raises NoSpace.
     """
     lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
@@ -123,9 +124,10 @@ def remove(lvm: Lvm, group: str, *names: str) -> None:
 
 
 def remove_lost(lvm: Lvm, group: str, name: str) -> None:
-    """Remove what lies on missing disks, with all that is in it or is a snapshot of it.
+    """Remove a volume or pool on missing disks, with the pool's volumes and all snapshots.
 
-    Twice forced, lvm2 removes what is in a thin pool that cannot be activated (lv_manip.c).
+    With --force twice lvm2 also removes the volumes of a thin pool that cannot be activated
+    (lv_manip.c).
     """
     lvm("lvremove", "--yes", "--force", "--force", "--", f"{group}/{name}")
 
@@ -140,12 +142,12 @@ def create_snapshot(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Take a read-only snapshot with a COW store of so many bytes (lvcreate(8)).
+    """Take a read-only snapshot with a COW store of a size in bytes (lvcreate(8)).
 
-    A mounted file system is brought to rest by the kernel while its device is suspended, so what
-    was written and not yet on disk is in the snapshot (lock_fs in drivers/md/dm.c). lvm2 writes its
-    metadata twice: killed in between, it leaves a volume with these tags that has no origin.
-    Raises NoSpace, NameTaken.
+    The kernel freezes a mounted file system while lvm2 suspends the origin's device, so the
+    snapshot has all that was written, also what was not on disk yet (lock_fs in drivers/md/dm.c).
+    lvm2 commits twice: killed in between, it leaves a volume with these tags but without an
+    origin. Raises NoSpace, NameTaken.
     """
     lvm(
         "lvcreate",
@@ -157,8 +159,8 @@ def create_snapshot(
 
 
 def split(lvm: Lvm, group: str, name: str) -> None:
-    """Split a snapshot off its origin (lvconvert(8)); its COW store stays as a volume, with tags.
+    """Split a snapshot off its origin (lvconvert(8)). Raises InUse while the snapshot is open.
 
-    Raises InUse while something has the snapshot open.
+    The COW store stays, as a volume with the snapshot's name and tags.
     """
     lvm("lvconvert", "--yes", "--splitsnapshot", "--", f"{group}/{name}")

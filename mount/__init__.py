@@ -1,1 +1,1 @@
-"""Mechanism: file systems and mounts, and nothing else."""
+"""The kernel: programs, block devices, mounts, file systems, LUKS headers. No LVM, no policy."""

@@ -1,4 +1,4 @@
-"""Block and loop devices: the kernel's operations on them, and what sysfs(5) tells."""
+"""Block and loop devices: the kernel's operations on them, and their state in sysfs(5)."""
 
 import errno
 import fcntl
@@ -17,18 +17,19 @@ from mount import blocks, calls, stacks
 from mount.blocks import By, Opened, Reader
 from mount.calls import Calls
 
-# What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
+# File with the kernel's I/O counters of each block device, and the field of the sectors written
+# (Documentation/admin-guide/iostats.rst).
 _STATISTICS = "/proc/diskstats"
 _SECTORS_WRITTEN = 9
-# Names of nodes in `_unmounted`, which several threads make at once.
+# Numbers that make the names of nodes in `_unmounted` unique among threads.
 _numbers = itertools.count()
 
 
 @functools.cache
 def _unmounted() -> int:
-    """A directory in a file system that is mounted nowhere; it ends with the process.
+    """A descriptor of an empty tmpfs that is mounted nowhere, made once for the process.
 
-    Making one for each piece that is zeroed would cost more than to zero it.
+    A new tmpfs for each piece that is zeroed would take longer than the zeroing itself.
     """
     context = calls.fsopen("tmpfs")
     with blocks.closing(context):
@@ -37,18 +38,18 @@ def _unmounted() -> int:
 
 
 def attribute(path: str) -> str:
-    """An attribute in sysfs, without its newline; empty where it or its object is absent."""
+    """Read an attribute in sysfs, without its newline; empty for an absent attribute or object."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with blocks.closing(descriptor):
-            # A page at most (Documentation/filesystems/sysfs.rst).
+            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
             return os.read(descriptor, 4096).decode().strip()
     except OSError:
         return ""
 
 
 def written_sectors() -> Mapping[tuple[int, int], int]:
-    """The sectors that were written to each block device, by its number; empty where not known."""
+    """The sectors written to each block device since boot, by its number; empty at an error."""
     try:
         text = Path(_STATISTICS).read_bytes()
     except OSError:
@@ -64,18 +65,18 @@ def written_sectors() -> Mapping[tuple[int, int], int]:
 _LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
 _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82
 _LO_FLAGS_READ_ONLY, _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 1, 4, 16
-# struct loop_info64, and struct loop_config around it.
+# Structure loop_info64, and the structure loop_config around it.
 _LOOP_INFO = struct.Struct("=5Q4I64s64s32s2Q")
 _LOOP_CONFIG = struct.Struct(f"=2I{_LOOP_INFO.size}s64x")
 
 
 @dataclass(frozen=True)
 class LoopStatus:
-    """What a loop device is attached to: st_dev, st_ino and st_rdev of the backing file.
+    """The status of a loop device: the backing file's st_dev, st_ino and st_rdev, and flags.
 
-    `backing_device` is not zero where the backing file is a block device itself. `leaving` says
-    that it is detached as soon as its last user closes it. `name` is what its creator
-    called it, up to 63 bytes.
+    `backing_device` (st_rdev) is not zero if the backing file is a block device itself. A loop
+    device that is `leaving` is detached once its last user closes it. `name` is a text of its
+    creator's, up to 63 bytes.
     """
 
     device: int
@@ -88,17 +89,17 @@ class LoopStatus:
 
 
 class LoopDevices:
-    """The loop devices of `mount.kernel.Kernel`."""
+    """Part of `mount.kernel.Kernel`: loop devices."""
 
     def loop_devices(self) -> list[str]:
-        """Paths of the loop devices that are attached, by number."""
-        # Each unpublishing asks, and pathlib takes longer than the kernel.
+        """The paths of all attached loop devices, sorted by number."""
+        # Each NodeUnpublishVolume calls this, and pathlib would take longer than the kernel.
         loops = [name for name in os.listdir("/sys/block") if name.startswith("loop")]  # noqa: PTH208
-        attached = [one for one in loops if os.access(f"/sys/block/{one}/loop", os.F_OK)]
-        return [f"/dev/{name}" for name in sorted(attached, key=lambda one: int(one[4:]))]
+        attached = [name for name in loops if os.access(f"/sys/block/{name}/loop", os.F_OK)]
+        return [f"/dev/{name}" for name in sorted(attached, key=lambda name: int(name[4:]))]
 
     def loop_free(self) -> str:
-        """LOOP_CTL_GET_FREE: the path of a loop device that is free just now."""
+        """LOOP_CTL_GET_FREE: the path of a free loop device, which others may attach first."""
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         with blocks.closing(control):
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
@@ -113,10 +114,10 @@ class LoopDevices:
         name: str,
         block_bytes: int = 0,
     ) -> None:
-        """LOOP_CONFIGURE: attach `file` to the loop device. EBUSY if another was faster.
+        """LOOP_CONFIGURE: attach `file` to a loop device. EBUSY if another process was faster.
 
-        `block_bytes` is the size of its logical blocks; 0 for the kernel's choice, which is 512
-        over a block device, whatever that has.
+        `block_bytes` is the loop device's logical block size. 0 is the kernel's choice, which is
+        512 over a block device, even one with larger blocks.
         """
         mode = os.O_RDONLY if read_only else os.O_RDWR
         flags = read_only * _LO_FLAGS_READ_ONLY | direct_io * _LO_FLAGS_DIRECT_IO
@@ -142,11 +143,14 @@ class LoopDevices:
         )
 
     def loop_clear(self, device: str) -> None:
-        """LOOP_CLR_FD. The kernel answers 0 while others have it open, and detaches later."""
+        """LOOP_CLR_FD: detach a loop device. It succeeds at once if others have the device open.
+
+        The kernel then detaches the device at their last close.
+        """
         calls.ioctl(device, _LOOP_CLR_FD)
 
     def loop_set_capacity(self, device: str) -> None:
-        """LOOP_SET_CAPACITY: take over the backing file's present size."""
+        """LOOP_SET_CAPACITY: give a loop device the present size of its backing file."""
         calls.ioctl(device, _LOOP_SET_CAPACITY)
 
 
@@ -156,11 +160,13 @@ _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
 
-# What is read of a disk to see whether it is zero, and put there to know that it is not.
+# Size of a block that is read back as a sample, to see whether a disk really zeroed a range.
 SAMPLE_BYTES = 4096
+# Contents of sampled blocks before that, in place of zeroes, which would prove nothing.
 MARK = b"deleted data".ljust(SAMPLE_BYTES, b"\xff")
 
-# What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
+# Size of the pieces of a copy that are skipped if they are zero: the smallest chunk of a thin pool
+# (lvmthin(7)).
 _PIECE_BYTES = 64 << 10
 
 
@@ -171,65 +177,70 @@ def _asked(device: str, request: int, form: str) -> int:
 
 @contextmanager
 def _buffer(size_bytes: int) -> Iterator[tuple[mmap.mmap, memoryview]]:
-    """Memory that direct I/O reads into at once, and a view of it for that."""
-    with mmap.mmap(-1, size_bytes) as buffer, memoryview(buffer) as place:
-        yield buffer, place
+    """Memory that begins at a page, as direct I/O requires, and a view of that memory."""
+    with mmap.mmap(-1, size_bytes) as buffer, memoryview(buffer) as view:
+        yield buffer, view
 
 
 def _file_system_below(loop: str, path: str) -> int:
-    """The magic number of the file system of a loop device's file; OSError if that is not there.
+    """The magic number of the file system of a loop device's backing file. Raises OSError.
 
-    The path is that of sysfs, and may lead to another file in this process's mounts.
+    `path` is the file's path in sysfs, which in this process's mounts may be that of another file:
+    that is an OSError, too.
     """
-    status, found = LoopDevices().loop_status(loop), os.stat(path)  # noqa: PTH116
-    if (found.st_dev, found.st_ino) != (status.device, status.inode) or not stat.S_ISREG(
-        found.st_mode
+    status, file = LoopDevices().loop_status(loop), os.stat(path)  # noqa: PTH116
+    if (file.st_dev, file.st_ino) != (status.device, status.inode) or not stat.S_ISREG(
+        file.st_mode
     ):
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return calls.file_system_kind(path)
 
 
 class BlockDevices(Calls):
-    """The block devices of `mount.kernel.Kernel`, by the paths of their nodes."""
+    """Part of `mount.kernel.Kernel`: block devices, by the paths of their nodes."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
         super().__init__(old_calls=old_calls)
-        # Which ways of zeroing are not to be used on which disks.
+        # Pairs of a disk and a method that left a range of that disk not zero.
         self._distrusted: set[tuple[str, By]] = set()
 
     def device_number(self, path: str) -> tuple[int, int]:
-        """(major, minor) of the block device node at `path`, links followed; else ENOTBLK."""
-        found = os.stat(path)  # noqa: PTH116
-        if not stat.S_ISBLK(found.st_mode):
+        """The (major, minor) of the block device node at `path`. ENOTBLK for anything else.
+
+        Symbolic links are followed.
+        """
+        status = os.stat(path)  # noqa: PTH116
+        if not stat.S_ISBLK(status.st_mode):
             raise OSError(errno.ENOTBLK, os.strerror(errno.ENOTBLK), path)
-        return os.major(found.st_rdev), os.minor(found.st_rdev)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
 
     def device_size_bytes(self, device: str) -> int:
-        """BLKGETSIZE64."""
+        """BLKGETSIZE64: the size of a block device in bytes."""
         return _asked(device, _BLKGETSIZE64, "=Q")
 
     def physical_block_bytes(self, device: str) -> int:
-        """BLKPBSZGET: what the disk writes at once; a multiple of the logical block."""
+        """BLKPBSZGET: the size that the disk writes at once, a multiple of the logical block."""
         return _asked(device, _BLKPBSZGET, "=I")
 
     def logical_block_bytes(self, device: str) -> int:
-        """The smallest piece that can be asked of it, 512 bytes or 4 KiB.
+        """The smallest unit of I/O of a block device, 512 bytes or 4 KiB. ENXIO if unknown.
 
-        By sysfs, which opens no device: one that hangs may keep an open waiting. ENXIO where sysfs
-        does not show it.
+        The size is read from sysfs, without opening the device: a device that hangs may keep an
+        open(2) waiting.
         """
-        if found := stacks.logical_block_bytes(self._sysfs(device)):
-            return found
+        if size_bytes := stacks.logical_block_bytes(self._sysfs(device)):
+            return size_bytes
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), device)
 
     def device_is_read_only(self, device: str) -> bool:
-        """BLKROGET."""
+        """BLKROGET: whether a block device is read-only."""
         return bool(_asked(device, _BLKROGET, "=i"))
 
     def device_is_held(self, device: str) -> bool:
-        """Whether it is mounted, or another driver (device-mapper, loop) holds it."""
+        """Whether a block device is mounted, or used by another driver (device-mapper, loop)."""
         try:
-            # O_EXCL on a block device asks for the exclusive use that holders have: open(2).
+            # O_EXCL on a block device requests exclusive use, which mounts and drivers have
+            # (open(2)).
             os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
         except OSError as error:
             if error.errno == errno.EBUSY:
@@ -238,51 +249,52 @@ class BlockDevices(Calls):
         return False
 
     def device_partitions(self, device: str) -> list[str]:
-        """The names of its partitions, by sysfs: sda1, sda2."""
+        """The names of a disk's partitions, by sysfs, such as sda1 and sda2."""
         return sorted(path.parent.name for path in self._sysfs(device).glob("*/partition"))
 
     def device_holders(self, device: str) -> list[str]:
-        """The names of the devices that are made of it, by sysfs: dm-0, md1."""
+        """The names of the devices directly over a device, by sysfs, such as dm-0 and md1."""
         return sorted(path.name for path in self._sysfs(device).glob("holders/*"))
 
     def device_title(self, device: str) -> str:
-        """What people know a device by: its name in /dev/mapper, or its node."""
+        """The path of a device to show to people: in /dev/mapper if it has one there."""
         name = attribute(str(self._sysfs(device) / "dm/name"))
         return f"/dev/mapper/{name}" if name else device
 
     def device_is_swap(self, device: str) -> bool:
-        """Whether the kernel swaps to it (/proc/swaps)."""
+        """Whether a block device is used as swap (/proc/swaps)."""
         number = self.device_number(device)
         for line in _SWAPS.read_text().splitlines()[1:]:
-            # A file that is swapped to is no block device.
+            # A swap file is no block device, and raises an error here.
             with suppress(OSError):
                 if self.device_number(line.split()[0]) == number:
                     return True
         return False
 
     def signatures(self, device: str, length_bytes: int = 0) -> Mapping[str, str]:
-        """Everything that libblkid finds on a device, or in its first bytes (calls.signatures)."""
+        """All tags that libblkid finds on a device, or in its first bytes (calls.signatures)."""
         return calls.signatures(device, length_bytes=length_bytes)
 
     def superblock(self, device: str, fs_type: str) -> Mapping[str, str]:
-        """What libblkid finds on a device of one file system (calls.signatures); else nothing."""
+        """The tags that libblkid finds of one file system on a device (calls.signatures)."""
         return calls.signatures(device, fs_type=fs_type)
 
     def stack(self, device: str) -> stacks.Stack:
-        """What is below it, by sysfs; empty where sysfs does not show it."""
+        """The stack of devices below a device, by sysfs; without disks if sysfs lacks it."""
         try:
             return stacks.read(self._sysfs(device))
         except OSError:
             return stacks.Stack(has_write_zeroes=False, is_plain=False)
 
     def discard_doubts(self, device: str) -> Mapping[str, str]:
-        """Why it is not certain that a discard leaves zeroes, by disk (stacks.discard_doubts)."""
+        """The disks that may not read as zeroes after a discard (stacks.discard_doubts)."""
         return stacks.discard_doubts(self._sysfs(device), _file_system_below)
 
     def zeroing(self, device: str, stack: stacks.Stack | None = None) -> By:
-        """How it is zeroed: by a hole only where all of its stack takes REQ_OP_WRITE_ZEROES.
+        """The method to zero a device: a hole if its whole stack accepts REQ_OP_WRITE_ZEROES.
 
-        Where the disks were seen not to zero so, BLKZEROOUT would have them do the same.
+        If a disk of the stack was seen not to zero by that request, zeroes are written as data:
+        BLKZEROOUT would send the same request.
         """
         stack = stack or self.stack(device)
         if not stack.has_write_zeroes:
@@ -290,13 +302,13 @@ class BlockDevices(Calls):
         return By.WRITES if self.is_distrusted(stack, By.HOLE) else By.HOLE
 
     def is_distrusted(self, stack: stacks.Stack, by: By) -> bool:
-        """Whether a disk below is not to be zeroed in that way."""
+        """Whether a disk of the stack was seen not to zero by a method."""
         return any((disk, by) in self._distrusted for disk in stack.disks)
 
     def distrust(self, disks: Iterable[str], by: By) -> Sequence[str]:
-        """Not zero these disks in that way, as long as this process runs; returns the new ones."""
-        new = sorted(one for one in disks if (one, by) not in self._distrusted)
-        self._distrusted.update((one, by) for one in new)
+        """Never use a method on these disks again in this process; returns the newly added ones."""
+        new = sorted(disk for disk in disks if (disk, by) not in self._distrusted)
+        self._distrusted.update((disk, by) for disk in new)
         return new
 
     def zero_out(
@@ -308,10 +320,10 @@ class BlockDevices(Calls):
         held: bool = False,
         by: By | None = None,
     ) -> None:
-        """The range reads as zeroes afterwards, by `zeroing` unless another way is given.
+        """Zero a range of a device, by the method of `zeroing` unless another is given.
 
-        See blocks.zero_out. EBUSY while it is mounted or held; with `held` also where the kernel
-        holds it, as device-mapper does what a device stands on.
+        See blocks.zero_out. EBUSY for a device that is mounted or used by another driver; with
+        `held` this is allowed, as for a device below another one of device-mapper.
         """
         by = by or self.zeroing(device)
         mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)
@@ -319,28 +331,28 @@ class BlockDevices(Calls):
             blocks.zero_out(descriptor, device, offset_bytes, length_bytes, by)
 
     def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
-        """Overwrite those of these blocks of 4 KiB that are zero, past the page cache.
+        """Overwrite the blocks of 4 KiB at these offsets that are zero, bypassing the page cache.
 
-        What then reads as zeroes was zeroed since. A block that cannot be read or written is left
-        as it is. EBUSY as above.
+        A block that reads as zeroes later has been zeroed in between. Blocks that cannot be read or
+        written are skipped. EBUSY as for `zero_out`.
         """
         with self._writing(device, os.O_RDWR | os.O_DIRECT, held=held) as descriptor:
             opened, zeroes = Opened(device, descriptor), bytes(SAMPLE_BYTES)
-            with _buffer(SAMPLE_BYTES) as (buffer, place):
+            with _buffer(SAMPLE_BYTES) as (buffer, view):
                 for offset in offsets:
                     with suppress(OSError):
-                        opened.read_into(offset, place)
+                        opened.read_into(offset, view)
                         if buffer[:] == zeroes:
-                            place[:] = MARK
-                            opened.write(offset, place)
+                            view[:] = MARK
+                            opened.write(offset, view)
 
     def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
-        """Whether blocks of that size can be read, past the page cache, and are zero."""
+        """Whether the blocks at these offsets are readable and zero, bypassing the page cache."""
         zeroes = bytes(size_bytes)
-        with self.opened(device) as opened, _buffer(size_bytes) as (buffer, place):
+        with self.opened(device) as opened, _buffer(size_bytes) as (buffer, view):
             for offset in offsets:
                 try:
-                    opened.read_into(offset, place)
+                    opened.read_into(offset, view)
                 except OSError:
                     return False
                 if buffer[:] != zeroes:
@@ -349,10 +361,10 @@ class BlockDevices(Calls):
 
     @contextmanager
     def _writing(self, device: str, mode: int, *, held: bool) -> Iterator[int]:
-        """A descriptor of a device for writing.
+        """A descriptor of a device for writing, unnoticed by udev.
 
-        udev does not come to know: it would have a look at what is about to be removed, and lvm2,
-        which meets that look, tries again 0.2 s later only (retry_deactivation, lvm.conf(5)).
+        udev would probe the device at the close. Where lvm2 is about to deactivate the volume, it
+        would find the device open, and retry only 0.2 s later (retry_deactivation, lvm.conf(5)).
         """
         with self._unwatched(device) as (node, directory):
             try:
@@ -367,37 +379,41 @@ class BlockDevices(Calls):
                 yield descriptor
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        """BLKDISCARD: the disk may forget the range; reads there are undefined. EBUSY as above.
+        """BLKDISCARD: tell the disk that a range is unused; its contents are then undefined.
 
-        EOPNOTSUPP where the disk does not know it.
+        EBUSY for a device that is mounted or used by another driver; EOPNOTSUPP for a disk without
+        this command.
         """
         descriptor = blocks.open_exclusively(device)
         with blocks.closing(descriptor):
             blocks.discard(descriptor, device, offset_bytes, length_bytes)
 
     def flush(self, device: str) -> None:
-        """fsync(2): what was written or zeroed stays so when the power fails.
+        """fsync(2): make all completed writes and zeroing survive a power failure.
 
-        Zeroing returns while that may be in the disk's volatile cache, or, under a loop device, in
-        the memory of the file's own file system.
+        After zeroing, the zeroes may still be in the disk's volatile cache, or, for a loop device,
+        in the page cache of its backing file.
         """
-        # Not to write by: its close would have udev look at the device once more.
+        # Opened for reading, as udev would probe the device after the close of a writer.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
         with blocks.closing(descriptor):
             os.fsync(descriptor)
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
-        """pread(2) of a part of a block device."""
+        """pread(2): read a range of a block device."""
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
         with blocks.closing(descriptor):
             return blocks.read(descriptor, device, offset_bytes, length_bytes)
 
     def reader(self, device: str) -> AbstractContextManager[Reader]:
-        """A block device to be read in many pieces, past the page cache, and open meanwhile."""
+        """Keep a block device open for many reads that bypass the page cache."""
         return blocks.opened(device)
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
-        """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""
+        """pwrite(2) and fsync(2) on a block device.
+
+        EBUSY for a device that is mounted or used by another driver.
+        """
         descriptor = blocks.open_exclusively(device)
         with blocks.closing(descriptor):
             blocks.write(descriptor, device, offset_bytes, data)
@@ -406,11 +422,11 @@ class BlockDevices(Calls):
     def copy(
         self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
     ) -> None:
-        """Copy a part of one block device to the same place on another; it is on the disk then.
+        """Copy a range of one block device to the same offset of another, and flush the target.
 
-        Where the source has zeroes nothing is written: the target is zeroed there, or left alone
-        where it is `blank`. EBUSY while the target is mounted or held. udev does not come to know,
-        as with `zero_out`: it would look at the target after each part.
+        Pieces that are zero are not copied: the target is zeroed there, or left alone if it is
+        `blank`. EBUSY for a target that is mounted or used by another driver. udev does not notice:
+        it would probe the target after each range.
         """
         reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with blocks.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
@@ -429,15 +445,15 @@ class BlockDevices(Calls):
             if not blank:
                 blocks.zero_out(writing, target, end - zeroes, zeroes, by)
             os.fsync(writing)
-            # Neither is read again soon; the workloads' pages are worth more.
+            # The pages of both are dropped from the page cache, in favour of the workloads' pages.
             for descriptor in (reading, writing):
                 os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
-        """Keep a device open inside; for writing, EBUSY where it is mounted or held.
+        """Open a device for the time of a `with` block; the end does not flush writes.
 
-        What is written by it is not flushed at the end.
+        For writing, EBUSY for a device that is mounted or used by another driver.
         """
         by = By.ZEROES
         if to_write:
@@ -454,10 +470,11 @@ class BlockDevices(Calls):
 
     @contextmanager
     def _unwatched(self, device: str) -> Iterator[tuple[str, int | None]]:
-        """Another node of a device, in a file system that is mounted nowhere, and its directory.
+        """A node of a device that udev does not watch, as name and directory descriptor.
 
-        udev watches the nodes in /dev (udev(7), OPTIONS+="watch"), each an inode. Where there can
-        be no other, such as before Linux 5.2, it is the node itself.
+        udev watches the inodes of nodes in /dev (udev(7), OPTIONS+="watch"). So a further node is
+        made in a file system that is mounted nowhere. Where this is impossible, such as before
+        Linux 5.2, the result is the node in /dev and None.
         """
         name = f"node{next(_numbers)}"
         try:

@@ -1,4 +1,4 @@
-"""Block devices by descriptors: open, read past the page cache, write, zero."""
+"""Open block devices by their descriptors: read past the page cache, write, zero."""
 
 import enum
 import errno
@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 
 from mount import calls
 
-# <linux/fs.h>, by <asm-generic/ioctl.h>.
+# Ioctl numbers of <linux/fs.h>.
 _BLKDISCARD, _BLKZEROOUT = 0x1277, 0x127F
 
-# What direct I/O is in whole numbers of, on any disk (open(2), O_DIRECT).
+# Unit of direct I/O that suits all disks (open(2), O_DIRECT).
 _BLOCK_BYTES = 4096
-# How often a device that is busy is tried again, and how long after.
+# Number of attempts to open a busy device, and the pause between them.
 _BUSY_TRIES = 50
 _BUSY_SECONDS = 0.1
 
@@ -28,7 +28,10 @@ Bytes = bytes | memoryview
 
 
 class closing:  # noqa: N801 - as contextlib.closing
-    """Close a descriptor in the end. Not by a generator: a call opens some twenty."""
+    """Context manager that closes a descriptor.
+
+    It is a class, not a generator, as that is faster: each call of CSI opens some twenty.
+    """
 
     __slots__ = ("_descriptor",)
 
@@ -43,10 +46,11 @@ class closing:  # noqa: N801 - as contextlib.closing
 
 
 def open_exclusively(device: str, directory: int | None = None, mode: int = os.O_WRONLY) -> int:
-    """Open a device for writing that is neither mounted nor held; else EBUSY (open(2)).
+    """Open a device for writing; EBUSY if it is mounted or used by another driver (open(2)).
 
-    A child between its fork and its exec has what this process had open, and for that moment holds
-    the device like anyone else. On a busy node that is long, so EBUSY counts when it stays.
+    A child of this process has all open descriptors between its fork and its exec, and keeps the
+    device busy for that moment, which on a busy node is long. So EBUSY is raised only if it lasts
+    for five seconds.
     """
     tries = itertools.count(1)
     while True:
@@ -59,14 +63,14 @@ def open_exclusively(device: str, directory: int | None = None, mode: int = os.O
 
 
 def read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> bytes:
-    """pread(2); EIO where there are fewer bytes."""
+    """pread(2) of a whole range. EIO if the device ends within the range."""
     data = os.pread(descriptor, length_bytes, offset_bytes)
     _require(len(data), length_bytes, offset_bytes, device)
     return data
 
 
 def write(descriptor: int, device: str, offset_bytes: int, data: Bytes) -> None:
-    """pwrite(2) of all of it."""
+    """pwrite(2) of all data. EIO if the kernel wrote less."""
     written = os.pwrite(descriptor, data, offset_bytes)
     _require(written, len(data), offset_bytes, device)
 
@@ -77,41 +81,41 @@ def _require(done_bytes: int, length_bytes: int, offset_bytes: int, device: str)
 
 
 class By(enum.Enum):
-    """How a range of a block device is made to read as zeroes."""
+    """Methods to zero a range of a block device."""
 
-    # BLKDISCARD: what is read afterwards is for the device to say (mount.stacks).
+    # BLKDISCARD: the device decides what the range reads as afterwards (mount.stacks).
     DISCARD = "a discard"
-    # fallocate(2), FALLOC_FL_PUNCH_HOLE: the device zeroes, and may unmap.
+    # fallocate(2) with FALLOC_FL_PUNCH_HOLE: the device zeroes the range, and may unmap it.
     HOLE = "write zeroes"
-    # BLKZEROOUT: the device zeroes without unmapping, or the kernel writes zeroes.
+    # BLKZEROOUT: the device zeroes the range without unmapping, or the kernel writes zeroes.
     ZEROES = "zeroes written by the kernel"
-    # Zeroes written like any data.
+    # Zeroes that are written like any data.
     WRITES = "zeroes written as data"
 
     @property
     def is_proved(self) -> bool:
-        """Whether zeroes are certain where it succeeds; else the range is to be read back."""
+        """Whether the range is certainly zero if the method succeeds; if not, it is read back."""
         return self in (By.ZEROES, By.WRITES)
 
     @property
     def is_direct(self) -> bool:
-        """Whether its descriptor is for direct I/O, past the page cache."""
+        """Whether the method needs a descriptor for direct I/O, past the page cache."""
         return self is By.WRITES
 
 
 def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int, by: By) -> None:
-    """Have a range of a block device read as zeroes; nothing where the range is empty.
+    """Zero a range of a block device by a method; an empty range is allowed.
 
-    BLKZEROOUT follows where a hole or a discard fails. Each drops the range from the page cache,
-    and is on the disk after fsync(2). By writes, the range is whole logical blocks if the
-    descriptor is for direct I/O.
+    Where a discard or hole fails, BLKZEROOUT follows. Each method drops the range from the page
+    cache; the zeroes are durable after fsync(2). By `WRITES` the range must be whole logical blocks
+    if the descriptor is for direct I/O.
     """
     if not length_bytes:
         return
     if by is By.WRITES:
         _write_zeroes(descriptor, device, offset_bytes, length_bytes)
         return
-    # Of a file the hole would be made whatever it is.
+    # fallocate(2) would punch a hole into any regular file; BLKZEROOUT fails for a file.
     if stat.S_ISBLK(os.fstat(descriptor).st_mode) and by is not By.ZEROES:
         ask = calls.punch_hole if by is By.HOLE else discard
         with suppress(OSError):
@@ -121,9 +125,9 @@ def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int,
 
 
 def discard(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
-    """BLKDISCARD: the disk may forget the range; reads there are undefined.
+    """BLKDISCARD: tell the disk that a range is unused; its contents are then undefined.
 
-    EOPNOTSUPP where the disk does not know it.
+    EOPNOTSUPP for a disk without this command.
     """
     _ask(_BLKDISCARD, descriptor, device, offset_bytes, length_bytes)
 
@@ -136,7 +140,7 @@ def _ask(request: int, descriptor: int, device: str, offset_bytes: int, length_b
         raise OSError(error.errno, error.strerror, device) from error
 
 
-# One request of most disks (max_sectors_kb in sysfs), in memory that no one writes to.
+# Zeroes for a single write, which is one request of most disks (max_sectors_kb in sysfs).
 _ZEROES = memoryview(mmap.mmap(-1, 1 << 20))
 
 
@@ -147,10 +151,11 @@ def _write_zeroes(descriptor: int, device: str, offset_bytes: int, length_bytes:
 
 
 class Opened:
-    """A device that is kept open, so that lvm2 does not deactivate it; its opener closes it.
+    """An open device for reads and writes that bypass the page cache (O_DIRECT).
 
-    Several threads may use it at once. Past the page cache (O_DIRECT): the kernel copies nothing,
-    and the workloads' pages stay where they are.
+    lvm2 cannot deactivate the device while it is open; the opener closes it. Several threads may
+    use an object at once. Direct I/O copies nothing in memory, and leaves the workloads' pages in
+    the page cache.
     """
 
     def __init__(self, device: str, descriptor: int, by: By = By.ZEROES) -> None:
@@ -160,36 +165,42 @@ class Opened:
         self._odd = threading.Lock()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """So many bytes; EIO where there are fewer."""
-        found = mmap.mmap(-1, length_bytes)
-        self.read_into(offset_bytes, memoryview(found))
-        return found[:]
+        """Read a range. EIO if the device ends within the range."""
+        buffer = mmap.mmap(-1, length_bytes)
+        self.read_into(offset_bytes, memoryview(buffer))
+        return buffer[:]
 
-    def read_into(self, offset_bytes: int, place: memoryview) -> None:
-        """Fill a place in memory; EIO where there are fewer bytes.
+    def read_into(self, offset_bytes: int, target: memoryview) -> None:
+        """Read a range into memory. EIO if the device ends within the range.
 
-        Read at once where it begins at a page of memory, as an mmap does, and is whole blocks.
+        A range of whole blocks into memory that begins at a page, such as an mmap, takes one
+        read(2); any other range takes a buffer as well.
         """
         try:
-            found = os.preadv(self._descriptor, [place], offset_bytes)
+            done_bytes = os.preadv(self._descriptor, [target], offset_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             begun = offset_bytes % _BLOCK_BYTES
-            part = self._around(offset_bytes, len(place))[begun : begun + len(place)]
-            found = len(part)
-            place[:found] = part
-        _require(found, len(place), offset_bytes, self._device)
+            part = self._around(offset_bytes, len(target))[begun : begun + len(target)]
+            done_bytes = len(part)
+            target[:done_bytes] = part
+        _require(done_bytes, len(target), offset_bytes, self._device)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
-        """Write these; they are on the disk after `flush`. At once under the same conditions."""
+        """Write data at an offset; the data are durable after `flush`.
+
+        Data of whole blocks, in memory that begins at a page, take one write(2). Any other data
+        take a read of the blocks around them first.
+        """
         try:
             write(self._descriptor, self._device, offset_bytes, data)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             begun = offset_bytes % _BLOCK_BYTES
-            # Two of these may have an end in one block; what is whole blocks has none in another's.
+            # Two threads may have ends of their data in the same block, so one of them waits. Data
+            # of whole blocks share no block with other data.
             with self._odd:
                 around = self._around(offset_bytes, len(data))
                 if begun + len(data) > len(around):
@@ -198,33 +209,35 @@ class Opened:
                 write(self._descriptor, self._device, offset_bytes - begun, around)
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
-        """Have a range read as zeroes, as `zero_out` does."""
+        """Zero a range, by the method that was chosen when the device was opened."""
         zero_out(self._descriptor, self._device, offset_bytes, length_bytes, self._by)
 
     def flush(self) -> None:
-        """What was written is on the disk (fsync(2))."""
+        """Make completed writes durable (fsync(2))."""
         os.fsync(self._descriptor)
 
     def _around(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        """The whole blocks that a range lies in, as far as the device goes."""
+        """Read the whole blocks around a range, up to the end of the device."""
         begun = offset_bytes % _BLOCK_BYTES
         blocks = -(-(begun + length_bytes) // _BLOCK_BYTES)
-        found = mmap.mmap(-1, blocks * _BLOCK_BYTES)
-        return memoryview(found)[: os.preadv(self._descriptor, [found], offset_bytes - begun)]
+        buffer = mmap.mmap(-1, blocks * _BLOCK_BYTES)
+        return memoryview(buffer)[: os.preadv(self._descriptor, [buffer], offset_bytes - begun)]
 
 
-# Large enough to keep a disk at work, small enough that many may read at once. Of more than 256
-# pages the kernel puts what a snapshot's chunks part a read into together again before a disk has
-# it (block/fops.c: blk_start_plug), and that is most of what reading a snapshot costs.
+# Size of the pieces in which devices are read: large enough to keep a disk busy, small enough for
+# many readers at once. A read of a snapshot is split at its chunks; for reads of more than 256
+# pages the kernel merges the parts again before they reach the disk (blk_start_plug, block/fops.c),
+# which saves most of the time of reading a snapshot.
 PIECE_BYTES = 2 << 20
 
 
 class Reader:
-    """A device, or an image of one, kept open for reads past the page cache by one thread.
+    """An open device, or image of a device, for reads by one thread that bypass the page cache.
 
-    Past it, for lvm2 and the kernel's snapshots write directly, and the kernel does not drop after
-    such a write what a reader had it cache meanwhile (generic_file_direct_write(), mm/filemap.c).
-    What a process writes there through the page cache is written back before a read.
+    The page cache may have stale data: lvm2 and the kernel's snapshots write directly to the disk,
+    and a page that is cached during such a write stays (generic_file_direct_write(),
+    mm/filemap.c). Data that a process has written through the page cache are written back before a
+    direct read.
     """
 
     def __init__(self, device: str, descriptor: int) -> None:
@@ -233,32 +246,35 @@ class Reader:
         self._buffer = mmap.mmap(-1, PIECE_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range; EIO where the device ends within it. Raises OSError."""
+        """Read a range. EIO if the device ends within the range."""
         data = self.read_to_end(offset_bytes, length_bytes)
         _require(len(data), length_bytes, offset_bytes, self.device)
         return data
 
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range as far as the device goes. Raises OSError."""
+        """Read a range up to the end of the device. Raises OSError."""
         before = offset_bytes % _BLOCK_BYTES
         whole = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
         if whole > len(self._buffer):
             self._buffer = mmap.mmap(-1, whole)
         with memoryview(self._buffer) as view, view[:whole] as part:
-            found = os.preadv(self._descriptor, [part], offset_bytes - before)
-        return self._buffer[before : min(found, before + length_bytes)]
+            read_bytes = os.preadv(self._descriptor, [part], offset_bytes - before)
+        return self._buffer[before : min(read_bytes, before + length_bytes)]
 
 
 @contextmanager
 def opened(device: str) -> Iterator[Reader]:
-    """Open a device for direct reads; udev does not see it, for nothing is written. OSError."""
+    """Open a device for direct reads, for the time of a `with` block. Raises OSError.
+
+    udev does not notice, as it probes a device only after the close of a writer.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(device, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A file whose file system has no direct I/O, such as tmpfs.
+        # The device is a file in a file system without direct I/O, such as tmpfs.
         descriptor = os.open(device, flags)
     with closing(descriptor):
         yield Reader(device, descriptor)

@@ -1,4 +1,4 @@
-"""System calls, ioctls and libblkid, which Python has no functions for. Imports ctypes."""
+"""System calls, ioctls and libblkid by ctypes, for which Python has no functions."""
 
 import ctypes
 import errno
@@ -12,18 +12,18 @@ _libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
-# FSCONFIG_*: commands to a file system that is being configured.
+# Commands of fsconfig(2): FSCONFIG_*.
 SET_FLAG, SET_STRING, CREATE = 0, 1, 6
 _UMOUNT_NOFOLLOW = 8
-# FALLOC_FL_* of <linux/falloc.h>.
+# Flags of fallocate(2): FALLOC_FL_* of <linux/falloc.h>.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Which calls are made: the new ones, or those of kernels before 5.12."""
+    """Base of classes that use newer system calls, or on kernels before 5.12 older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
-        # True takes the way of kernels before 5.12, so that it can be tested on newer ones.
+        # Whether to use only the system calls of kernels before 5.12, for tests on newer kernels.
         self._old_calls = old_calls
 
     def _new_calls(self) -> None:
@@ -32,7 +32,8 @@ class Calls:
 
 
 def syscall(number: int, *arguments: int | bytes | None) -> int:
-    """Make a system call; integers go as longs, since a variadic callee reads full registers."""
+    """Make a system call. Raises OSError."""
+    # syscall(2) is variadic and reads whole registers, so integers are passed as longs.
     words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
     result: int = _libc.syscall(ctypes.c_long(number), *words)
     if result == -1:
@@ -41,24 +42,27 @@ def syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def fsopen(fs_type: str) -> int:
-    """A descriptor of a new instance of a file system, to be configured."""
+    """Start to configure a new instance of a file system; returns its descriptor."""
     return syscall(_FSOPEN, fs_type.encode(), _FSOPEN_CLOEXEC)
 
 
 def fsconfig(context: int, command: int, name: str = "", value: str = "") -> None:
-    """Set one parameter of a file system, or make it (CREATE)."""
+    """Set a parameter of a new file system instance, or make the instance (CREATE)."""
     key = name.encode() if name else None
     data = os.fsencode(value) if command == SET_STRING else None
     syscall(_FSCONFIG, context, command, key, data, 0)
 
 
 def fsmount(context: int, attributes: int = 0) -> int:
-    """A descriptor of a mount that is at no path; `attributes` are MOUNT_ATTR_*."""
+    """Mount a configured instance at no path yet; returns the mount's descriptor.
+
+    `attributes` are MOUNT_ATTR_*.
+    """
     return syscall(_FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
 
 
 def mount(source: str, path: str, fs_type: str | None, flags: int, data: str = "") -> None:
-    """Mount, remount or bind by the old call, as `flags` say."""
+    """Mount, remount or bind by the old system call, as `flags` say."""
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(path),
@@ -70,33 +74,37 @@ def mount(source: str, path: str, fs_type: str | None, flags: int, data: str = "
         raise _error(source, path)
 
 
-def unmount(place: str, path: str) -> None:
-    """Take the topmost mount at `place` away, which errors call `path`; no link is followed."""
-    if _libc.umount2(os.fsencode(place), _UMOUNT_NOFOLLOW) == -1:
+def unmount(target: str, path: str) -> None:
+    """umount2(2): remove the topmost mount at `target`, a path that follows no symbolic link.
+
+    Errors name `path` in its place.
+    """
+    if _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == -1:
         raise _error(path)
 
 
 def syncfs(descriptor: int, path: str) -> None:
-    """What was written to the file system of a descriptor is on its device."""
+    """Write back all data of a descriptor's file system to its device."""
     if _libc.syncfs(descriptor):
         raise _error(path)
 
 
 def file_system_kind(path: str) -> int:
-    """The magic number of the file system that a file lies in (statfs(2), f_type)."""
-    # struct statfs begins with it, a long, and is shorter than this on any platform.
-    found = (ctypes.c_ulong * 64)()
-    if _libc.statfs(os.fsencode(path), found) == -1:
+    """statfs(2): the magic number (f_type) of the file system that a file lies in."""
+    # Structure statfs begins with f_type, a long, and is shorter than this array on any platform.
+    statistics = (ctypes.c_ulong * 64)()
+    if _libc.statfs(os.fsencode(path), statistics) == -1:
         raise _error(path)
-    return int(found[0])
+    return int(statistics[0])
 
 
 def punch_hole(descriptor: int, path: str, offset_bytes: int, length_bytes: int) -> None:
-    """Have a range read as zeroes without them being written (fallocate(2), FALLOC_FL_PUNCH_HOLE).
+    """fallocate(2) with FALLOC_FL_PUNCH_HOLE: zero a range without writing zeroes.
 
-    On a block device this is REQ_OP_WRITE_ZEROES, which may unmap; EOPNOTSUPP without that
-    (write_zeroes_max_bytes is 0 in sysfs), as the kernel then writes none in its place
-    (BLKDEV_ZERO_NOFALLBACK, blkdev_fallocate() of block/fops.c, so in 4.18 as in 6.17).
+    A block device gets REQ_OP_WRITE_ZEROES, and may unmap the range. Without that request
+    (write_zeroes_max_bytes is 0 in sysfs) the call fails with EOPNOTSUPP: the kernel does not write
+    zeroes in its place (BLKDEV_ZERO_NOFALLBACK, blkdev_fallocate() of block/fops.c, both in Linux
+    4.18 and 6.17).
     """
     mode = _PUNCH_HOLE | _KEEP_SIZE
     if _libc.fallocate64(descriptor, mode, offset_bytes, length_bytes) == -1:
@@ -104,12 +112,12 @@ def punch_hole(descriptor: int, path: str, offset_bytes: int, length_bytes: int)
 
 
 def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
-    """An ioctl number by <asm-generic/ioctl.h>; direction is 0 none, 1 write, 2 read, 3 both."""
+    """An ioctl number (<asm-generic/ioctl.h>); direction is 0 none, 1 write, 2 read, 3 both."""
     return direction << 30 | size << 16 | kind << 8 | number
 
 
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
-    """Open a file, ask the kernel once, and return the argument as the kernel left it."""
+    """Open a file and ask its driver once; returns the argument as the driver changed it."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     try:
         buffer = bytearray(argument)
@@ -120,11 +128,11 @@ def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONL
 
 
 def ioctl_of(descriptor: int, path: str, request: int, buffer: bytearray) -> int:
-    """Ask the kernel (ioctl(2)) about an open file; it may change the buffer. Raises OSError.
+    """Make an ioctl(2) on an open file; the kernel may change the buffer. Raises OSError.
 
-    Returns its answer, which is 0 as a rule; some drivers have numbers of their own for failures.
-    Not fcntl.ioctl: it stops all other threads where the buffer has more than 1,024 bytes, and an
-    ioctl may wait for a disk that is dead.
+    Returns the kernel's answer, 0 as a rule; some drivers have positive numbers for failures.
+    fcntl.ioctl is not used: with a buffer of more than 1,024 bytes it keeps Python's global lock
+    during the call, and would stop all threads while a dead disk keeps the ioctl waiting.
     """
     argument = (ctypes.c_char * len(buffer)).from_buffer(buffer) if buffer else None
     answer = int(_libc.ioctl(descriptor, ctypes.c_ulong(request), argument))
@@ -138,21 +146,22 @@ def _error(path: str, other: str | None = None) -> OSError:
     return OSError(number, os.strerror(number), path, None, other)
 
 
-# <blkid/blkid.h>
+# Flags of <blkid/blkid.h>: BLKID_SUBLKS_*, BLKID_FLTR_ONLYIN, BLKID_USAGE_*.
 _LABEL, _UUID, _TYPE, _USAGE = 1 << 1, 1 << 3, 1 << 5, 1 << 7
 _ONLY_IN = 2
 _FILE_SYSTEM, _RAID, _CRYPTO, _OTHER = 1 << 1, 1 << 2, 1 << 3, 1 << 4
 _NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "BLOCK_SIZE", "PTTYPE", "PTUUID")
-# What blkid_do_safeprobe() returns; anything else is a failure.
+# Results of blkid_do_safeprobe(); anything else is a failure.
 _FOUND, _NOTHING, _AMBIVALENT = 0, 1, -2
 
-# What is read first: libblkid may call a device blank that cannot be read.
+# Size of a first read that proves that the device can be read: libblkid may report an unreadable
+# device as blank.
 _BLOCK_BYTES = 4096
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """libblkid; raises OSError with ENOSYS where it is not on this node."""
+    """The loaded libblkid. Raises OSError, ENOSYS where the node lacks it."""
     try:
         library = ctypes.CDLL("libblkid.so.1", use_errno=True)
     except OSError as error:
@@ -178,11 +187,11 @@ def _library() -> ctypes.CDLL:
 
 
 def signatures(device: str, *, fs_type: str = "", length_bytes: int = 0) -> dict[str, str]:
-    """The tags TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID; none of a blank device.
+    """The tags that libblkid finds on a device; empty for a blank device.
 
-    With `fs_type` only the superblock of that file system is looked for. With `length_bytes` the
-    device is taken to end there. Raises OSError: ENOSYS where there is no libblkid, ENOTUNIQ where
-    the device bears the signatures of more than one thing.
+    They are TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID. With `fs_type` libblkid looks
+    for the superblock of that file system alone; with `length_bytes` in the device's first bytes
+    alone. Raises OSError: ENOSYS without libblkid, ENOTUNIQ for more than one signature.
     """
     library = _library()
     descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -224,8 +233,8 @@ def _probed(library: ctypes.CDLL, probe: int, device: str, fs_type: str) -> dict
     if result != _FOUND:
         code = ctypes.get_errno() or errno.EIO
         raise OSError(code, os.strerror(code), device)
-    found = {name: _value(library, probe, name) for name in _NAMES}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: _value(library, probe, name) for name in _NAMES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _value(library: ctypes.CDLL, probe: int, name: str) -> str | None:

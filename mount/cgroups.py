@@ -1,8 +1,8 @@
-"""Control groups: where the pods' processes are, and how much I/O they may do on each device.
+"""The control group of all pods: limits and counters of the pods' I/O on each block device.
 
-The kernel counts and limits the I/O of a cgroup and of all below it, for each block device
-(Documentation/admin-guide/cgroup-v2.rst, "IO"). What is written through the page cache counts for
-the cgroup that wrote it, if its file system knows of cgroups.
+The kernel limits and counts the I/O of a cgroup together with that of all cgroups below it, for
+each block device (Documentation/admin-guide/cgroup-v2.rst, "IO"). Writes through the page cache
+count for the cgroup of the writing process if the file system supports cgroup writeback.
 """
 
 import errno
@@ -17,27 +17,27 @@ from mount import errors
 from mount.table import DeviceNumber
 
 ROOT = Path("/sys/fs/cgroup")
-# What kubelet makes for all pods (pkg/kubelet/cm/cgroup_manager_linux.go), by the systemd or the
-# cgroupfs driver; below a parent where it runs in a container, as in kind.
+# Names of kubelet's cgroup of all pods (pkg/kubelet/cm/cgroup_manager_linux.go), by its systemd or
+# cgroupfs driver; with a parent's name before where kubelet runs in a container, as in kind.
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
-# How deep it is looked for.
+# Depth of the search for that cgroup, in directories.
 _DEPTH = 2
 _NO_LIMIT = "max"
 _NUMBER = re.compile(r"\d+:\d+")
-# What a write fails with whose device, or whose cgroup, has gone.
+# Errors of a write about a device or a cgroup that was removed.
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
 def _kind(in_stat: str, in_max: str) -> Any:
-    """A kind of I/O: its keys in io.stat and io.max."""
+    """A field for a kind of I/O, with its keys in the files io.stat and io.max."""
     return field(default=0, metadata={"stat": in_stat, "max": in_max})
 
 
 @dataclass(frozen=True)
 class IoCount:
-    """What the pods did on a device since it is there.
+    """The I/O of all pods on a device, since the device was attached.
 
-    A further kind is a row, if the kernel limits it: it refuses what io.max has not.
+    Each field is a kind of I/O that the kernel also limits: io.max refuses other keys.
     """
 
     read_bytes: int = _kind("rbytes", "rbps")
@@ -47,19 +47,19 @@ class IoCount:
 
 
 class IoMax(IoCount):
-    """How much of the same they may do in a second; 0 for no limit."""
+    """Limits of the pods' I/O on a device, per second; 0 for no limit."""
 
     def __bool__(self) -> bool:
         return self != UNLIMITED
 
     def words(self) -> str:
-        """As the kernel reads it; it writes the same."""
-        parts = ((one.metadata["max"], vars(self)[one.name]) for one in fields(self))
+        """The limits in the form of io.max."""
+        parts = ((kind.metadata["max"], vars(self)[kind.name]) for kind in fields(self))
         return " ".join(f"{key}={value or _NO_LIMIT}" for key, value in parts)
 
     @classmethod
     def parse(cls, words: list[str]) -> "IoMax":
-        """The inverse of `words`; what this version does not know is left out."""
+        """Parse the limits of a device in io.max; unknown keys are left out."""
         return cls(*_values(words, "max"))
 
 
@@ -67,46 +67,52 @@ UNLIMITED = IoMax()
 
 
 class Cgroups:
-    """The cgroup of all pods: `configured`, a path such as /kubepods.slice, or found by its name.
+    """The cgroup of all pods: `configured`, such as /kubepods.slice, or else found by its name.
 
-    Every method raises NoCgroup where I/O cannot be limited here, with what is missing.
+    Every method raises NoCgroup, with the reason, on a node where I/O cannot be limited.
     """
 
     def __init__(self, configured: str = "", root: Path = ROOT) -> None:
         self._configured, self._root = configured, root
         self._found: Path | None = None
-        # What io.max and io.stat said at the last look.
+        # The last texts of io.max and io.stat, and their parsed forms.
         self._seen = ("", dict[DeviceNumber, IoMax]())
         self._counted = ("", dict[DeviceNumber, IoCount]())
 
     def look(self) -> Path:
-        """The cgroup's directory, in which I/O can be controlled; no write."""
-        found = self._pods()
+        """The directory of the pods' cgroup, if the node can control I/O; writes nothing."""
+        cgroup = self._pods()
         if "io" not in _words(self._root / "cgroup.controllers"):
             raise errors.NoCgroup(f"{self._root} has no I/O controller")
-        return found
+        return cgroup
 
     def prepare(self) -> Path:
-        """The cgroup's directory, with its I/O controlled; no write where it is already."""
+        """Enable the I/O controller for the pods' cgroup; returns its directory.
+
+        Nothing is written where the controller is enabled already.
+        """
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
-        found = self.look()
-        above = [self._root / one for one in reversed(found.relative_to(self._root).parents)]
+        cgroup = self.look()
+        above = [
+            self._root / ancestor for ancestor in reversed(cgroup.relative_to(self._root).parents)
+        ]
         for is_again in (False, True):
             for parent in above:
-                # Again, as a write waits for one that others have begun: its `io` shows before its
-                # io.max (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).
+                # Another process may be enabling the controller: `io` is shown before io.max
+                # exists. A second write waits for the other process's write
+                # (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).
                 if is_again or "io" not in _words(parent / "cgroup.subtree_control"):
                     _write(parent / "cgroup.subtree_control", "+io")
-            if (found / "io.max").exists():
-                self._found = found
-                return found
+            if (cgroup / "io.max").exists():
+                self._found = cgroup
+                return cgroup
         raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
 
     def limits(self) -> Mapping[DeviceNumber, IoMax]:
-        """The limits that are set, by the devices; none where I/O is not controlled now.
+        """The present limits by device; none while the I/O controller is not enabled.
 
-        The same object as long as they are the same.
+        While no limit changes, each call returns the same object.
         """
         file = (self._found or self._pods()) / "io.max"
         text = _read(file) if file.exists() else ""
@@ -115,7 +121,7 @@ class Cgroups:
         return self._seen[1]
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
-        """Set a device's limits, all of them. No error for a device that is gone."""
+        """Set all limits of a device. No error for a device that was removed."""
         file = self.prepare() / "io.max"
         try:
             _write(file, f"{number[0]}:{number[1]} {io_max.words()}")
@@ -124,49 +130,53 @@ class Cgroups:
                 raise
 
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
-        """What the pods did on each device, since I/O is controlled.
+        """The I/O of all pods by device, since the I/O controller was enabled.
 
-        The same object as long as it is the same.
+        While no counter changes, each call returns the same object.
         """
         text = _read(self.prepare() / "io.stat")
         if text != self._counted[0]:
-            found = {number: IoCount(*_values(words, "stat")) for number, words in _rows(text)}
-            self._counted = text, found
+            counts = {number: IoCount(*_values(words, "stat")) for number, words in _rows(text)}
+            self._counted = text, counts
         return self._counted[1]
 
     def _pods(self) -> Path:
         if not (self._root / "cgroup.controllers").exists():
             raise errors.NoCgroup(f"{self._root} is no cgroup v2 hierarchy")
         if self._configured:
-            found = self._root / self._configured.strip("/")
-            if not found.is_dir():
-                raise errors.NoCgroup(f"{found} does not exist")
-            return found
-        every = sorted(self._named(self._root, _DEPTH))
-        if len(every) > 1:
-            # Another driver of kubelet's made one before the last reboot, or it is stale.
-            every = [one for one in every if "populated 1" in _read(one / "cgroup.events")]
-        if len(every) != 1:
-            seen = ", ".join(map(str, every)) or "none"
+            cgroup = self._root / self._configured.strip("/")
+            if not cgroup.is_dir():
+                raise errors.NoCgroup(f"{cgroup} does not exist")
+            return cgroup
+        candidates = sorted(self._named(self._root, _DEPTH))
+        if len(candidates) > 1:
+            # A cgroup without processes is stale, such as that of kubelet's other cgroup driver.
+            candidates = [
+                candidate
+                for candidate in candidates
+                if "populated 1" in _read(candidate / "cgroup.events")
+            ]
+        if len(candidates) != 1:
+            seen = ", ".join(map(str, candidates)) or "none"
             raise errors.NoCgroup(f"one cgroup of pods is looked for below {self._root}: {seen}")
-        return every[0]
+        return candidates[0]
 
     def _named(self, directory: Path, depth: int) -> Iterator[Path]:
-        for one in _inside(directory):
-            if not one.is_dir():
+        for entry in _inside(directory):
+            if not entry.is_dir():
                 continue
-            if _OF_PODS.fullmatch(one.name):
-                yield one
+            if _OF_PODS.fullmatch(entry.name):
+                yield entry
             elif depth > 1:
-                yield from self._named(one, depth - 1)
+                yield from self._named(entry, depth - 1)
 
 
 class _Gone(errors.NoCgroup):
-    """What is written to, or for, has gone since it was looked at."""
+    """The device or cgroup of a write was removed meanwhile."""
 
 
 def _inside(directory: Path) -> list[Path]:
-    """The entries of a cgroup; none where it has gone since it was seen."""
+    """The entries of a cgroup's directory; none for a cgroup that was removed meanwhile."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:
@@ -178,18 +188,21 @@ def _words(path: Path) -> list[str]:
 
 
 def _values(words: list[str], file: str) -> Iterator[int]:
-    """The value of each kind of I/O in a row of this file; 0 where there is none, or no limit."""
-    said = dict(one.split("=", 1) for one in words)
-    for one in fields(IoCount):
-        text = said.get(one.metadata[file], _NO_LIMIT)
+    """The value of each kind of I/O in a device's words of `file` ("stat" or "max").
+
+    0 for a kind that is missing there, or has no limit.
+    """
+    said = dict(word.split("=", 1) for word in words)
+    for kind in fields(IoCount):
+        text = said.get(kind.metadata[file], _NO_LIMIT)
         yield 0 if text == _NO_LIMIT else int(text)
 
 
 def _rows(text: str) -> Iterator[tuple[DeviceNumber, list[str]]]:
-    """The devices of a file, each with what is said of it; without those of which nothing is.
+    """Split the text of io.stat or io.max into devices with their words.
 
-    Not by lines: kernels before 5.18 end no line after a device without counters
-    (blkcg_print_one_stat() in block/blk-cgroup.c).
+    Devices without words are left out. Line ends do not matter: kernels before 5.18 print none
+    after a device without counters (blkcg_print_one_stat() in block/blk-cgroup.c).
     """
     number, words = (0, 0), list[str]()
     for word in text.split():
@@ -212,7 +225,7 @@ def _read(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """One write(2): the kernel takes each as a whole."""
+    """Write a text by a single write(2), as the kernel requires for files of a cgroup."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -1,11 +1,12 @@
-"""What the disks below a block device are at, by sysfs: /sys/block/DISK/stat."""
+"""The I/O statistics of the disks below a block device, by sysfs (/sys/block/DISK/stat)."""
 
 from dataclasses import dataclass
 
 from mount import stacks
 from mount.block_devices import BlockDevices, LoopDevices, attribute
 
-# Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
+# Fields of a disk's statistics (Documentation/block/stat.rst): completed I/Os and their times for
+# reads, writes, discards (since Linux 4.18) and flushes (since 5.5), and the I/Os in flight.
 _COMPLETED, _TICKS, _IN_FLIGHT = (0, 4, 11, 15), (3, 7, 14, 16), 8
 _FIELDS = 17
 _SECTORS_READ, _SECTORS_WRITTEN = 2, 6
@@ -14,7 +15,7 @@ _SECTOR_BYTES = 512
 
 @dataclass(frozen=True)
 class DiskLoad:
-    """I/O that a disk completed since it was attached, and how much is at its driver now.
+    """The number of I/Os that a disk has completed since it was attached, and of those in flight.
 
     `waited_milliseconds` is the sum of the times from submission to completion.
     """
@@ -25,13 +26,13 @@ class DiskLoad:
 
 
 class DiskLoads(BlockDevices, LoopDevices):
-    """The disks of `mount.kernel.Kernel`, by their names in /sys/block."""
+    """Part of `mount.kernel.Kernel`: disks, by their names in /sys/block."""
 
     def disks_below(self, device: str) -> frozenset[str]:
-        """The whole disks that a block device stands on, through dm, md and partitions.
+        """The names of the whole disks below a block device, through dm, md and partitions.
 
-        A loop device is one: after each flush the file system of its file is busy with its journal,
-        which on the disk below would pass for others' I/O.
+        A loop device counts as a disk. The disk below its file would show I/O that seems to be that
+        of others: after each flush the file's own file system writes its journal there.
         """
         try:
             return stacks.disks(self._sysfs(device))
@@ -39,23 +40,25 @@ class DiskLoads(BlockDevices, LoopDevices):
             return frozenset()
 
     def disk_load(self, disk: str) -> DiskLoad:
-        """What a disk is at; nothing for one that is gone or has no statistics."""
-        found = _statistics(f"/sys/block/{disk}")
+        """The load of a disk; zeroes for a disk that is absent or has no statistics."""
+        statistics = _statistics(f"/sys/block/{disk}")
         return DiskLoad(
-            sum(found[at] for at in _COMPLETED), sum(found[at] for at in _TICKS), found[_IN_FLIGHT]
+            sum(statistics[index] for index in _COMPLETED),
+            sum(statistics[index] for index in _TICKS),
+            statistics[_IN_FLIGHT],
         )
 
     def transferred_bytes(self, device: str) -> int:
-        """How much was read of a block device and written to it since it was made. Raises OSError.
+        """The bytes read from and written to a block device since it was made. Raises OSError.
 
-        0 where it has no statistics.
+        0 for a device without statistics.
         """
         major, minor = self.device_number(device)
-        found = _statistics(f"/sys/dev/block/{major}:{minor}")
-        return (found[_SECTORS_READ] + found[_SECTORS_WRITTEN]) * _SECTOR_BYTES
+        statistics = _statistics(f"/sys/dev/block/{major}:{minor}")
+        return (statistics[_SECTORS_READ] + statistics[_SECTORS_WRITTEN]) * _SECTOR_BYTES
 
 
 def _statistics(device: str) -> list[int]:
-    """The fields of a device's `stat`; older kernels have fewer, and count as 0."""
-    found = [int(one) for one in attribute(f"{device}/stat").split()]
-    return found + [0] * (_FIELDS - len(found))
+    """The fields of a device's `stat`; fields that an older kernel lacks are 0."""
+    fields = [int(field) for field in attribute(f"{device}/stat").split()]
+    return fields + [0] * (_FIELDS - len(fields))

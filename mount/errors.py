@@ -1,17 +1,17 @@
-"""Errors of programs, file systems and mounts; each says what to do.
+"""Errors of programs, file systems and mounts; each message says what to do.
 
-Nothing here knows of gRPC: agent/core/codes.py maps these classes to codes.
+agent/core/codes.py maps these classes to gRPC codes.
 """
 
 from collections.abc import Callable, Sequence
 
 
 class MountError(Exception):
-    """The root of this package's errors."""
+    """Base class of the errors of file systems, devices and mounts."""
 
 
 class BadPath(MountError):
-    """A path that is not one a mount may have, whatever lies there now."""
+    """A path at which Carver mounts nothing, by its form or its location."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"path {_short(path)} {reason}")
@@ -34,7 +34,7 @@ class UnsupportedFileSystem(MountError):
 
 
 class TooSmall(MountError):
-    """A device with less room than its file system needs. Sizes in bytes."""
+    """A device that is too small for a file system of the requested type."""
 
     def __init__(self, fs_type: str, size_bytes: int, minimum_bytes: int) -> None:
         super().__init__(
@@ -44,7 +44,7 @@ class TooSmall(MountError):
 
 
 class DeviceMissing(MountError):
-    """There is no block device at a path where one is expected. Never a proof that it is gone."""
+    """A path has no block device, which does not prove that the device was removed."""
 
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
@@ -54,7 +54,7 @@ class DeviceMissing(MountError):
 
 
 class NoCgroup(MountError):
-    """I/O cannot be limited on this node: no cgroup v2 of the pods has an I/O controller."""
+    """The node has no cgroup v2 of all pods with an I/O controller, so I/O cannot be limited."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -64,14 +64,14 @@ class NoCgroup(MountError):
 
 
 class NotVacant(MountError):
-    """A block device that is in use or holds something, so it does not become a group's disk."""
+    """A block device cannot become a group's disk, as it is in use or not blank."""
 
     def __init__(self, device: str, found: str, remedy: str) -> None:
         super().__init__(f"{device} {found}; it is left untouched: {remedy}")
 
 
 class ProbeFailed(MountError):
-    """It is not known what a device holds, so nothing may be written to it."""
+    """The contents of a device are unknown, so nothing may be written to the device."""
 
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class ProbeFailed(MountError):
 
 
 class UnexpectedContents(MountError):
-    """A device holds something other than the file system that was asked for."""
+    """A device has other contents than the requested file system."""
 
     def __init__(self, device: str, found: str, wanted: str) -> None:
         super().__init__(
@@ -91,7 +91,7 @@ class UnexpectedContents(MountError):
 
 
 class MadeByOthers(MountError):
-    """A device holds the requested file system, but nothing proves that Carver made it there."""
+    """A device has a file system of the requested type that Carver did not provably make."""
 
     def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
         super().__init__(
@@ -103,7 +103,7 @@ class MadeByOthers(MountError):
 
 
 class FormatFailed(MountError):
-    """mkfs ended with an error."""
+    """mkfs failed."""
 
     def __init__(self, device: str, fs_type: str, stderr: str) -> None:
         super().__init__(
@@ -112,7 +112,7 @@ class FormatFailed(MountError):
 
 
 class Damaged(MountError):
-    """A file system that needs a person's repair before it can be mounted."""
+    """A file system is damaged, and a person must repair it before it can be mounted."""
 
     def __init__(self, device: str, fs_type: str, why: str, repair: str) -> None:
         super().__init__(
@@ -122,7 +122,7 @@ class Damaged(MountError):
 
 
 class CheckFailed(MountError):
-    """A file system could not be checked, so it is not mounted."""
+    """The check of a file system failed, so the file system is not mounted."""
 
     def __init__(self, device: str, fs_type: str, why: str) -> None:
         super().__init__(
@@ -140,7 +140,7 @@ class MountFailed(MountError):
 
 
 class UnmountFailed(MountError):
-    """The kernel refused to unmount, or something is still mounted afterwards."""
+    """The kernel refused to unmount a path, or another mount appeared at the path."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"cannot unmount {path}: {why}")
@@ -156,7 +156,7 @@ class Busy(MountError):
 
 
 class ForeignMount(MountError):
-    """Something that is not ours is mounted at a path."""
+    """Another file system than the volume's is mounted at a path."""
 
     def __init__(self, path: str, found: str) -> None:
         super().__init__(
@@ -166,7 +166,7 @@ class ForeignMount(MountError):
 
 
 class MountConflict(MountError):
-    """The volume is mounted at a path already, but otherwise than asked."""
+    """The volume is mounted at a path already, with other options than requested."""
 
     def __init__(self, path: str, found: str, wanted: str) -> None:
         self.found = found
@@ -174,7 +174,7 @@ class MountConflict(MountError):
 
 
 class OtherContext(MountError):
-    """A file system is mounted with another SELinux context, and has one for all of its mounts."""
+    """A file system is mounted with another SELinux context, which all its mounts share."""
 
     def __init__(self, path: str, found: str, wanted: str) -> None:
         super().__init__(
@@ -185,21 +185,21 @@ class OtherContext(MountError):
 
 
 class NotMounted(MountError):
-    """Nothing is mounted at a path where something is expected."""
+    """Nothing is mounted at a path where a volume should be."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"nothing is mounted at {path}; stage or publish the volume first")
 
 
 class TargetError(MountError):
-    """The place for a mount could not be made, used or removed."""
+    """The directory or file for a mount cannot be made, used or removed."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
 
 
 class PathChanged(TargetError):
-    """A symbolic link took the place of a directory on the way while the call was at work."""
+    """A directory in a resolved path was replaced by a symbolic link during the call."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -208,25 +208,25 @@ class PathChanged(TargetError):
 
 
 class NotADirectory(TargetError):
-    """Something other than a directory lies where a directory is wanted."""
+    """A target that must be a directory is something else."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "exists and is not a directory; it is not Carver's: move it away")
 
 
 class NotAFile(TargetError):
-    """Something other than a plain file or device lies where a file is wanted."""
+    """A target that must be a regular file or device node is something else."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "exists and is not a file; it is not Carver's: move it away")
 
 
 class TargetInUse(TargetError):
-    """A target that holds data or is still mounted, so it is not removed."""
+    """A target is not removed, as it has data or is still a mount point."""
 
 
 class RenewFailed(MountError):
-    """A copied file system did not get an identity of its own."""
+    """A copied file system could not be given a UUID of its own."""
 
     def __init__(self, device: str, why: str) -> None:
         super().__init__(f"the file system on {device} keeps the id of its origin: {why}")
@@ -254,18 +254,18 @@ def _context(context: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Quoted and bounded: what a caller sent may be long or unprintable."""
+    """Quote and shorten a text from a caller, which may be long or unprintable."""
     return ascii(text if len(text) <= 200 else text[:200] + "…")
 
 
 def _first_lines(text: str) -> str:
-    """The first three lines: mkfs.xfs prints its whole usage after the reason."""
+    """The first three lines of an output: mkfs.xfs prints its whole usage after the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "; ".join(lines[:3]) or "it said nothing"
 
 
 class WrongKey(MountError):
-    """A key that opens none of the slots of a device's LUKS2 header."""
+    """A key opens none of the key slots of a device's LUKS2 header."""
 
     def __init__(self, device: str) -> None:
         super().__init__(
@@ -275,28 +275,28 @@ class WrongKey(MountError):
 
 
 class CryptBusy(MountError):
-    """A dm-crypt device that something has open."""
+    """A dm-crypt device cannot be closed, as a process or another device has it open."""
 
     def __init__(self, name: str, said: str) -> None:
         super().__init__(f"dm-crypt device {name} is in use: {said}")
 
 
 class CryptFailed(MountError):
-    """cryptsetup did not do what it was asked for."""
+    """cryptsetup failed."""
 
     def __init__(self, action: str, device: str, said: str) -> None:
         super().__init__(f"cryptsetup {action} of {device} failed: {said}")
 
 
 class CryptPending(MountError):
-    """Other volumes are being opened, and take the memory that there is for it."""
+    """A volume must wait, as other volumes that are being opened take all memory for that."""
 
     def __init__(self, device: str) -> None:
         super().__init__(f"{device} is opened when others are: each takes memory; call again")
 
 
 class CommandError(Exception):
-    """A program, lvm2 above all, did not do or report what it should; the root of these errors."""
+    """Base class of the errors of programs, most of them lvm2's."""
 
 
 class ProgramMissing(CommandError):
@@ -307,18 +307,18 @@ class ProgramMissing(CommandError):
 
 
 class OutcomeUnknown(CommandError):
-    """It is not known whether a command was carried out: see a fresh report."""
+    """The outcome of a command is unknown, until a fresh report shows it."""
 
 
 class CommandTimedOut(OutcomeUnknown):
-    """The caller's time was over before the command ended."""
+    """The caller's deadline passed before a command ended."""
 
     def __init__(self, words: Sequence[str], seconds: float) -> None:
         super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
 
 
 class CommandStuck(CommandTimedOut):
-    """A command that did not end at SIGTERM; `ended` says whether it has by now."""
+    """A command got SIGTERM at the deadline and still runs; `ended()` says whether it has ended."""
 
     def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
         super().__init__(words, seconds)
@@ -330,7 +330,7 @@ class CommandStuck(CommandTimedOut):
 
 
 class CommandFailed(CommandError):
-    """lvm2 refused or failed, for a reason that has no class of its own."""
+    """An lvm2 command failed. Derived classes are for the reasons that are recognized."""
 
     def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
         super().__init__(
@@ -341,14 +341,14 @@ class CommandFailed(CommandError):
 
 
 class BadReport(CommandError):
-    """lvm2 reported something that is not understood."""
+    """A report of lvm2's cannot be parsed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"lvm2's report is not understood: {problem}")
 
 
 def _complaints(stderr: str) -> str:
-    """lvm2's own words, less its warnings, on one line."""
+    """lvm2's messages in one line; without its warnings, unless there are only warnings."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if not line.startswith("WARNING:")] or lines
     return "; ".join(errors) or "it said nothing"

@@ -1,4 +1,4 @@
-"""File systems: probe, make, check, grow, and a new UUID for a copy."""
+"""File systems: probe, make, check, grow, and give a copy a UUID of its own."""
 
 import errno
 import mmap
@@ -19,7 +19,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature that mkfs switches on by default and kernels before `kernel` cannot mount."""
+    """A feature that mkfs enables by default, and that kernels before `kernel` cannot mount."""
 
     option: str
     name: str
@@ -28,14 +28,17 @@ class Feature:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What of a superblock, at a device's beginning, says that mkfs has not ended."""
+    """The position of a flag in the superblock, at a device's beginning, that mkfs sets and clears.
+
+    The flag says that mkfs has not ended.
+    """
 
     magic: bytes
     uuid_at: int
     flag_at: int
 
     def is_on(self, block: bytes, identity: str) -> bool:
-        """Whether a first block says so of the file system with this UUID."""
+        """Whether a device's first block is of an unfinished file system with this UUID."""
         own = uuid.UUID(identity).bytes
         is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(own)
         return is_own and block[self.flag_at] == 1
@@ -43,32 +46,35 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Everything that Carver knows of one file system; a further one is one more record here.
+    """The record of a file system type; a further type is a further record.
 
-    Making one: `program` is its mkfs, from `package`; `options` are Carver's own (letter to value).
-    Users may give the letters in `allowed` and `flags` (those without a value); a user's words are
-    added to Carver's where the letter is in `merged` (comma lists). `uuid` is the option that sets
-    the UUID, and the word within its comma list. `features` are switched off for kernels that
-    cannot mount them, in the order in which mkfs learned them.
+    Creation: `program` is the mkfs, from the package `package`. `options` are Carver's own options
+    by their letters. Users may give the options in `allowed`, and those in `flags`, which take no
+    value; for the options in `merged`, which are comma lists, the user's words are added to
+    Carver's. `uuid` is the option that sets the UUID, and its key within the comma list. `features`
+    are disabled if the oldest kernel cannot mount them, in the order in which mkfs learned them.
 
-    Keeping one: `grow` fills the device of `size_bytes` under a writable mount, or raises OSError.
-    `check` runs before each mount and mends without asking; it exits as e2fsck does, with 0 to 2
-    for whole or mended, and 4 for damage that is left. `repair` is what a person runs on a damaged
-    one. `resize` is for one that grows only unmounted: it runs after `check`, fills the device, and
-    exits with 0 also where there is nothing to do. The `grow` of such a one raises OSError while
-    `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes` by more than the file system
-    leaves out of its count or cannot use. It must not raise after a `resize`: each expansion would
-    fail. Too wide a tolerance only has a small growth wait for the next stage without an error.
+    Check and growth: `check` runs before each mount, and repairs without questions. Its exit codes
+    are those of e2fsck(8): 0 to 2 for whole or repaired, 4 for damage that remains. `repair` is the
+    command that messages give for a damaged file system. `grow` fills the device of `size_bytes`
+    under a writable mount, or raises OSError.
 
-    `mount_options` are the file system's own (a word that ends in "=" takes a value);
-    `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
-    counters are of the disk or of the structures (`errors_of_medium`);
-    one that kernel.error_counters does not know has none.
+    `resize` is for a file system that grows only while it is unmounted. It runs after `check`,
+    fills the device, and exits with 0 also if there is nothing to do. The `grow` of such a file
+    system raises OSError while `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes` by
+    more than the file system does not count or cannot use. It must not raise after a `resize`, as
+    each expansion would fail. With too wide a tolerance a small growth silently waits until the
+    next NodeStageVolume.
 
-    `block_options` set the size of its blocks, each by an option and a key within its comma list.
-    By the first it is read and written; `least_block_bytes` are the default, 0 where that is the
-    device's. `needs` has for a mount option the mkfs option, and the word in its comma list,
-    without which the kernel refuses it.
+    Mounting: `mount_options` are the file system's own options; one that ends in "=" takes a value.
+    `duplicate_data` are the options for mounting a copy with its origin's UUID. `errors_of_medium`
+    says that the kernel's error counters are of the disk, and not of the file system's structures.
+    A file system that kernel.error_counters does not know has no counters.
+
+    Blocks: `block_options` are the options that set the sizes of blocks, each with its key within
+    the comma list. The first sets the size of I/O; its default is `least_block_bytes`, 0 for the
+    device's own. `needs` are mount options that the kernel refuses without an mkfs option, each
+    with that option and the word in its comma list.
     """
 
     program: str
@@ -91,18 +97,20 @@ class FileSystem:
     block_options: tuple[tuple[str, str], ...] = ()
     least_block_bytes: int = 0
     needs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # How to know it before its mkfs has ended, where libblkid finds it by then.
+    # How to recognize a file system whose mkfs has not ended, but which libblkid finds already.
     unfinished: Unfinished | None = None
-    # What the kernel refuses of a mount: the values that an option may have, as a pattern; options
-    # without another; two together; and those of a file system that is written to.
+    # Values that the kernel accepts for mount options, as patterns.
     values: Mapping[str, str] = field(default_factory=dict)
+    # Pairs of mount options of which the kernel refuses the first without the second.
     only_with: tuple[tuple[str, str], ...] = ()
+    # Pairs of mount options that the kernel refuses together.
     never_with: tuple[tuple[str, str], ...] = ()
+    # Mount options that the kernel allows for read-only mounts alone.
     only_read: frozenset[str] = frozenset()
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """All that Carver runs for it."""
+        """All programs that Carver runs for the file system."""
         return self.program, *self.check[:1], *self.resize[:1]
 
 
@@ -113,7 +121,8 @@ def _grow_ext4(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
 def _grow_xfs(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
     geometry = kernel.xfs_geometry(mount.path)
     blocks = size_bytes // geometry.block_size_bytes
-    # The same size is EINVAL where a last, too short allocation group was left out before.
+    # XFS_IOC_FSGROWFSDATA to the present size is EINVAL if the last allocation group would be too
+    # short and so was left out.
     if blocks > geometry.blocks:
         kernel.grow_xfs(mount.path, blocks, geometry.max_inode_percent)
 
@@ -122,23 +131,25 @@ def _grow_btrfs(kernel: Kernel, mount: table.Mount, _size_bytes: int) -> None:
     kernel.grow_btrfs(mount.path)
 
 
-# The features are spelled out: a file system is the same on every node, whatever its mke2fs.conf,
-# and any kernel that Carver runs on can mount it. All are older than e2fsprogs 1.44 and xfsprogs
-# 5.1. What newer tools switch on (orphan_file, rmapbt, …) a class may ask for; `features` has what
-# mkfs.xfs switches on by itself. The mount options are from the kernel's
-# Documentation/filesystems/ext4/, admin-guide/xfs.rst, and btrfs(5).
+# Table of the supported file systems. All features are given to mkfs, so that a file system is the
+# same on every node, regardless of its mke2fs.conf, and each kernel that Carver runs on can mount
+# it. These features are older than e2fsprogs 1.44 and xfsprogs 5.1. A class may request newer ones
+# (orphan_file, rmapbt, …); `features` are the newer ones that mkfs.xfs enables by default. The
+# mount options are from the kernel's Documentation/filesystems/ext4/, admin-guide/xfs.rst, and
+# btrfs(5).
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(
         program="mkfs.ext4",
         package="e2fsprogs",
-        # Below 8 MiB mke2fs leaves the journal out.
+        # Below 8 MiB mke2fs makes no journal.
         minimum_bytes=8 * _MIB,
         options={
-            # The default below 512 MiB is 1 KiB, which is a poor start for a volume that grows.
+            # Blocks of 4 KiB. The default below 512 MiB is 1 KiB, which is bad for a volume that
+            # grows.
             "-b": "4096",
-            # No blocks kept for root: a volume is not a root file system.
+            # No blocks are reserved for root, as a volume is not a root file system.
             "-m": "0",
-            # Inode tables are cleared in the background; safe, because metadata_csum marks them.
+            # Inode tables are cleared in the background, which is safe with metadata_csum.
             "-E": "lazy_itable_init=1",
             "-O": "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,flex_bg,"
             "sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum",
@@ -149,7 +160,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         check=("fsck.ext4", "-p"),
         grow=_grow_ext4,
         repair="e2fsck -f",
-        # noacl and nouser_xattr: newer kernels refuse them, with messages of their own.
+        # Users may give noacl and nouser_xattr, although newer kernels refuse them, with messages
+        # that explain it.
         mount_options=(
             "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
             "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc "
@@ -158,27 +170,27 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "journal_checksum nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= "
             "min_batch_time= noload norecovery i_version stripe="
         ),
-        # s_error_count: what ext4 found wrong in its own structures.
+        # The counter (s_error_count) is of errors in ext4's own structures.
         error_remedy="then have the volume unstaged and staged again, which checks it",
         block_options=(("-b", ""),),
         least_block_bytes=4096,
-        # "Project quota feature not enabled" (fs/ext4/super.c).
+        # Otherwise: "Project quota feature not enabled" (fs/ext4/super.c).
         needs={"prjquota": ("-O", "project")},
-        # fs/ext4/super.c, "can't mount with both data=journal and delalloc".
+        # Otherwise: "can't mount with both data=journal and delalloc" (fs/ext4/super.c).
         values={"data": "journal|ordered|writeback"},
         never_with=(("data=journal", "delalloc"),),
     ),
     "xfs": FileSystem(
         program="mkfs.xfs",
         package="xfsprogs",
-        # xfsprogs 5.19 refuses less: "Filesystem must be larger than 300MB."
+        # xfsprogs 5.19 refuses a smaller size: "Filesystem must be larger than 300MB."
         minimum_bytes=300 * _MIB,
         options={"-m": "crc=1,finobt=1,reflink=1,rmapbt=0", "-i": "sparse=1"},
         allowed="-b -d -i -l -n -s -m -L",
         flags="-K",
         merged="-b -d -i -l -n -s -m",
         grow=_grow_xfs,
-        # fsck.xfs(8) does nothing: mounting replays the log.
+        # There is no check, as fsck.xfs(8) does nothing: mounting replays the log.
         repair="xfs_repair",
         mount_options=(
             "allocsize= discard nodiscard filestreams grpid nogrpid inode32 inode64 largeio "
@@ -189,13 +201,14 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         block_options=(("-s", "size"), ("-b", "size")),
-        # xfs_fs_validate_params in fs/xfs/xfs_super.c.
+        # xfs_fs_validate_params in fs/xfs/xfs_super.c checks these values.
         values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
         only_with=(("sunit", "swidth"), ("swidth", "sunit")),
         only_read=frozenset({"norecovery"}),
-        # struct xfs_dsb, fs/xfs/libxfs/xfs_format.h: sb_magicnum, sb_uuid, sb_inprogress.
+        # Fields sb_magicnum, sb_uuid and sb_inprogress of struct xfs_dsb
+        # (fs/xfs/libxfs/xfs_format.h).
         unfinished=Unfinished(b"XFSB", uuid_at=32, flag_at=126),
-        # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
+        # Options of mkfs.xfs(8) since xfsprogs 5.10, 5.19, 6.10; defaults since 5.15, 6.5, 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
             Feature("-m", "inobtcount", (5, 10)),
@@ -207,15 +220,15 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "btrfs": FileSystem(
         program="mkfs.btrfs",
         package="btrfs-progs",
-        # mkfs.btrfs is content with 109 MiB, but the kernel resizes to no less than 256 MiB
-        # (btrfs_ioctl_resize): a smaller one could not grow by a little.
+        # mkfs.btrfs accepts 109 MiB, but the kernel resizes to no less than 256 MiB
+        # (btrfs_ioctl_resize): a smaller file system could not grow by a little.
         minimum_bytes=256 * _MIB,
         options={"-d": "single", "-m": "dup"},
         allowed="-d -m -n -s -O -L -U",
         flags="-K",
         merged="-O",
         grow=_grow_btrfs,
-        # fsck.btrfs(8) does nothing either.
+        # There is no check, as fsck.btrfs(8) does nothing either.
         repair="btrfs check",
         mount_options=(
             "acl noacl autodefrag noautodefrag barrier nobarrier commit= compress compress= "
@@ -224,28 +237,30 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "space_cache= ssd nossd ssd_spread nossd_spread thread_pool= treelog notreelog "
             "user_subvol_rm_allowed"
         ),
-        # btrfs(5), device stats: failed reads, writes and flushes, and data with a wrong checksum.
+        # The counters are of failed reads, writes and flushes, and of wrong checksums (btrfs(5),
+        # device stats).
         errors_of_medium=True,
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),
         least_block_bytes=4096,
-        # fs/btrfs/super.c, btrfs_parse_compress; newer kernels take levels.
+        # btrfs_parse_compress in fs/btrfs/super.c checks these values; newer kernels accept levels.
         values=dict.fromkeys(
             ("compress", "compress-force"), r"(zlib|zstd)(:-?\d{1,2})?|lzo|no|none"
         ),
     ),
 }
 
-# Words that lead out of the device, or put the file system where no probe would find it.
+# Words of mkfs options that users may not give: they would use another device or file, or put the
+# file system at an offset where no probe finds it.
 _REFUSED_WORDS = "offset name file logdev rtdev test_fs root_owner journal_dev"
-# What mkfs.xfs says of a word that it does not know, before it opens the device.
+# Message of mkfs.xfs about an unknown word, which it prints before it opens the device.
 _UNKNOWN_OPTION = re.compile(r"unknown option (-\w) (\w+)")
 _VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a device holds.
+    """The signature on a device.
 
     `fs_type` is blkid's TYPE or PTTYPE: ext4, swap, LVM2_member, gpt and so on; `usage` is blkid's
     USAGE (filesystem, raid, crypto, other) or "partition table".
@@ -255,15 +270,15 @@ class Signature:
     usage: str
     uuid: str = ""
     label: str = ""
-    # In what size a file system is read and written (ext4: blocks, xfs: sectors); 0 if unknown.
+    # The size of a file system's I/O (blocks of ext4, sectors of xfs); 0 if unknown.
     block_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.fs_type} ({self.usage})"
 
 
-def known(fs_type: str) -> FileSystem:
-    """How `fs_type` is made. Raises UnsupportedFileSystem."""
+def supported(fs_type: str) -> FileSystem:
+    """The record of a supported file system type. Raises UnsupportedFileSystem."""
     try:
         return FILE_SYSTEMS[fs_type]
     except KeyError:
@@ -271,10 +286,10 @@ def known(fs_type: str) -> FileSystem:
 
 
 def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
-    """Find the file system of one type on a device; None if it is not there. Raises ProbeFailed.
+    """Find a file system of one type on a formatted device; None for none. Raises ProbeFailed.
 
-    For a device that was formatted: its file system's users may fill any block with what some
-    other format has there, such as the last one, and no other signature counts.
+    Signatures of other formats do not count on a formatted device: the users of its file system may
+    fill any block, such as the last one, with the signature of another format.
     """
     try:
         return _signature(device, kernel.superblock(device, fs_type))
@@ -283,11 +298,11 @@ def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
 
 
 def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | None:
-    """Find what a device holds, by its superblocks; None if it is blank. Raises ProbeFailed.
+    """Find any signature on a device that was never formatted; None for a blank device.
 
-    For a device that was never formatted; with `length_bytes` for its first bytes alone. By
-    libblkid in this process, which takes a tenth of the time of a program; lvm2 and every mkfs
-    need that library too. Never by udev's database, which may be stale or absent.
+    With `length_bytes` only the first bytes are searched. libblkid is called in this process, which
+    takes a tenth of the time of a program; lvm2 and every mkfs need that library, too. udev's
+    database is not used, as it may be stale or absent. Raises ProbeFailed.
     """
     try:
         return _signature(device, kernel.signatures(device, length_bytes))
@@ -295,31 +310,36 @@ def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | Non
         raise errors.ProbeFailed(device, str(error.strerror)) from error
 
 
-# ZFS has its labels in the last 512 KiB; MD, DRBD, DDF and a GPT are nearer to the end.
+# Size of the end of a device that may have a signature: ZFS has labels in the last 512 KiB; those
+# of MD, DRBD, DDF and GPT are nearer to the end.
 _END_BYTES = 1 << 20
 
 
 def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | None:
-    """Probe a device that was made with that size, and never formatted or opened by a user.
+    """Find any signature on a device that may have grown, and was never formatted or used.
 
-    lvm2 wipes signatures when it makes a volume, not when it extends one. Where the device is
-    blank without the extents that it grew by, their end is zeroed if it has the signature of an
-    earlier volume. Raises ProbeFailed.
+    The device had `made_bytes` when lvm2 made it. lvm2 wipes signatures when it makes a volume, but
+    not when it extends one, so added extents may have a signature of an earlier volume at their
+    end. Raises ProbeFailed.
+
+    1. Probe the whole device. If it is blank or has not grown, this is the result.
+    2. Probe its first `made_bytes`. If they are not blank, the first result counts.
+    3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
-    found, problem = None, None
+    signature, problem = None, None
     try:
-        found = probe(kernel, device)
+        signature = probe(kernel, device)
     except errors.ProbeFailed as error:
         problem = error
-    is_blank = found is None and problem is None
+    is_blank = signature is None and problem is None
     if is_blank or size_bytes <= made_bytes or probe(kernel, device, made_bytes) is not None:
         if problem is not None:
             raise problem
-        return found
+        return signature
     start = max(made_bytes, size_bytes - _END_BYTES)
     try:
-        # No volume has had these extents since they were free, and blank is all before them.
+        # These extents have no data of this volume, as it was never used and is blank before them.
         kernel.zero_out(device, start, size_bytes - start)
         kernel.flush(device)
     except OSError as error:
@@ -331,13 +351,13 @@ _FIRST_BYTES = 4096
 
 
 def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str) -> bool:
-    """Zero the superblock that a killed mkfs left; whether there was one, with that UUID.
+    """Zero the superblock with this UUID that a killed mkfs left; returns whether there was one.
 
-    The kernel mounts no such file system, so no user has written to it. For a device that was never
-    formatted by its tags, and was given that UUID by a mkfs of Carver's alone: its own, or that of
-    the volume that it is a copy of. Raises ProbeFailed, also where the device is in use.
+    By its tags the device must not have been formatted. Only a mkfs of Carver's has given this UUID
+    to the device, or to the volume that the device is a copy of. No user has written to such a file
+    system, as the kernel does not mount it. Raises ProbeFailed, also if the device is in use.
     """
-    unfinished = known(fs_type).unfinished
+    unfinished = supported(fs_type).unfinished
     try:
         if unfinished is None:
             return False
@@ -372,39 +392,44 @@ def make(
     uuid: str = "",
     oldest_kernel: Version = OLDEST,
 ) -> None:
-    """Make a file system on a device that `probe` has just found blank, with this UUID if any.
+    """Make a file system on a device that `probe` has just found blank, with a UUID if given.
 
-    Options that give it one go before that, and before what `oldest_kernel` needs switched off. A
-    mkfs too old to know such a feature makes none, and is run again without the word.
+    The user's options take precedence over the given UUID, and over the features that are disabled
+    for `oldest_kernel`. An old mkfs that does not know such a feature does not enable it either,
+    and is run again without the option.
 
-    Call it on the line below that check: mke2fs asks before it overwrites only on a terminal, and
-    there is none. mkfs.xfs and mkfs.btrfs refuse by themselves, for they are never given -f. No
-    tool touches a mounted device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
+    Call this on the line below the probe. mke2fs asks before it overwrites a file system, but only
+    on a terminal, and here is none. mkfs.xfs and mkfs.btrfs refuse to overwrite, as -f is never
+    given. No mkfs writes to a mounted device. Raises FormatFailed, BadOption,
+    UnsupportedFileSystem.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     chosen = check_options(fs_type, options)
-    off: Sequence[Feature] = [one for one in file_system.features if one.kernel > oldest_kernel]
+    off: Sequence[Feature] = [
+        feature for feature in file_system.features if feature.kernel > oldest_kernel
+    ]
     while True:
         words = _merged(file_system, chosen, uuid, off)
         result = run(file_system.program, "-q", *words, "--", device)
         if result.exit_code == 0:
             return
-        known_words = _without_unknown(off, result.stderr)
-        if len(known_words) == len(off):
+        still_off = _without_unknown(off, result.stderr)
+        if len(still_off) == len(off):
             raise errors.FormatFailed(device, fs_type, result.stderr)
-        off = known_words
+        off = still_off
 
 
 def check(run: Run, device: str, fs_type: str) -> None:
-    """Look over an existing file system that is not mounted; small damage is mended.
+    """Check an unmounted file system, and repair small damage. Raises Damaged, CheckFailed.
 
-    One that grows only then fills its device. A command for ext4 only. Raises Damaged, CheckFailed.
+    A file system that grows only while unmounted is then grown to its device's size. Only ext4
+    needs a program for the check.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     if file_system.check:
         result = run(*file_system.check, "--", device)
-        # e2fsck(8): 1 and 2 say that all was mended, 4 that something is left, the rest that it
-        # failed.
+        # Exit codes of e2fsck(8): 1 and 2 if all damage was repaired, 4 if damage remains; others
+        # if the check failed.
         if result.exit_code == 4:
             raise errors.Damaged(device, fs_type, _said(result), file_system.repair)
         if result.exit_code not in (0, 1, 2):
@@ -424,11 +449,12 @@ def _check_failed(device: str, fs_type: str, result: Result) -> errors.CheckFail
 
 
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
-    """A user's mkfs options as option → value ("" for one that takes none); else BadOption.
+    """Parse a user's mkfs options, such as `-m`, `0`, `-K`, into values by option. BadOption.
 
-    Given as words: `-m`, `0`, `-K`. It can check a configuration before there is a device.
+    The value of an option that takes none is empty. No device is needed, so that a configuration
+    can be checked.
     """
-    file_system = known(fs_type)
+    file_system = supported(fs_type)
     checked: dict[str, str] = {}
     words = iter(options)
     for option in words:
@@ -454,16 +480,16 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
 def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Sequence[str]) -> None:
     """Raise BadOption for mount options that the kernel would refuse for a new file system.
 
-    Such as one that needs an mkfs option that is not given.
+    An example is an option that needs a feature which the mkfs options do not enable.
     """
-    file_system, chosen = known(fs_type), check_options(fs_type, options)
+    file_system, chosen = supported(fs_type), check_options(fs_type, options)
     keys = {word.partition("=")[0] for word in mount_options}
-    for one, other in file_system.only_with:
-        if one in keys and other not in keys:
-            raise errors.BadOption(one, f"needs {other} as well")
-    for one, other in file_system.never_with:
-        if {one, other} <= set(mount_options):
-            raise errors.BadOption(one, f"contradicts {other}; give one of them")
+    for first, second in file_system.only_with:
+        if first in keys and second not in keys:
+            raise errors.BadOption(first, f"needs {second} as well")
+    for first, second in file_system.never_with:
+        if {first, second} <= set(mount_options):
+            raise errors.BadOption(first, f"contradicts {second}; give one of them")
     for word in mount_options:
         key, _, value = word.partition("=")
         if value and not re.fullmatch(file_system.values.get(key, ".*"), value):
@@ -479,9 +505,9 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 
 
 def block_bytes(fs_type: str, options: Sequence[str]) -> int:
-    """The size in which a file system made with a user's options is read and written.
+    """The size of I/O of a file system that is made with a user's mkfs options.
 
-    0 where that is its device's, or not known. Raises BadOption.
+    0 if it is the device's logical block size, or unknown. Raises BadOption.
     """
     if fs_type not in FILE_SYSTEMS:
         return 0
@@ -493,7 +519,7 @@ def block_bytes(fs_type: str, options: Sequence[str]) -> int:
 def _check_blocks(file_system: FileSystem, chosen: Mapping[str, str]) -> None:
     """Raise BadOption for blocks that are larger than this node's pages of memory.
 
-    Only new kernels mount some of those, and not with every file system.
+    Only new kernels mount such file systems, and not those of every type.
     """
     for option, key in file_system.block_options:
         value = chosen.get(option, "")
@@ -505,13 +531,13 @@ def _check_blocks(file_system: FileSystem, chosen: Mapping[str, str]) -> None:
             )
 
 
-# mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8) take these after a number.
+# Suffixes of sizes in options of mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8).
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _NUMBER = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE)
 
 
 def _size(value: str, key: str) -> int:
-    """The size in bytes that an option's value has, or a key of its comma list; 0 for none."""
+    """Parse the size in bytes of an option's value, or of a key in its comma list; 0 for none."""
     words = dict(word.partition("=")[::2] for word in value.split(",")) if key else {"": value}
     if key and words.get("log", "").isdigit():
         return 1 << min(int(words["log"]), 60)
@@ -520,20 +546,20 @@ def _size(value: str, key: str) -> int:
 
 
 def check_size(fs_type: str, size_bytes: int) -> None:
-    """Raise TooSmall if `fs_type` needs a larger device."""
-    minimum_bytes = known(fs_type).minimum_bytes
+    """Raise TooSmall if a file system of a type needs a larger device."""
+    minimum_bytes = supported(fs_type).minimum_bytes
     if size_bytes < minimum_bytes:
         raise errors.TooSmall(fs_type, size_bytes, minimum_bytes)
 
 
 def grow(kernel: Kernel, mount: table.Mount) -> None:
-    """Have a mounted file system fill its device; nothing happens if it does. Raises GrowFailed.
+    """Grow a mounted file system to its device's size, unless it has that. Raises GrowFailed.
 
-    `mount` must be writable: the kernel grows through no other. By ioctls and not by resize2fs and
-    the like: each NodeExpandVolume and NodeStageVolume calls this, and a process would cost most
-    of either's time (and xfs_growfs and btrfs parse the mount table anew).
+    `mount` must be writable, as the kernel requires. Each NodeExpandVolume and NodeStageVolume
+    calls this, so ioctls are used: a process, such as resize2fs(8), would take most of the time of
+    either call (and xfs_growfs and btrfs parse the whole mount table).
     """
-    grow_it = known(mount.fs_type).grow
+    grow_it = supported(mount.fs_type).grow
     try:
         if kernel.device_number(mount.source) != mount.device:
             raise errors.GrowFailed(mount.path, mount.fs_type, f"{mount.source} is another device")
@@ -546,40 +572,41 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
 
 
 def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
-    """Why ext4 grants no growth: to one that has met errors it answers as to a missing capability.
+    """Explain the EPERM of an ext4 that refused to grow.
 
-    ext4_resize_begin in fs/ext4/resize.c.
+    ext4 returns EPERM both for a missing capability and for a file system that has met errors
+    (ext4_resize_begin in fs/ext4/resize.c).
     """
     counted: Mapping[str, int] = {}
     with suppress(OSError):
         counted = kernel.error_counters(mount.fs_type, mount.device)
     if any(counted.values()):
-        return f" (it has met errors; stop the workload, {known(mount.fs_type).error_remedy})"
+        return f" (it has met errors; stop the workload, {supported(mount.fs_type).error_remedy})"
     return " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
-    """Whether a user's mkfs options say which UUID the file system gets. Raises BadOption."""
-    option, word = known(fs_type).uuid
+    """Whether a user's mkfs options set the UUID of the file system. Raises BadOption."""
+    option, word = supported(fs_type).uuid
     value = check_options(fs_type, options).get(option)
-    return value is not None and any(one.startswith(word) for one in value.split(","))
+    return value is not None and any(part.startswith(word) for part in value.split(","))
 
 
 def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
-    """The UUID that mkfs options give each file system; empty for none, or one made anew."""
-    option, word = known(fs_type).uuid
-    for one in check_options(fs_type, options).get(option, "").split(","):
+    """The UUID that a user's mkfs options set; empty if they set none, or a random one."""
+    option, word = supported(fs_type).uuid
+    for part in check_options(fs_type, options).get(option, "").split(","):
         with suppress(ValueError):
-            if one.startswith(word):
-                return str(uuid.UUID(one.removeprefix(word)))
+            if part.startswith(word):
+                return str(uuid.UUID(part.removeprefix(word)))
     return ""
 
 
 def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:
-    """The features that an mkfs knows that said this: none from the one that it does not know."""
+    """The features that an mkfs knows, by its error message about the first unknown one."""
     unknown = _UNKNOWN_OPTION.search(said)
-    for index, one in enumerate(features):
-        if unknown is not None and unknown.groups() == (one.option, one.name):
+    for index, feature in enumerate(features):
+        if unknown is not None and unknown.groups() == (feature.option, feature.name):
             return features[:index]
     return features
 
@@ -587,9 +614,9 @@ def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature
 def _merged(
     file_system: FileSystem, chosen: Mapping[str, str], uuid: str, off: Sequence[Feature] = ()
 ) -> list[str]:
-    """Carver's options, with these features switched off, and the user's over them, as words."""
+    """The mkfs options as words: Carver's own, `off` features and UUID, then the user's."""
     options = dict(file_system.options)
-    added = [(one.option, f"{one.name}=0") for one in off]
+    added = [(feature.option, f"{feature.name}=0") for feature in off]
     if uuid:
         option, word = file_system.uuid
         added.append((option, f"{word}{uuid}"))
@@ -604,7 +631,10 @@ def _merged(
 
 
 def _merged_list(ours: str, theirs: str) -> str:
-    """Two comma lists as one; xfs refuses a key that is given twice, so theirs replaces ours."""
+    """Merge two comma lists; for a key in both, the user's (`theirs`) replaces Carver's.
+
+    mkfs.xfs refuses a key that is given twice.
+    """
 
     def key(word: str) -> str:
         return word.removeprefix("^").partition("=")[0]
@@ -614,7 +644,8 @@ def _merged_list(ours: str, theirs: str) -> str:
     return ",".join([*kept, theirs])
 
 
-# struct btrfs_super_block, <linux/btrfs_tree.h>, and where its copies are (btrfs_sb_offset).
+# Size of a btrfs superblock, offsets of its copies on a device (btrfs_sb_offset), and positions of
+# fields in struct btrfs_super_block (<linux/btrfs_tree.h>).
 _SIZE = 4096
 _OFFSETS = (64 << 10, 64 << 20, 256 << 30)
 _CHECKSUM = struct.Struct("<I")
@@ -629,23 +660,24 @@ _CRC32C = bytes(2)
 _METADATA_ID = slice(0x23B, 0x24B)
 _HAS_METADATA_ID = 1 << 10
 
+# Polynomial of crc32c, reversed.
 _POLYNOMIAL = 0x82F63B78
 
 
 def is_on(kernel: Kernel, device: str) -> bool:
-    """Whether a device bears a btrfs, be it whole or not."""
+    """Whether a device has the magic number of a btrfs, even of a damaged one."""
     size_bytes, at = kernel.device_size_bytes(device), _OFFSETS[0]
     return at + _SIZE <= size_bytes and kernel.read(device, at, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
 def renew(kernel: Kernel, device: str) -> None:
-    """Give the btrfs on a device that is not mounted a new random id. Raises RenewFailed."""
+    """Give the btrfs on an unmounted device a new random UUID. Raises RenewFailed."""
     identity = uuid.uuid4().bytes
-    found = list(_superblocks(kernel, device))
-    if not found:
+    superblocks = list(_superblocks(kernel, device))
+    if not superblocks:
         raise errors.RenewFailed(device, "no superblock with a good checksum of type crc32c")
-    # The first is the one that is mounted by; written last, it is what counts.
-    for offset, block in reversed(found):
+    # The kernel mounts by the first copy. It is written last, as only then the new UUID counts.
+    for offset, block in reversed(superblocks):
         kernel.write(device, offset, _renewed(block, identity))
 
 

@@ -1,4 +1,4 @@
-"""How full a mounted file system is, and what is wrong with it."""
+"""The use and the problems of a mounted file system."""
 
 import enum
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from mount.table import Mount
 
 @dataclass(frozen=True)
 class Inodes:
-    """Counts of inodes."""
+    """The numbers of a file system's inodes."""
 
     total: int
     used: int
@@ -20,7 +20,7 @@ class Inodes:
 
 @dataclass(frozen=True)
 class Usage:
-    """A file system's use in bytes; `inodes` is None where they are not counted (btrfs)."""
+    """The use of a file system. `inodes` is None for one that has no limit of inodes (btrfs)."""
 
     total_bytes: int
     used_bytes: int
@@ -31,26 +31,26 @@ class Usage:
 def of(kernel: Kernel, path: str) -> Usage:
     """The use of the file system at `path`. Raises NotMounted, TargetError.
 
-    Used and available do not add up to the total where blocks are reserved for root.
+    Used and available bytes are less than the total in sum if blocks are reserved for root.
     """
     try:
-        found = kernel.statvfs(path)
+        status = kernel.statvfs(path)
     except FileNotFoundError as error:
         raise errors.NotMounted(path) from error
     except OSError as error:
         raise errors.TargetError(path, f"cannot be measured: {error.strerror}") from error
-    unit_bytes = found.f_frsize
-    inodes = Inodes(found.f_files, found.f_files - found.f_ffree, found.f_favail)
+    unit_bytes = status.f_frsize
+    inodes = Inodes(status.f_files, status.f_files - status.f_ffree, status.f_favail)
     return Usage(
-        total_bytes=found.f_blocks * unit_bytes,
-        used_bytes=(found.f_blocks - found.f_bfree) * unit_bytes,
-        available_bytes=found.f_bavail * unit_bytes,
-        inodes=inodes if found.f_files else None,
+        total_bytes=status.f_blocks * unit_bytes,
+        used_bytes=(status.f_blocks - status.f_bfree) * unit_bytes,
+        available_bytes=status.f_bavail * unit_bytes,
+        inodes=inodes if status.f_files else None,
     )
 
 
 def device_size_bytes(kernel: Kernel, device: str) -> int:
-    """The size of the block device at `device`, also a published target. Raises DeviceMissing."""
+    """The size of a block device, also by its published path. Raises DeviceMissing."""
     try:
         return kernel.device_size_bytes(device)
     except OSError as error:
@@ -58,7 +58,7 @@ def device_size_bytes(kernel: Kernel, device: str) -> int:
 
 
 class Kind(enum.Enum):
-    """The kind of a problem, and whether a check and a new mount may mend it."""
+    """A kind of problem, with its meaning and whether a check and a new mount may mend it."""
 
     READ_ONLY = "it takes no writes", True
     SILENT = "it does not answer", True
@@ -72,17 +72,19 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, in a sentence that says what to do."""
+    """A problem of a file system; `message` says what is wrong and what to do."""
 
     kind: Kind
     message: str
 
 
 def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
-    """What the kernel knows against a file system, seen through one of its mounts; else nothing."""
+    """Yield the problems of a mounted file system, by the mount table and the kernel's counters."""
     named = f"the {mount.fs_type} on {mount.source}"
-    # The superblock takes no writes, though one of its mounts was made for writing.
-    made_to_write = ("rw" in one.options for one in mounts.of_device(mount.device))
+    # A superblock that was mounted for writing, and takes no writes, turned read-only by an error.
+    made_to_write = (
+        "rw" in mount_of_device.options for mount_of_device in mounts.of_device(mount.device)
+    )
     if mount.takes_no_writes and any(made_to_write):
         yield Problem(
             Kind.READ_ONLY,
@@ -91,7 +93,7 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
         )
     try:
         counters = kernel.error_counters(mount.fs_type, mount.device)
-        kernel.lstat(mount.path)  # xfs answers EIO here once it was shut down (xfs_vn_getattr)
+        kernel.lstat(mount.path)  # EIO from an xfs that was shut down (xfs_vn_getattr)
     except OSError as error:
         yield Problem(
             Kind.SILENT,
@@ -100,15 +102,15 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
         )
         return
     if counted := [f"{name} {count}" for name, count in counters.items() if count]:
-        made = filesystem.known(mount.fs_type)
+        file_system = filesystem.supported(mount.fs_type)
         yield Problem(
-            Kind.MEDIUM_ERRORS if made.errors_of_medium else Kind.ERRORS,
+            Kind.MEDIUM_ERRORS if file_system.errors_of_medium else Kind.ERRORS,
             f"{named} has met errors ({', '.join(counted)}); see the kernel log (journalctl -k),"
-            f" back the data up, {made.error_remedy}",
+            f" back the data up, {file_system.error_remedy}",
         )
 
 
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
-    """Whether something is wrong that a check and a new mount may mend."""
-    found = problems(kernel, mounts, mount)
-    return any(one.kind.is_mended_by_mount for one in found)
+    """Whether a mounted file system has a problem that a check and a new mount may mend."""
+    present = problems(kernel, mounts, mount)
+    return any(problem.kind.is_mended_by_mount for problem in present)

@@ -1,4 +1,4 @@
-"""The kernel's operations as one seam: paths, mounts, block and loop devices, growth."""
+"""The kernel's operations, as one class that tests replace: paths, mounts, devices, growth."""
 
 import errno
 import os
@@ -15,13 +15,13 @@ from mount import blocks, calls
 from mount.disk_load import DiskLoads
 
 _EXT4_RESIZE_FS = calls.ioctl_number(1, ord("f"), 16, 8)
-# struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
+# Structure xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112 bytes.
 _XFS_GEOMETRY = struct.Struct("=8I4Q16s7I4x")
 _XFS_FSGEOMETRY_V1 = calls.ioctl_number(2, ord("X"), 100, _XFS_GEOMETRY.size)
-# struct xfs_growfs_data: u64 newblocks, u32 imaxpct, padded to 16.
+# Structure xfs_growfs_data: u64 newblocks, u32 imaxpct, padded to 16 bytes.
 _XFS_GROWFS = struct.Struct("=QI4x")
 _XFS_FSGROWFSDATA = calls.ioctl_number(1, ord("X"), 110, _XFS_GROWFS.size)
-# struct btrfs_ioctl_vol_args: s64 fd, char name[4088].
+# Structure btrfs_ioctl_vol_args: s64 fd, char name[4088].
 _BTRFS_VOL_ARGS = struct.Struct("=q4088s")
 _BTRFS_SYNC = calls.ioctl_number(0, 0x94, 8, 0)
 _BTRFS_RESIZE = calls.ioctl_number(1, 0x94, 3, _BTRFS_VOL_ARGS.size)
@@ -29,7 +29,7 @@ _BTRFS_RESIZE = calls.ioctl_number(1, 0x94, 3, _BTRFS_VOL_ARGS.size)
 
 @dataclass(frozen=True)
 class XfsGeometry:
-    """The part of an xfs's geometry that growing it needs."""
+    """The part of an xfs file system's geometry that is needed to grow it."""
 
     block_size_bytes: int
     blocks: int
@@ -37,14 +37,14 @@ class XfsGeometry:
 
 
 class Growth:
-    """The file systems of `mount.kernel.Kernel`, by the path of a mount."""
+    """Part of `mount.kernel.Kernel`: file systems, by the path of a mount."""
 
     def grow_ext4(self, path: str, blocks: int) -> None:
-        """EXT4_IOC_RESIZE_FS to so many of the file system's own blocks."""
+        """EXT4_IOC_RESIZE_FS: grow an ext4 to a number of its own blocks."""
         calls.ioctl(path, _EXT4_RESIZE_FS, struct.pack("=Q", blocks))
 
     def xfs_geometry(self, path: str) -> XfsGeometry:
-        """XFS_IOC_FSGEOMETRY_V1."""
+        """XFS_IOC_FSGEOMETRY_V1: the geometry of an xfs."""
         geometry = calls.ioctl(path, _XFS_FSGEOMETRY_V1, bytes(_XFS_GEOMETRY.size))
         fields = _XFS_GEOMETRY.unpack(geometry)
         return XfsGeometry(
@@ -52,29 +52,30 @@ class Growth:
         )
 
     def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
-        """XFS_IOC_FSGROWFSDATA to so many blocks."""
+        """XFS_IOC_FSGROWFSDATA: grow an xfs to a number of its own blocks."""
         calls.ioctl(path, _XFS_FSGROWFSDATA, _XFS_GROWFS.pack(blocks, max_inode_percent))
 
     def grow_btrfs(self, path: str) -> None:
-        """BTRFS_IOC_RESIZE of device 1 to the size of the device.
+        """BTRFS_IOC_RESIZE: grow a btrfs to the size of its device 1.
 
-        EBUSY while a balance or the like is under way, or paused: btrfs answers with a number of
-        its own then, which is no error to ioctl(2), and does nothing.
+        EBUSY while a balance or the like runs or is paused: btrfs then does nothing, and answers
+        with a positive number of its own, which ioctl(2) does not treat as an error.
         """
         wanted = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with blocks.closing(descriptor):
-            # enum btrfs_err_code of <linux/btrfs.h>; only the one of these comes to a resize.
+            # A resize gets a single code of enum btrfs_err_code (<linux/btrfs.h>): that of a
+            # running exclusive operation.
             if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, wanted):
                 why = "a balance, or another operation like it, is under way or paused"
                 raise OSError(errno.EBUSY, why, path)
 
     def sync_btrfs(self, path: str) -> None:
-        """BTRFS_IOC_SYNC: what was written is on disk, and the log is empty."""
+        """BTRFS_IOC_SYNC: write back all data of a btrfs, and empty its log."""
         calls.ioctl(path, _BTRFS_SYNC)
 
     def sync(self, path: str) -> None:
-        """syncfs(2): what was written to the file system at a path is on its device."""
+        """syncfs(2): write back all data of the file system at a path to its device."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with blocks.closing(descriptor):
             calls.syncfs(descriptor, path)
@@ -90,7 +91,7 @@ _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 _MS_REMOUNT, _MS_BIND, _MS_PRIVATE = 32, 4096, 1 << 18
 _ATTR_ATIME = 0x70
 
-# Per-mount attributes by the words of /proc/self/mountinfo: MOUNT_ATTR_*, MS_*.
+# Attributes of a mount, by their words in /proc/self/mountinfo, as MOUNT_ATTR_* and as MS_*.
 ATTRIBUTES: Final = {
     "ro": (0x1, 1),
     "nosuid": (0x2, 2),
@@ -103,67 +104,69 @@ ATTRIBUTES: Final = {
     "nosymfollow": (0x200000, 256),
 }
 ATIME: Final = frozenset({"noatime", "relatime", "strictatime"})
-# Superblock flags for mount(2); the new calls take them by name.
+# Flags of the superblock for mount(2); the new system calls take them by name.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
-# What statvfs(3) reports and a bind remount would otherwise clear. ST_* and MS_* agree on all but
-# the last, ST_NOSYMFOLLOW of <linux/statfs.h>.
+# Flags of a mount that a bind remount would clear unless they are given again, as statvfs(3)
+# reports them: all ST_* equal MS_* except ST_NOSYMFOLLOW of <linux/statfs.h>.
 _KEPT_BY_REMOUNT = 1 | 2 | 4 | 8 | 1024 | 2048
 _ST_NOSYMFOLLOW, _MS_NOSYMFOLLOW = 0x2000, 256
 
 
 Version = tuple[int, int]
-# The oldest Linux that Carver runs on. Before 5.8 (9f6c61f96f2d, "proc/mounts: add cursor") a mount
-# table that takes several read(2), as a page or so does, may lack a mount that is there all along,
-# if another one goes in between; LOOP_CONFIGURE is of 5.8, too.
+# Oldest version of Linux that Carver runs on. Before 5.8 a mount table of more than a page may lack
+# an existing mount, if another mount is removed between two read(2) of the table (9f6c61f96f2d,
+# "proc/mounts: add cursor"). LOOP_CONFIGURE came with 5.8, too.
 OLDEST: Version = (5, 8)
 
 
 class Kernel(DiskLoads, Growth):
     """The running kernel.
 
-    Whatever looks at, makes, removes or mounts something at a path follows no symbolic link on the
-    way: a path that was resolved before has none, so one that is met was put there since (ELOOP).
+    Methods that take a path follow no symbolic link, except `real_path`. They are called with
+    resolved paths, so a link was put there since: that is ELOOP.
     """
 
     def version(self) -> Version:
-        """The version of Linux; (0, 0) where its release is not of the usual form (uname(2))."""
-        found = re.match(r"(\d+)\.(\d+)", os.uname().release)
-        return (int(found[1]), int(found[2])) if found else (0, 0)
+        """The version of Linux; (0, 0) for a release without the usual form (uname(2))."""
+        match = re.match(r"(\d+)\.(\d+)", os.uname().release)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
 
     # The mount table and paths
 
     def mountinfo(self) -> str:
-        """/proc/self/mountinfo, bytes that are not UTF-8 as surrogates."""
-        # Not read_text: it would turn a carriage return in a path into the end of a line.
-        # Without a buffer: each call asks, and pathlib's takes longer than the kernel.
-        with open("/proc/self/mountinfo", "rb", buffering=0) as found:  # noqa: PTH123
-            return found.read().decode("utf-8", "surrogateescape")
+        """Read /proc/self/mountinfo; bytes that are not UTF-8 become surrogates."""
+        # read_text would turn a carriage return in a path into a newline. Unbuffered, as each call
+        # reads the table, and pathlib and a buffer take longer than the kernel.
+        with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # noqa: PTH123
+            return file.read().decode("utf-8", "surrogateescape")
 
     def lstat(self, path: str) -> os.stat_result:
-        """What lies at `path` itself, mounts applied, a symbolic link not followed."""
-        place, name = self._parent(path)
-        with place as parent:
+        """The status of the file at `path`, in the topmost mount; links are not followed."""
+        directory, name = self._parent(path)
+        with directory as parent:
             return os.stat(name, dir_fd=parent, follow_symlinks=False)
 
     def real_path(self, path: str) -> str:
-        """`path` with every symbolic link resolved; parts that do not exist are kept."""
-        # One walk by the kernel, in place of one for each part of the path: each call asks.
+        """Resolve all symbolic links of a path; parts that do not exist are kept."""
+        # The kernel resolves the whole path at once, which is faster than realpath(3): each call
+        # resolves a path.
         with suppress(OSError):
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            with blocks.closing(place):
-                found = os.readlink(_descriptor(place))  # noqa: PTH115 - strings all along
-            # Otherwise it was removed meanwhile, or lies out of the process's root (d_path(9)).
-            if found.startswith("/") and not found.endswith(" (deleted)"):
-                return found
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            with blocks.closing(descriptor):
+                resolved = os.readlink(_descriptor(descriptor))  # noqa: PTH115 - strings all along
+            # A text without a leading slash is of a file outside of the process's root; one with
+            # "(deleted)" is of a file that was removed meanwhile (d_path(9)).
+            if resolved.startswith("/") and not resolved.endswith(" (deleted)"):
+                return resolved
         return os.path.realpath(path)
 
     def statvfs(self, path: str) -> os.statvfs_result:
-        """How large and how full the file system at `path` is (statvfs(3))."""
-        with self._at(path) as place:
-            return os.statvfs(place)
+        """The size and the use of the file system at `path` (statvfs(3))."""
+        with self._at(path) as descriptor:
+            return os.statvfs(descriptor)
 
     def error_counters(self, fs_type: str, device: tuple[int, int]) -> dict[str, int]:
-        """What the file system on a block device has counted of errors, by sysfs; xfs counts none.
+        """The error counters of the file system on a block device, by sysfs; none for xfs.
 
         ext4: Documentation/ABI/testing/sysfs-fs-ext4; btrfs: btrfs(5), since Linux 5.14.
         """
@@ -182,44 +185,44 @@ class Kernel(DiskLoads, Growth):
         return counted
 
     def make_directory(self, path: str, mode: int) -> None:
-        """mkdir(2)."""
-        place, name = self._parent(path)
-        with place as parent:
+        """mkdir(2): make a directory."""
+        directory, name = self._parent(path)
+        with directory as parent:
             os.mkdir(name, mode, dir_fd=parent)
 
     def make_file(self, path: str, mode: int) -> None:
-        """open(2) with O_CREAT | O_EXCL, and close."""
+        """open(2) with O_CREAT and O_EXCL: make an empty file that must not exist."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        place, name = self._parent(path)
-        with place as parent:
+        directory, name = self._parent(path)
+        with directory as parent:
             os.close(os.open(name, flags, mode, dir_fd=parent))
 
     def remove_directory(self, path: str) -> None:
-        """rmdir(2): only an empty one goes."""
-        place, name = self._parent(path)
-        with place as parent:
+        """rmdir(2): remove an empty directory."""
+        directory, name = self._parent(path)
+        with directory as parent:
             os.rmdir(name, dir_fd=parent)
 
     def remove_file(self, path: str) -> None:
-        """unlink(2)."""
-        place, name = self._parent(path)
-        with place as parent:
+        """unlink(2): remove a file."""
+        directory, name = self._parent(path)
+        with directory as parent:
             os.unlink(name, dir_fd=parent)
 
     # Mounts
 
     def has_new_mount_calls(self) -> bool:
-        """Whether mount_setattr(2) is there (Linux 5.12), so that a bind is as asked at once."""
+        """Whether the kernel has mount_setattr(2) (Linux 5.12), which `bind` needs to be atomic."""
         try:
             self._new_calls()
             calls.syscall(_MOUNT_SETATTR, -1, b"", 0, None, 0)
         except OSError as error:
-            # No size of attributes, no descriptor: what is there answers something else.
+            # The arguments are invalid: an existing system call fails with another error.
             return error.errno != errno.ENOSYS
         return True
 
     def has_selinux(self) -> bool:
-        """Whether SELinux is on: without it no such file system is known (init_sel_fs)."""
+        """Whether SELinux is on: only then the kernel registers selinuxfs (init_sel_fs)."""
         return "selinuxfs" in Path("/proc/filesystems").read_text().split()
 
     def mount(
@@ -230,9 +233,9 @@ class Kernel(DiskLoads, Growth):
         attributes: Set[str],
         parameters: Sequence[str],
     ) -> None:
-        """Mount a new instance of the file system on `device` at `path`.
+        """Mount the file system on `device` at `path`.
 
-        `attributes` are words of ATTRIBUTES and belong to this mount; `parameters` are superblock
+        `attributes` are those of this mount, as words of ATTRIBUTES. `parameters` are superblock
         flags and the file system's own options, as `name` or `name=value`.
         """
         try:
@@ -259,14 +262,14 @@ class Kernel(DiskLoads, Growth):
             self._move(tree, device, path)
 
     def bind(self, source: str, path: str, attributes: Set[str]) -> None:
-        """Make `source`, a directory, file or device node, appear at `path` too.
+        """Bind `source`, a directory, file or device node, to `path`.
 
-        The attributes are added to those that the source's mount has. The mount has them before it
-        can be seen (mount_setattr(2) on a detached tree, Linux 5.12). Older kernels cannot do that:
-        there the bind is seen without its attributes until a remount adds them.
+        The attributes are added to those of the source's mount. Since Linux 5.12 the bind has them
+        before it is visible (mount_setattr(2) on a detached tree). On older kernels the bind is
+        visible without them until a remount adds them.
 
-        The bind of a node is private: as a peer of /dev, as it would be otherwise, whatever is
-        mounted over it would appear in /dev as well (mount_namespaces(7)).
+        The bind of a device node is private. A shared one would be a peer of the mount of /dev, and
+        a mount over the bind would appear in /dev as well (mount_namespaces(7)).
         """
         with self._at(source) as origin:
             private = not stat.S_ISDIR(os.fstat(origin).st_mode)
@@ -284,23 +287,23 @@ class Kernel(DiskLoads, Growth):
                 self._bind_by_old_call(origin, path, attributes, private=private)
 
     def unmount(self, path: str) -> None:
-        """umount2(2) of the topmost mount at `path`: neither lazy nor forced."""
-        # By way of the parent: a descriptor of the mount itself would keep it busy.
-        place, name = self._parent(path)
-        with place as parent:
+        """umount2(2): unmount the topmost mount at `path`, neither lazily nor by force."""
+        # Named by its parent's descriptor, as a descriptor of the mount itself would keep it busy.
+        directory, name = self._parent(path)
+        with directory as parent:
             calls.unmount(f"{_descriptor(parent)}/{name}", path)
 
-    # Places, and how mounts come to be there
+    # Descriptors of paths, and the steps of mounting
 
     def _at(self, path: str) -> blocks.closing:
-        """A descriptor (O_PATH) of what is at the path; ELOOP for a link there or on the way."""
+        """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""
         try:
             return blocks.closing(self._opened(path))
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
 
     def _parent(self, path: str) -> tuple[blocks.closing, str]:
-        """A descriptor of the directory that the path's last part is in, and that part."""
+        """A descriptor of a path's parent directory, and the path's last part."""
         directory, _, name = path.rpartition("/")
         return self._at(directory or "/"), name or "."
 
@@ -311,16 +314,16 @@ class Kernel(DiskLoads, Growth):
             self._new_calls()
             return calls.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
         except OSError as error:
-            # A filter of system calls that is older than this one (seccomp(2)).
+            # EPERM is the answer of a seccomp(2) filter that is older than openat2(2).
             if error.errno not in (errno.ENOSYS, errno.EPERM):
                 raise
         return _walked(path)
 
     def _move(self, tree: int, source: str, path: str) -> None:
         flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
-        with self._at(path) as place:
+        with self._at(path) as descriptor:
             try:
-                calls.syscall(_MOVE_MOUNT, tree, b"", place, b"", flags)
+                calls.syscall(_MOVE_MOUNT, tree, b"", descriptor, b"", flags)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, source, None, path) from error
 
@@ -336,23 +339,24 @@ class Kernel(DiskLoads, Growth):
         for parameter in parameters:
             flags |= _SUPERBLOCK_MS.get(parameter, 0)
         data = ",".join(_quoted(word) for word in parameters if word not in _SUPERBLOCK_MS)
-        with self._at(path) as place:
-            calls.mount(device, _descriptor(place), fs_type, flags, data)
+        with self._at(path) as descriptor:
+            calls.mount(device, _descriptor(descriptor), fs_type, flags, data)
 
     def _bind_by_old_call(
         self, origin: int, path: str, attributes: Set[str], *, private: bool
     ) -> None:
-        with self._at(path) as place:
-            calls.mount(_descriptor(origin), _descriptor(place), None, _MS_BIND)
+        with self._at(path) as descriptor:
+            calls.mount(_descriptor(origin), _descriptor(descriptor), None, _MS_BIND)
         try:
-            # Opened anew: the descriptor above is of what the bind covers now.
-            with self._at(path) as place:
+            # Opened again, as the descriptor above is of the file below the bind.
+            with self._at(path) as descriptor:
                 if attributes:
-                    _remount_2(place, attributes)
+                    _remount_2(descriptor, attributes)
                 if private:
-                    calls.mount("none", _descriptor(place), None, _MS_PRIVATE)
+                    calls.mount("none", _descriptor(descriptor), None, _MS_PRIVATE)
         except OSError as error:
-            # Rather no mount than one without its attributes; a writer in that moment keeps both.
+            # No bind is left rather than one without its attributes. A process that uses the bind
+            # in this moment prevents the unmount.
             try:
                 self.unmount(path)
             except OSError:
@@ -362,7 +366,7 @@ class Kernel(DiskLoads, Growth):
 
 
 def _quoted(parameter: str) -> str:
-    """A parameter as mount(2) takes it among others: quotes where its value has commas."""
+    """Quote a parameter for the comma list of mount(2), if its value has commas."""
     name, equals, value = parameter.partition("=")
     return f'{name}{equals}"{value}"' if "," in value else parameter
 
@@ -376,7 +380,7 @@ def _flags(attributes: Set[str]) -> int:
 
 
 def _messages(context: int) -> str:
-    """What the file system said; each read(2) gives one line such as `e ext4: bad option`."""
+    """The messages of a file system: each read(2) returns one, such as `e ext4: bad option`."""
     lines = []
     with suppress(OSError):
         while line := os.read(context, 8192):
@@ -385,28 +389,28 @@ def _messages(context: int) -> str:
 
 
 def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
-    # EINVAL unless the whole access-time group is cleared when one of it is set: mount_setattr(2).
+    # To set an access-time attribute, all of them must be cleared; else EINVAL (mount_setattr(2)).
     clear = _ATTR_ATIME if attributes & ATIME else 0
     propagation = _MS_PRIVATE if private else 0
     attr = struct.pack("=4Q", _bits(attributes), clear, propagation, 0)
     calls.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attr, len(attr))
 
 
-def _remount_2(place: int, attributes: Set[str]) -> None:
-    # A bind remount clears what it is not asked to keep: mount(2), MS_REMOUNT.
-    found = os.statvfs(place).f_flag
-    kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
+def _remount_2(descriptor: int, attributes: Set[str]) -> None:
+    # A bind remount clears all flags that are not given again (mount(2), MS_REMOUNT).
+    flags_before = os.statvfs(descriptor).f_flag
+    kept = flags_before & _KEPT_BY_REMOUNT | bool(flags_before & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
     flags = _MS_REMOUNT | _MS_BIND | kept | _flags(attributes)
-    calls.mount("none", _descriptor(place), None, flags)
+    calls.mount("none", _descriptor(descriptor), None, flags)
 
 
 def _descriptor(number: int) -> str:
-    """The path of an open descriptor, for the calls that take none (proc(5))."""
+    """The path of an open descriptor, for system calls that take only paths (proc(5))."""
     return f"/proc/self/fd/{number}"
 
 
 def _walked(path: str) -> int:
-    """What openat2(2) does, by steps."""
+    """Open a path that has no symbolic links, part by part, in place of openat2(2)."""
     here = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in filter(None, path.split("/")):
         with blocks.closing(here):

@@ -1,7 +1,7 @@
-"""Loop devices: a file as a block device, attached once however often it is asked for (loop(4)).
+"""Loop devices (loop(4)): attach a file or block device once, however often that is requested.
 
-The file may be a block device itself: a read-only loop device is the one way to hand out a device
-that cannot be written, since a read-only bind of a node only protects the node.
+A read-only loop device over a block device is the only way to give a pod a device that it cannot
+write: a read-only bind of a device node protects the node, not the device.
 """
 
 import errno
@@ -16,16 +16,18 @@ from mount.block_devices import LoopStatus
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
 
-# What tells our read-only devices from everyone else's: lo_file_name is free text, which the kernel
-# tells back for as long as the device is attached, also to the next process.
+# Prefix of the name (lo_file_name) of Carver's read-only loop devices. The name is free text that
+# the kernel keeps while the device is attached, so that a later process recognizes the device.
 _MARK = "carver:"
+# Number of attempts to attach a free loop device, as another process may take it first.
 _ATTEMPTS = 16
+# Time limit of a detach that other users of the device delay, and the frequency of looking.
 _PATIENCE_SECONDS = 3
 _LOOKS_A_SECOND = 50
 
 
 def find(kernel: Kernel, file: str) -> str | None:
-    """The loop device attached to `file`, recognised by what it is, not by its name."""
+    """The path of the loop device attached to `file`, by device and inode; None for none."""
     try:
         wanted = kernel.lstat(kernel.real_path(file))
     except OSError as error:
@@ -38,47 +40,47 @@ def find(kernel: Kernel, file: str) -> str | None:
 
 
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
-    """Carver's read-only loop devices over the block device (major, minor).
+    """The paths of Carver's read-only loop devices over the block device (major, minor).
 
-    All others belong to their makers: kubelet has one of its own over each device that a pod
-    uses, unread, which keeps the device from going away (volume_path_handler_linux.go).
+    Other loop devices are their makers' to detach: kubelet attaches one over each device that a pod
+    uses, so that the device cannot be removed (volume_path_handler_linux.go).
     """
     return tuple(device for device, _ in _own(kernel, number))
 
 
 def standing_on(kernel: Kernel, device: str) -> list[str]:
-    """Everything that stands on a block device, at any height: device-mapper, MD, loop devices.
+    """The devices that stand on a block device, directly or not: device-mapper, MD, loop devices.
 
-    Each by the name that people know it by, a device below those on it. No process.
+    They are named as in messages (`device_title`), lower devices first. No program is run.
     """
-    found: list[str] = []
+    names: list[str] = []
     left = [device]
     while left:
         below = left.pop(0)
         wanted = os.makedev(*kernel.device_number(below))
-        over_it = [f"/dev/{one}" for one in kernel.device_holders(below)]
-        for one in kernel.loop_devices():
-            status = _status(kernel, one)
+        over_it = [f"/dev/{upper}" for upper in kernel.device_holders(below)]
+        for upper in kernel.loop_devices():
+            status = _status(kernel, upper)
             if status is not None and status.backing_device == wanted:
-                over_it.append(one)
-        for one in over_it:
-            name = kernel.device_title(one)
-            if name not in found:
-                found.append(name)
-                left.append(one)
-    return found
+                over_it.append(upper)
+        for upper in over_it:
+            name = kernel.device_title(upper)
+            if name not in names:
+                names.append(name)
+                left.append(upper)
+    return names
 
 
 def attach(kernel: Kernel, file: str) -> str:
-    """The path of a loop device on `file`; the one that is there already, or a new one.
+    """Attach a loop device to `file`, unless one is attached; returns its path. Raises LoopFailed.
 
-    Direct I/O is used where the file's file system can do it. Raises LoopFailed.
+    The loop device uses direct I/O if the file's file system supports that.
     """
     if device := find(kernel, file):
         return _writable(kernel, file, device)
     device = _configure(kernel, file, read_only=False, name=file)
-    # Another process may have attached the same file between our look and now. Two devices on one
-    # file corrupt it, so the lower number stays, and both sides find the same one.
+    # Another process may have attached the same file meanwhile. Writes by two loop devices would
+    # corrupt the file. So both processes look again, and keep the device with the lower number.
     first = find(kernel, file)
     if first is not None and first != device:
         detach(kernel, device)
@@ -87,17 +89,18 @@ def attach(kernel: Kernel, file: str) -> str:
 
 
 def attach_read_only(kernel: Kernel, device: str) -> str:
-    """The path of Carver's read-only loop device over a block device; one there is, or a new one.
+    """Attach Carver's read-only loop device over a block device, unless one is attached.
 
-    One call at a time asks for a device. Raises LoopFailed.
+    Returns the loop device's path. Two calls for the same device must not run at the same time.
+    Raises LoopFailed.
     """
     try:
         number, blocks = kernel.device_number(device), kernel.logical_block_bytes(device)
     except OSError as error:
         raise errors.LoopFailed(device, str(error.strerror)) from error
-    for one, status in _own(kernel, number):
+    for existing, status in _own(kernel, number):
         if not status.leaving:
-            return one
+            return existing
     name = _MARK + device
     return _configure(kernel, device, read_only=True, name=name, block_bytes=blocks)
 
@@ -107,22 +110,23 @@ def detach(
     device: str,
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Have nothing attached to the loop device. Raises Busy, LoopFailed.
+    """Detach a loop device, if it is attached. Raises Busy, LoopFailed.
 
-    Where it has to wait for a reader of the device, it does so inside `waiting`.
+    A wait for other users of the device takes place within the context manager `waiting`.
     """
     if _status(kernel, device) is None:
         return
     try:
-        # LOOP_CLR_FD on a held device answers 0 and marks it to go with its last user: look first.
+        # LOOP_CLR_FD succeeds for a device in use, and the kernel then detaches the device at its
+        # last close: so the use is checked first.
         if kernel.device_is_held(device):
             raise errors.Busy(device)
         kernel.loop_clear(device)
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise errors.LoopFailed(device, str(error.strerror)) from error
-    # Someone who has it open without holding it delays it just the same: udev looks at a device for
-    # a moment after each change of it.
+    # A process that only has the device open delays the detach as well: udev probes a device for a
+    # moment after each change.
     if _status(kernel, device) is None:
         return
     with waiting():
@@ -134,7 +138,7 @@ def detach(
 
 
 def grow(kernel: Kernel, device: str) -> None:
-    """Have the loop device as large as its file is now. Raises LoopFailed."""
+    """Give a loop device the present size of its file. Raises LoopFailed."""
     try:
         kernel.loop_set_capacity(device)
     except OSError as error:
@@ -142,7 +146,7 @@ def grow(kernel: Kernel, device: str) -> None:
 
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
-    """Carver's read-only loop devices over a block device, in their order."""
+    """Yield Carver's read-only loop devices over a block device, by number."""
     wanted = os.makedev(*number)
     for device in kernel.loop_devices():
         status = _status(kernel, device)
@@ -159,7 +163,7 @@ def _is_on(status: LoopStatus, file: os.stat_result) -> bool:
 
 
 def _status(kernel: Kernel, device: str) -> LoopStatus | None:
-    """None if nothing is attached, also if it was detached since it was listed."""
+    """The status of a loop device; None if nothing is attached to it (any more)."""
     try:
         return kernel.loop_status(device)
     except OSError as error:
@@ -171,8 +175,8 @@ def _status(kernel: Kernel, device: str) -> LoopStatus | None:
 def _writable(kernel: Kernel, file: str, device: str) -> str:
     status = _status(kernel, device)
     if status is None or status.read_only:
-        found = "detached meanwhile" if status is None else "attached read-only"
-        raise errors.LoopFailed(file, f"{device} is {found}; detach it first, then try again")
+        state = "detached meanwhile" if status is None else "attached read-only"
+        raise errors.LoopFailed(file, f"{device} is {state}; detach it first, then try again")
     return device
 
 
@@ -193,7 +197,7 @@ def _configure(
             )
         except OSError as error:
             if error.errno == errno.EBUSY:
-                continue  # someone else took the free one
+                continue  # another process took the free device
             if error.errno == errno.EINVAL and direct_io:
                 direct_io = False  # a file system without direct I/O, such as tmpfs
                 continue

@@ -1,4 +1,4 @@
-"""Mounts and binds, of directories and device nodes: as asked, or an error."""
+"""Mount, bind and unmount directories and device nodes, exactly as requested or with an error."""
 
 import errno
 import os
@@ -13,10 +13,10 @@ from mount.kernel import ATIME, Kernel
 from mount.options import CONTEXT, Options, is_same_context
 from mount.table import DeviceNumber, Mount, Table
 
-# What file systems answer to damage: EFSCORRUPTED and EFSBADCRC by their public names.
+# Errors that file systems return for damage: EFSCORRUPTED and EFSBADCRC by their public names.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
-# Words of mountinfo that are compared; the kernel shows a file system's own options in other
-# words than they were given in, so those are not.
+# Options of mountinfo that are compared with the requested ones. Options of the file system's own
+# are not compared, as the kernel shows them in other words than were given.
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
 
@@ -29,12 +29,12 @@ def ensure_mounted(
     read_only: bool = False,
     before: table.Table | None = None,
 ) -> None:
-    """Have the file system on `device` mounted at the directory `path`.
+    """Mount the file system on `device` at the directory `path`, unless it is mounted there.
 
-    Raises BadOption, Busy, Damaged, DeviceMissing, ForeignMount, MountConflict, MountFailed,
-    OtherContext, UnsupportedFileSystem.
+    `before` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
+    DeviceMissing, ForeignMount, MountConflict, MountFailed, OtherContext, UnsupportedFileSystem.
     """
-    known = filesystem.known(fs_type)
+    file_system = filesystem.supported(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})
@@ -42,25 +42,28 @@ def ensure_mounted(
     if _is_mounted(before, path, number, wanted):
         _check_context(before.at(path)[-1], options.context)
         return
-    # The kernel answers EINVAL, and no more, to another context, and to any without SELinux.
+    # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
     for other in before.of_device(number):
         _require_context(other, options.context)
     if options.context and not kernel.has_selinux():
         raise errors.BadOption(
             f"{CONTEXT}{options.context}", "is for SELinux, which is off on this node"
         )
-    # A read-only mount of a superblock that writes (log recovery, atime) would not be read-only.
+    # The superblock of a read-only mount must be read-only, too: otherwise the kernel would write
+    # to the device (log recovery, atime).
     flags = options.superblock | ({"ro"} if "ro" in attributes else set())
     context = [f"{CONTEXT}{options.context}"] if options.context else []
     parameters = (*sorted(flags), *options.data, *context)
     try:
         with target.unchanged(path):
-            _mount(kernel, device, path, fs_type, attributes, parameters, known.duplicate_data)
+            _mount(
+                kernel, device, path, fs_type, attributes, parameters, file_system.duplicate_data
+            )
     except OSError as error:
         if error.errno in _DAMAGE:
-            raise errors.Damaged(device, fs_type, _why(error), known.repair) from error
-        # Another mount of it has the other access, ro or rw, and a superblock has one for all; or
-        # something else holds the device.
+            raise errors.Damaged(device, fs_type, _why(error), file_system.repair) from error
+        # EBUSY: a mount of the file system has the other access, ro or rw, and the superblock has
+        # one access for all mounts; or another driver uses the device.
         if error.errno == errno.EBUSY:
             raise errors.Busy(device) from error
         raise errors.MountFailed(device, path, _why(error)) from error
@@ -77,11 +80,12 @@ def ensure_bound(
     read_only: bool = False,
     before: table.Table | None = None,
 ) -> None:
-    """Have `source`, a directory or a block device node, appear at `path` as well.
+    """Bind `source`, a directory or block device node, to `path`, unless it is bound there.
 
-    `source` is a place, too. A read-only bind is read-only from its first moment. It is never
-    stacked on another: the same one is left alone. A context is the file system's; it is compared
-    where one is given. Raises NotMounted, ForeignMount, MountConflict, MountFailed, OtherContext.
+    Both paths are resolved. A read-only bind is read-only from its first moment, and no bind is
+    stacked on another mount. A given context must equal the context of the file system. `before` is
+    the mount table if the caller has read it. Raises NotMounted, ForeignMount, MountConflict,
+    MountFailed, OtherContext.
     """
     before = table.read(kernel) if before is None else before
     holder = before.holding(source)
@@ -110,15 +114,15 @@ def ensure_unmounted(
     kernel: Kernel,
     path: str,
     devices: Collection[DeviceNumber] | None = None,
-    known: Table | None = None,
+    mounts: Table | None = None,
 ) -> None:
-    """Have nothing mounted at `path`. Never lazy, never forced. `known` is the table, if read.
+    """Unmount all mounts that are stacked at `path`, neither lazily nor by force.
 
-    All mounts stacked there go, if each is of one of `devices` (None: all of one and the same), or
-    the node of a device that is gone; one that is not means ForeignMount, and all stay. Raises
-    Busy, UnmountFailed.
+    Each mount must be of one of `devices` (None: all must be of the same device), or the node of a
+    removed device; otherwise nothing is unmounted, and ForeignMount is raised. `mounts` is the
+    mount table if the caller has read it. Raises Busy, UnmountFailed.
     """
-    stack = (known or table.read(kernel)).at(path)
+    stack = (mounts or table.read(kernel)).at(path)
     for mount in stack:
         if not (mount.is_stale_node or _is_of(kernel, mount, stack[-1], devices)):
             raise errors.ForeignMount(path, str(mount))
@@ -129,7 +133,7 @@ def ensure_unmounted(
 
 
 def device_number(kernel: Kernel, device: str) -> DeviceNumber:
-    """(major, minor) of the block device at `device`. Raises DeviceMissing."""
+    """The (major, minor) of the block device whose node is at `device`. Raises DeviceMissing."""
     try:
         return kernel.device_number(device)
     except OSError as error:
@@ -137,13 +141,13 @@ def device_number(kernel: Kernel, device: str) -> DeviceNumber:
 
 
 @contextmanager
-def _undoing(kernel: Kernel, source: str, place: str) -> Iterator[None]:
-    """A mount just made goes again if it is other than asked: better none than a wrong one."""
+def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
+    """Unmount a new mount again if the `with` block finds that it is not as requested."""
     try:
         yield
     except errors.MountConflict as error:
-        kernel.unmount(place)
-        raise errors.MountFailed(source, place, f"the kernel made it {error.found}") from error
+        kernel.unmount(path)
+        raise errors.MountFailed(source, path, f"the kernel made it {error.found}") from error
 
 
 def _mount(
@@ -158,9 +162,9 @@ def _mount(
     try:
         kernel.mount(device, path, fs_type, attributes, parameters)
     except OSError as error:
-        # xfs answers EINVAL, and no more, to the UUID of one that is mounted (xfs_uuid_mount). That
-        # is a copy: a snapshot or a clone beside its origin. Where the reason is another one, the
-        # same error comes again.
+        # xfs returns a bare EINVAL if a file system with the same UUID is mounted (xfs_uuid_mount):
+        # the origin of this snapshot or clone. If the reason is another one, the second mount fails
+        # with the same error.
         more = [word for word in duplicate_data if word not in parameters]
         if error.errno != errno.EINVAL or not more:
             raise
@@ -170,33 +174,36 @@ def _mount(
 def _unmount(kernel: Kernel, path: str) -> None:
     if _try_to_unmount(kernel, path):
         return
-    # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
-    # Where no process is found that moment is over, or another mount keeps it busy.
-    found = processes(kernel, path)
-    if found or not _try_to_unmount(kernel, path):
-        raise errors.Busy(path, found)
+    # A system call on a path in a mount, such as statfs(2), keeps the mount busy for a moment. If
+    # no process is found, either that moment is over, or another mount keeps this one busy.
+    users = processes(kernel, path)
+    if users or not _try_to_unmount(kernel, path):
+        raise errors.Busy(path, users)
 
 
 def _try_to_unmount(kernel: Kernel, path: str) -> bool:
-    """Unmount the topmost mount there; False where it is busy. Raises UnmountFailed."""
+    """Unmount the topmost mount at `path`; False if it is busy. Raises UnmountFailed."""
     try:
         with target.unchanged(path):
             kernel.unmount(path)
     except OSError as error:
         if error.errno == errno.EBUSY:
             return False
-        # EINVAL: no mount point. Someone else unmounted it meanwhile, which is as well.
+        # EINVAL: the path is no mount point, as another process has unmounted it meanwhile.
         if error.errno != errno.EINVAL:
             raise errors.UnmountFailed(path, _why(error)) from error
     return True
 
 
-def _is_mounted(mounts: table.Table, place: str, number: DeviceNumber, wanted: Set[str]) -> bool:
-    """Whether that is so; raises if something else is."""
-    stack = mounts.at(place)
+def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Set[str]) -> bool:
+    """Whether a device's file system is mounted at `path` with the wanted options.
+
+    Raises ForeignMount, MountConflict.
+    """
+    stack = mounts.at(path)
     for mount in stack:
         if mount.device != number or mount.root != "/":
-            raise errors.ForeignMount(place, str(mount))
+            raise errors.ForeignMount(path, str(mount))
     if stack:
         _check_words(stack[-1], wanted)
     return bool(stack)
@@ -205,20 +212,20 @@ def _is_mounted(mounts: table.Table, place: str, number: DeviceNumber, wanted: S
 def _is_bound(
     kernel: Kernel,
     mounts: table.Table,
-    place: str,
+    path: str,
     origin: str,
     holder: Mount,
     root: str,
     wanted: Set[str],
 ) -> bool:
-    stack = mounts.at(place)
+    stack = mounts.at(path)
     if not stack:
         return False
     top = stack[-1]
     same = (top.device, top.root) == (holder.device, root)
-    # The node of one device may lie in another devtmpfs, or have been made anew since.
-    if not same and node(kernel, place) != (node(kernel, origin) or (-1, -1)):
-        raise errors.ForeignMount(place, str(top))
+    # A node of the same device may be in another devtmpfs, or may have been made anew since.
+    if not same and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
+        raise errors.ForeignMount(path, str(top))
     _check_words(top, wanted)
     return True
 
@@ -230,14 +237,14 @@ def _is_of(
         return mount.device == top.device
     if mount.device in devices:
         return True
-    # A bound device node is of devtmpfs by the table; the node at the top tells the device, and
-    # those stacked under it are of the same device if they are of the same node.
+    # The mount table has a bound device node as a mount of devtmpfs. The topmost node is opened to
+    # find its device; mounts of the same node below it are of the same device.
     same_node = (mount.device, mount.root) == (top.device, top.root)
     return same_node and node(kernel, top.path) in devices
 
 
 def node(kernel: Kernel, path: str) -> DeviceNumber | None:
-    """The device whose node is at `path`; None if there is no such node."""
+    """The number of the block device whose node is at `path`; None for no such node."""
     try:
         return kernel.device_number(path)
     except OSError:
@@ -245,22 +252,22 @@ def node(kernel: Kernel, path: str) -> DeviceNumber | None:
 
 
 def _root_of(holder: Mount, path: str) -> str:
-    """The part of the holder's file system that is seen at `path`."""
+    """The path of `path` within the file system of the mount `holder` that it is in."""
     inside = path[len(holder.path.rstrip("/")) :]
     return (holder.root.rstrip("/") + inside) or "/"
 
 
 def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
-    """How mountinfo will show a mount with these attributes made from one with those inherited."""
+    """The options that mountinfo will show for a mount with given and inherited attributes."""
     times = attributes & ATIME or inherited & ATIME
     rest = (attributes | inherited) - ATIME
     return frozenset((rest | times) - {"strictatime"})
 
 
 def _check_words(mount: Mount, wanted: Set[str]) -> None:
-    found = set(mount.options) | ({"ro"} if mount.read_only else set())
-    if ("ro" in found, found & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
-        raise errors.MountConflict(mount.path, _shown(found), _shown(wanted))
+    words = set(mount.options) | ({"ro"} if mount.read_only else set())
+    if ("ro" in words, words & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
+        raise errors.MountConflict(mount.path, _shown(words), _shown(wanted))
 
 
 def _check_context(mount: Mount, context: str) -> None:
@@ -271,7 +278,7 @@ def _check_context(mount: Mount, context: str) -> None:
 
 
 def _require_context(mount: Mount, context: str) -> None:
-    """Raise OtherContext where a mounted file system has another SELinux context, or none."""
+    """Raise OtherContext if a mounted file system has a different SELinux context, or none."""
     if not is_same_context(mount.context, context):
         raise errors.OtherContext(mount.path, mount.context, context)
 
@@ -288,48 +295,57 @@ def _why(error: OSError) -> str:
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
 
 
-def bound_nodes(kernel: Kernel, known: Table) -> list[tuple[Mount, DeviceNumber]]:
-    """Every bind of a block device's node, with the device's number, in the table's order."""
-    binds = [one for one in known.of_types(table.NODE_HOLDERS) if one.root != "/"]
-    return [(one, number) for one in binds if (number := node(kernel, one.path)) is not None]
+def bound_nodes(kernel: Kernel, mounts: Table) -> list[tuple[Mount, DeviceNumber]]:
+    """All binds of block device nodes in a mount table, in its order, with the devices' numbers."""
+    binds = [bind for bind in mounts.of_types(table.NODE_HOLDERS) if bind.root != "/"]
+    return [(bind, number) for bind in binds if (number := node(kernel, bind.path)) is not None]
 
 
 _PROC = Path("/proc")
 
 
-def processes(kernel: Kernel, place: str) -> tuple[str, ...]:
-    """The processes that use the topmost mount at a place, each as `name (pid)`.
+def processes(kernel: Kernel, path: str) -> tuple[str, ...]:
+    """The processes that use the topmost mount at a resolved path, each as `name (pid)`.
 
-    A mount that was propagated into a container is found by what it shows, for there it lies at
-    another path. Of a device node, those that opened it in this mount namespace; the place is then
-    `kernel.real_path(device.path)`. A process that ends meanwhile is left out. It takes
-    CAP_SYS_PTRACE, which unit and pod have; a pod without `hostPID` sees its own processes alone.
+    A mount that was propagated into a container has another path there, and is found by its device
+    and root. For a path that is no mount point but a device node (`kernel.real_path(device.path)`)
+    the result has the processes of this mount namespace that opened the node. Processes that end
+    meanwhile are left out.
+
+    Other processes are visible only with CAP_SYS_PTRACE, which unit and pod have; a pod without
+    `hostPID` sees its own processes alone.
     """
-    stack = table.Table(kernel.mountinfo()).at(place)
+    stack = table.Table(kernel.mountinfo()).at(path)
     shown = (stack[-1].device, stack[-1].root) if stack else None
     own = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
-    found = []
+    users = []
     for process in psutil.process_iter(["name"]):
         directory = _PROC / str(process.pid)
         with suppress(OSError, ValueError):
             is_here = os.readlink(directory / "ns/mnt") == own  # noqa: PTH115
-            places = {place} if is_here else _showing(directory, shown)
-            if places and any(_is_in(link, places) for link in _links(directory)):
-                found.append(f"{process.info['name']} ({process.pid})")
-    return tuple(found)
+            paths = {path} if is_here else _showing(directory, shown)
+            if paths and any(_is_in(link, paths) for link in _links(directory)):
+                users.append(f"{process.info['name']} ({process.pid})")
+    return tuple(users)
 
 
 def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
-    """Where a process in another mount namespace sees the same part of the same file system."""
+    """The paths of a mount in the mount namespace of another process.
+
+    `shown` is the device of the mount, and its root within the file system; None for no mount.
+    """
     text = (process / "mountinfo").read_bytes().decode("utf-8", "surrogateescape")
     if shown is None:
         return set()
     device, root = shown
-    return {one.path for one in table.Table(text).of_device(device) if one.root == root}
+    return {mount.path for mount in table.Table(text).of_device(device) if mount.root == root}
 
 
 def _links(process: Path) -> Iterator[str]:
-    """Working directory, root and program; open files; what is mapped into memory (proc(5))."""
+    """Yield the paths of all files that a process uses (proc(5)).
+
+    These are its working directory, root, program, open files and mapped files.
+    """
     links = [process / name for name in ("cwd", "root", "exe")]
     for name in ("fd", "map_files"):
         with suppress(OSError):
@@ -339,12 +355,12 @@ def _links(process: Path) -> Iterator[str]:
             yield os.readlink(link)  # noqa: PTH115 - a path library would normalise what it says
 
 
-def _is_in(link: str, places: set[str]) -> bool:
-    return any(link == place or link.startswith(place.rstrip("/") + "/") for place in places)
+def _is_in(link: str, paths: set[str]) -> bool:
+    return any(link == path or link.startswith(path.rstrip("/") + "/") for path in paths)
 
 
 def require_unused(kernel: Kernel, device: str) -> None:
-    """Require a device that is not in use and can be written; raises NotVacant. No process."""
+    """Raise NotVacant for a device that is in use or read-only. Runs no program."""
     try:
         number = kernel.device_number(device)
     except FileNotFoundError:
@@ -355,24 +371,24 @@ def require_unused(kernel: Kernel, device: str) -> None:
     if kernel.device_is_read_only(device):
         raise errors.NotVacant(device, "is read-only", "see `blockdev --getro`")
     if partitions := kernel.device_partitions(device):
-        found = f"has partitions ({', '.join(partitions)})"
-        raise errors.NotVacant(device, found, f"name one of them; or {_emptied(device)}")
+        state = f"has partitions ({', '.join(partitions)})"
+        raise errors.NotVacant(device, state, f"name one of them; or {_emptied(device)}")
     if mounts := table.read(kernel).of_device(number):
-        found = f"is mounted at {', '.join(one.path for one in mounts)}"
-        raise errors.NotVacant(device, found, "name another")
+        state = f"is mounted at {', '.join(mount.path for mount in mounts)}"
+        raise errors.NotVacant(device, state, "name another")
     if kernel.device_is_swap(device):
         raise errors.NotVacant(device, "is used as swap", "name another")
     if holders := kernel.device_holders(device):
-        found = f"is a part of {', '.join(holders)}"
-        raise errors.NotVacant(device, found, "name another, or that one; `lsblk` shows both")
+        state = f"is a part of {', '.join(holders)}"
+        raise errors.NotVacant(device, state, "name another, or that one; `lsblk` shows both")
     if kernel.device_is_held(device):
         raise errors.NotVacant(device, "is in exclusive use by another process", "see `fuser -v`")
 
 
 def require_blank(kernel: Kernel, device: str) -> None:
-    """Require a device without any signature. Raises NotVacant, ProbeFailed."""
-    if (found := filesystem.probe(kernel, device)) is not None:
-        raise errors.NotVacant(device, f"holds {found}", _emptied(device))
+    """Raise NotVacant for a device with any signature. Raises ProbeFailed."""
+    if (signature := filesystem.probe(kernel, device)) is not None:
+        raise errors.NotVacant(device, f"holds {signature}", _emptied(device))
 
 
 def _emptied(device: str) -> str:

@@ -1,9 +1,9 @@
-"""Mount options: the words a user may ask for, and where in the kernel each of them belongs.
+"""Mount options: those that users may give, and where in the kernel each one belongs.
 
-An option is an attribute of one mount (noexec), a flag of the superblock (lazytime), the file
-system's own (discard, commit=30), or the SELinux context of all that is in it (context=). Only what
-is listed here is let through: options that name a device or file, stop the node (errors=panic), or
-change what a mount is (bind, remount, propagation) are left out on purpose.
+An option is an attribute of a mount (noexec), a flag of the superblock (lazytime), an option of the
+file system's own (discard, commit=30), or the SELinux context of the whole file system (context=).
+Only listed options are allowed. Left out on purpose are options that name a device or file, that
+stop the node (errors=panic), or that make another kind of mount (bind, remount, propagation).
 """
 
 import re
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mount import errors
-from mount.filesystem import FILE_SYSTEMS, known
+from mount.filesystem import FILE_SYSTEMS, supported
 from mount.kernel import ATIME, ATTRIBUTES
 
 SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
 
-# The kernel's default said aloud: nothing to do, but a contradiction beside its opposite.
+# Options for the kernel's defaults, each with its opposite. They change nothing, but contradict
+# their opposites.
 _DEFAULTS = {
     "defaults": "",
     "rw": "ro",
@@ -32,7 +33,8 @@ _DEFAULTS = {
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
 CONTEXT = "context="
-# user:role:type and, where the policy has levels, a range of them: s0:c1,c2 or s0-s0:c0.c1023.
+# SELinux context: user:role:type and, if the policy has levels, a range of levels, such as s0:c1,c2
+# or s0-s0:c0.c1023.
 _CATEGORIES = r"(?::c\d{1,4}(?:[.,]c\d{1,4})*)?"
 _LEVEL = rf"s\d{{1,4}}{_CATEGORIES}"
 _CONTEXT = re.compile(rf"([\w.-]+:[\w.-]+:[\w.-]+)(?::({_LEVEL})(?:-({_LEVEL}))?)?", re.ASCII)
@@ -40,7 +42,10 @@ _CONTEXT = re.compile(rf"([\w.-]+:[\w.-]+:[\w.-]+)(?::({_LEVEL})(?:-({_LEVEL}))?
 
 @dataclass(frozen=True)
 class Options:
-    """Mount options by where they belong. `data` keeps the user's order; `context` is unquoted."""
+    """Mount options by where they belong in the kernel.
+
+    `data`, the file system's own options, keep the user's order; `context` is unquoted.
+    """
 
     attributes: frozenset[str] = frozenset()
     superblock: frozenset[str] = frozenset()
@@ -49,21 +54,23 @@ class Options:
 
 
 def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
-    """The options in CSI mount_flags, each an option or several with commas between.
+    """Parse CSI's mount_flags, each of which may have several options with commas between.
 
-    Commas within double quotes are no such commas: kubelet quotes the context, whose level may have
-    some (AddSELinuxMountOption in pkg/volume/util/selinux.go), as mount(8) wants it.
+    A comma within double quotes does not separate options: kubelet quotes the context, as mount(8)
+    requires, and its level may have commas (AddSELinuxMountOption in
+    pkg/volume/util/selinux.go).
 
-    `fs_type` says whose own options are allowed, None those of every file system we know. Raises
-    BadOption for what is unknown, contradictory or not well formed, UnsupportedFileSystem.
+    `fs_type` is the file system whose own options are allowed; None allows those of every supported
+    file system. Raises BadOption for unknown, contradictory or malformed options, and
+    UnsupportedFileSystem.
     """
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
-    kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
-    # Not sooner: a file system that is not known is refused also without options.
+    kinds = FILE_SYSTEMS.values() if fs_type is None else [supported(fs_type)]
+    # Only here, so that an unsupported file system is refused also without options.
     if not words:
         return Options()
-    allowed = {word for one in kinds for word in one.mount_options.split()}
+    allowed = {word for file_system in kinds for word in file_system.mount_options.split()}
     attributes, superblock, data, context = set(), set(), [], ""
     for word in words:
         if word.startswith(CONTEXT):
@@ -75,19 +82,19 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
         elif word in allowed or (word.partition("=")[0] + "=" in allowed and "=" in word):
             data.append(word)
         elif word not in _DEFAULTS:
-            known_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
-            reason = f"is not known or not allowed; allowed are {known_words}"
+            allowed_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
+            reason = f"is not known or not allowed; allowed are {allowed_words}"
             raise errors.BadOption(word, reason)
     return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
 
 
-def is_same_context(one: str, other: str) -> bool:
-    """Whether two contexts are one, however their categories are written.
+def is_same_context(context: str, other: str) -> bool:
+    """Whether two SELinux contexts are equal, regardless of how their categories are written.
 
-    The kernel tells c3,c1,c2 back as c1.c3 (mls_sid_to_context in security/selinux/ss/mls.c). An
-    alias of a type is another name, which only the policy knows.
+    The kernel prints c3,c1,c2 as c1.c3 (mls_sid_to_context in security/selinux/ss/mls.c). An alias
+    of a type is not recognized, as only the policy has it.
     """
-    return _meaning(one) == _meaning(other)
+    return _meaning(context) == _meaning(other)
 
 
 def _meaning(context: str) -> tuple[object, ...]:
@@ -102,11 +109,11 @@ def _level(text: str | None) -> tuple[str, frozenset[int]] | None:
     if text is None:
         return None
     sensitivity, _, categories = text.partition(":")
-    found: set[int] = set()
-    for one in filter(None, categories.split(",")):
-        numbers = [int(word.removeprefix("c")) for word in one.split(".")]
-        found.update(range(numbers[0], numbers[-1] + 1))
-    return sensitivity, frozenset(found)
+    members: set[int] = set()
+    for part in filter(None, categories.split(",")):
+        numbers = [int(word.removeprefix("c")) for word in part.split(".")]
+        members.update(range(numbers[0], numbers[-1] + 1))
+    return sensitivity, frozenset(members)
 
 
 def _split(flag: str) -> list[str]:

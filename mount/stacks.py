@@ -1,6 +1,7 @@
-"""The disks below a block device, by sysfs: what zeroes them, and what a discard leaves on them.
+"""The disks below a block device, by sysfs: whether they zero by request, and by a discard.
 
-Each erase looks at them, so no path is resolved but where its name is wanted.
+Directories of sysfs are strings here, and are not resolved except to find a name: each erase reads
+the stack, and resolving takes longer than reading.
 """
 
 import os
@@ -8,87 +9,91 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# A UUID of device-mapper that begins so is that of a logical volume, or of a part of one.
+# Prefix of the device-mapper UUIDs of logical volumes and of their parts.
 _VOLUME_UUID = "LVM-"
-# <linux/magic.h>: ext4, XFS, btrfs, tmpfs. In their files a hole reads as zeroes, and each of them
-# makes one wherever it is asked to (fallocate(2)).
+# Magic numbers of file systems (<linux/magic.h>) whose files always get a hole when asked for one
+# (fallocate(2)), and read it as zeroes: ext4, XFS, btrfs, tmpfs.
 _WITH_HOLES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994})
-# Of a SCSI disk: the kernel zeroes by unmapping only where the disk promises that unmapped blocks
-# read as zeroes (LBPRZ), and WRITE SAME with UNMAP writes zeroes where it unmaps nothing (SBC-3;
-# drivers/scsi/sd.c, sd_config_write_same()). The command UNMAP may leave blocks as they are.
+# Values of a SCSI disk's zeroing_mode and provisioning_mode with which a discard zeroes. The kernel
+# has such a zeroing mode only if the disk promises that unmapped blocks read as zeroes (LBPRZ), and
+# the command WRITE SAME with UNMAP writes zeroes to blocks that it does not unmap (SBC-3;
+# drivers/scsi/sd.c, sd_config_write_same()). The command UNMAP may leave blocks unchanged.
 _ZEROING = frozenset({"writesame_16_unmap", "writesame_10_unmap"})
 _UNMAPPING = frozenset({"writesame_16", "writesame_10"})
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A block device and what is below it.
+    """A block device with the devices below it."""
 
-    `has_write_zeroes` says that all of the stack takes REQ_OP_WRITE_ZEROES. `is_plain` says that
-    its blocks are blocks of disks, one for one: it is no RAID, thin or cached volume, and has no
-    snapshots.
-    """
-
+    # Whether each device of the stack accepts REQ_OP_WRITE_ZEROES.
     has_write_zeroes: bool
+    # Whether each block is exactly one block of a disk: the device is no RAID, thin or cached
+    # volume, and has no snapshots.
     is_plain: bool = True
+    # The names of the disks at the bottom.
     disks: frozenset[str] = frozenset()
 
 
-def read(place: Path) -> Stack:
-    """The stack of a device by its directory in sysfs, such as /sys/dev/block/253:3."""
-    # dm-raid, dm-thin, dm-cache, dm-writecache and snapshots stand on logical volumes of their own.
-    parts = (_word(one, "dm/uuid").startswith(_VOLUME_UUID) for one in _below(str(place)))
+def read(directory: Path) -> Stack:
+    """Read the stack of a device by its directory in sysfs, such as /sys/dev/block/253:3."""
+    # The volumes that are not plain stand on hidden logical volumes (dm-raid, dm-thin, dm-cache,
+    # dm-writecache, snapshots).
+    parts = (_word(below, "dm/uuid").startswith(_VOLUME_UUID) for below in _below(str(directory)))
     return Stack(
-        # Of a stack the least (blk_stack_limits()), and 0 where a target of device-mapper has it
-        # not (dm_table_supports_write_zeroes()), as those of RAID, thin, cache and crypt.
-        has_write_zeroes=_queue(str(place), "write_zeroes_max_bytes") not in ("", "0"),
+        # The kernel gives a stack the smallest limit of its devices (blk_stack_limits()), and 0 if
+        # a device-mapper target lacks the request (dm_table_supports_write_zeroes()): RAID, thin,
+        # cache and crypt lack it.
+        has_write_zeroes=_queue(str(directory), "write_zeroes_max_bytes") not in ("", "0"),
         is_plain=not any(parts),
-        disks=disks(place),
+        disks=disks(directory),
     )
 
 
-def disks(place: Path) -> frozenset[str]:
-    """The names of the whole disks, and loop devices, at the bottom of a device."""
-    return frozenset(map(_name, leaves(str(place))))
+def disks(directory: Path) -> frozenset[str]:
+    """The names of the whole disks and loop devices at the bottom of a device's stack."""
+    return frozenset(map(_name, leaves(str(directory))))
 
 
-def logical_block_bytes(place: Path) -> int:
-    """The logical block of a device, or of the disk of a partition; 0 where it is not shown."""
-    found = _queue(str(place), "logical_block_size")
-    return int(found) if found.isascii() and found.isdigit() else 0
+def logical_block_bytes(directory: Path) -> int:
+    """The logical block size of a device, or of a partition's disk; 0 if sysfs does not show it."""
+    size_bytes = _queue(str(directory), "logical_block_size")
+    return int(size_bytes) if size_bytes.isascii() and size_bytes.isdigit() else 0
 
 
-# By a loop device's node and its file's path: the magic number of that file's file system
-# (statfs(2)). OSError where it is no regular file, or cannot be seen from here.
+# Function that returns the magic number (statfs(2)) of the file system of a loop device's backing
+# file, from the loop device's node and the file's path. It raises OSError if the file is not
+# regular or not reachable.
 LoopFile = Callable[[str, str], int]
 
 
-def leaves(place: str) -> Iterator[str]:
-    """The whole disks, and loop devices, at the bottom of a device, by their directories."""
-    whole = _whole(place)
+def leaves(directory: str) -> Iterator[str]:
+    """Yield the directories of the whole disks and loop devices at the bottom of a stack."""
+    whole = _whole(directory)
     below = _below(whole)
-    for one in below:
-        yield from leaves(one)
+    for child in below:
+        yield from leaves(child)
     if not below:
         yield whole
 
 
-def discard_doubts(place: Path, file_system: LoopFile) -> Mapping[str, str]:
-    """Why it is not certain that a discard leaves zeroes on a disk, or on those below a volume.
+def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
+    """The disks that may not read as zeroes after a discard, by name, each with the reason.
 
-    By the disks' names. Only what can be looked up here is certain.
+    They are the disks below a logical volume, or the disk itself. A disk is left out only if the
+    kernel's attributes prove that a discard zeroes it.
     """
-    own = str(place)
+    own = str(directory)
     is_volume = _word(own, "dm/uuid").startswith(_VOLUME_UUID)
-    judged = [Path(_whole(one)).resolve() for one in (_below(own) if is_volume else [own])]
-    return {one.name: why for one in judged if (why := _doubt(one, file_system))}
+    judged = [Path(_whole(disk)).resolve() for disk in (_below(own) if is_volume else [own])]
+    return {disk.name: why for disk in judged if (why := _doubt(disk, file_system))}
 
 
 def _doubt(disk: Path, file_system: LoopFile) -> str:
-    """Why zeroes after a discard of a disk are not certain; empty where they are.
+    """Why a disk may not read as zeroes after a discard; empty if it certainly does.
 
-    The kernel itself promises nothing (discard_zeroes_data in sysfs is always 0 since Linux 4.12),
-    and BLKDISCARD succeeds where the device refused (blkdev_issue_discard()).
+    The kernel promises nothing itself: discard_zeroes_data in sysfs is always 0 since Linux 4.12,
+    and BLKDISCARD succeeds even if the device refused (blkdev_issue_discard()).
     """
     if _queue(str(disk), "discard_max_bytes") in ("", "0"):
         return "it takes no discards"
@@ -103,14 +108,14 @@ def _doubt(disk: Path, file_system: LoopFile) -> str:
             return "it is unmapped by UNMAP, which may leave blocks as they are"
         return ""
     if disk.name.startswith("nvme"):
-        # NVM Command Set, Dataset Management. DLFEAT says what a deallocated block reads as, not
-        # that a block is deallocated. Write Zeroes with DEAC promises both.
+        # NVM Command Set, Dataset Management: DLFEAT says what a deallocated block reads as, but
+        # does not promise that a block is deallocated. Only Write Zeroes with DEAC promises both.
         return "an NVMe disk may ignore a discard (Dataset Management is advisory)"
     return "nothing tells what discarded blocks read as"
 
 
 def _doubt_of_loop(disk: Path, file_system: LoopFile) -> str:
-    # The driver punches a hole in the file for a discard (drivers/block/loop.c, lo_fallocate()).
+    # At a discard the driver punches a hole into the file (drivers/block/loop.c, lo_fallocate()).
     try:
         kind = file_system(f"/dev/{disk.name}", _word(str(disk), "loop/backing_file"))
     except OSError:
@@ -118,35 +123,35 @@ def _doubt_of_loop(disk: Path, file_system: LoopFile) -> str:
     return "" if kind in _WITH_HOLES else "its file may not have holes"
 
 
-def _below(place: str) -> list[str]:
+def _below(directory: str) -> list[str]:
     try:
-        names = os.listdir(f"{place}/slaves")  # noqa: PTH208
+        names = os.listdir(f"{directory}/slaves")  # noqa: PTH208
     except OSError:
         return []
-    return [f"{place}/slaves/{name}" for name in sorted(names)]
+    return [f"{directory}/slaves/{name}" for name in sorted(names)]
 
 
-def _whole(place: str) -> str:
-    """The disk of a partition: only that has a queue."""
-    # The kernel follows the links before it goes up.
-    return f"{place}/.." if os.path.exists(f"{place}/partition") else place  # noqa: PTH110
+def _whole(directory: str) -> str:
+    """The directory of a partition's disk, which has the queue; any other directory unchanged."""
+    # The kernel resolves symbolic links before it applies `..`.
+    return f"{directory}/.." if os.path.exists(f"{directory}/partition") else directory  # noqa: PTH110
 
 
-def _name(place: str) -> str:
-    """What sysfs calls a device: the last word of a path below `slaves`, else of its directory."""
-    above, _, name = place.rpartition("/")
+def _name(path: str) -> str:
+    """The kernel's name of a device, by a path below `slaves` or by its resolved directory."""
+    above, _, name = path.rpartition("/")
     is_below = above.endswith("/slaves")
-    return name if is_below else os.path.basename(os.path.realpath(place))  # noqa: PTH119
+    return name if is_below else os.path.basename(os.path.realpath(path))  # noqa: PTH119
 
 
-def _queue(place: str, name: str) -> str:
-    return _word(_whole(place), f"queue/{name}")
+def _queue(directory: str, name: str) -> str:
+    return _word(_whole(directory), f"queue/{name}")
 
 
-def _word(place: str, name: str) -> str:
+def _word(directory: str, name: str) -> str:
     try:
-        with open(f"{place}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
-            # A page at most (Documentation/filesystems/sysfs.rst).
+        with open(f"{directory}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
+            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
             return file.read(4096).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

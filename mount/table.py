@@ -1,4 +1,4 @@
-"""The kernel's mount table: /proc/self/mountinfo, parsed exactly (proc(5))."""
+"""The kernel's mount table: /proc/self/mountinfo, parsed as proc(5) and the kernel define it."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -9,27 +9,30 @@ from mount.kernel import Kernel
 
 DeviceNumber = tuple[int, int]
 
-# The file systems that hold device nodes, and how d_path(9) ends for what was unlinked.
+# Types of the file systems that device nodes are in.
 NODE_HOLDERS = frozenset({"devtmpfs", "tmpfs"})
+# Suffix of the path of a removed file (d_path(9)).
 _DELETED = "//deleted"
 
 _CONTEXT = re.compile(r'(?:^|,)context=(?:"([^"]*)"|([^,"]*))')
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
-# What may be written otherwise than it is (show_mountinfo in fs/proc_namespace.c).
+# Characters that the kernel escapes in some fields (show_mountinfo in fs/proc_namespace.c).
 _ESCAPED = re.compile(r"[ \t\n\\#]")
 _BTRFS = " - btrfs "
-# What ext4 has after an error: "ro", and since Linux 6.14 one of the others (ext4_emergency_ro and
-# ext4_forced_shutdown in fs/ext4/super.c); from 6.12 on, in between, only its count of errors.
+# Superblock options of a file system that takes no writes. After an error ext4 shows "ro"; since
+# Linux 6.14 one of the others (ext4_emergency_ro and ext4_forced_shutdown in fs/ext4/super.c); from
+# 6.12 until then only its error counter shows the error.
 _NO_WRITES = frozenset({"ro", "emergency_ro", "shutdown"})
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One mount.
+    """An entry of the mount table.
 
-    `device` is (major, minor) of the file system's block device. `root` is what of that file system
-    is seen: "/", or the directory, file or device node of a bind. `options` are the mount's own,
-    `super_options` the file system's. `propagation` holds words such as "shared:12".
+    `device` is the (major, minor) of the file system's block device. `root` is the path within that
+    file system that is mounted: "/", or for a bind its directory, file or device node. `options`
+    are those of the mount, `super_options` those of the file system. `propagation` has words such
+    as "shared:12".
     """
 
     mount_id: int
@@ -45,30 +48,30 @@ class Mount:
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing can be written through this mount, by its own or the superblock's ro."""
+        """Whether the mount or its superblock is read-only."""
         return "ro" in self.options or self.takes_no_writes
 
     @property
     def takes_no_writes(self) -> bool:
-        """Whether the superblock is read-only, as it was mounted or after an error."""
+        """Whether the superblock takes no writes: mounted read-only, or turned so by an error."""
         return not _NO_WRITES.isdisjoint(self.super_options)
 
     @property
     def is_stale_node(self) -> bool:
-        """Whether this is the bind of a device node whose device went away.
+        """Whether the mount is a bind of a removed device's node.
 
-        It still opens whatever has the device's number now, which may be another volume.
+        Such a node opens the device that has the number now, which may be another volume's.
         """
         return self.fs_type in NODE_HOLDERS and self.root.endswith(_DELETED)
 
     @property
     def context(self) -> str:
-        """The SELinux context of all that is in the file system; empty where each has its own.
+        """The SELinux context of the whole file system; empty if each file has its own.
 
-        The kernel quotes one that has commas (show_sid in security/selinux/hooks.c).
+        The kernel quotes a context with commas (show_sid in security/selinux/hooks.c).
         """
-        found = _CONTEXT.search(",".join(self.super_options))
-        return (found[1] or found[2]) if found else ""
+        match = _CONTEXT.search(",".join(self.super_options))
+        return (match[1] or match[2]) if match else ""
 
     def __str__(self) -> str:
         inside = "" if self.root == "/" else f"[{self.root}]"
@@ -76,10 +79,11 @@ class Mount:
 
 
 class Table:
-    """All mounts of this process's mount namespace, in the kernel's order.
+    """All mounts of a mount namespace, in the kernel's order.
 
-    A node may have thousands: the kernel's text is searched, and a line parsed where a question may
-    be about it. `device_number` says which device a path is (see `read`).
+    A node may have thousands of mounts. So each method searches the kernel's text for the lines
+    that may matter, and only these are parsed. `device_number` gives the number of the device whose
+    node is at a path (see `read`).
     """
 
     def __init__(
@@ -91,85 +95,87 @@ class Table:
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """All of them; ValueError for a line that is not one of mountinfo."""
+        """All mounts. Raises ValueError for a line that cannot be parsed."""
         return tuple(self._mount(line) for line in self._text.split("\n") if line)
 
     def at(self, path: str) -> tuple[Mount, ...]:
-        """The mounts stacked at `path`, bottom to top."""
-        found = self._having(_word(path))
-        return _stacked(mount for mount in found if mount.path == path)
+        """The mounts stacked at `path`, from bottom to top."""
+        candidates = self._having(_word(path))
+        return _stacked(mount for mount in candidates if mount.path == path)
 
     def top(self, path: str) -> Mount | None:
-        """What is mounted at `path`, seen from above."""
+        """The topmost mount at `path`; None for none."""
         stack = self.at(path)
         return stack[-1] if stack else None
 
     def top_of(self, path: str, device: DeviceNumber) -> Mount | None:
-        """What is mounted at `path`, seen from above, if it is the file system of a device."""
+        """The topmost mount at `path`, if it is of the file system on a device; else None."""
         mounted = self.top(path)
         return mounted if mounted is not None and mounted.device == device else None
 
     def of_device(self, device: DeviceNumber) -> tuple[Mount, ...]:
-        """Every mount of the file system on a block device, first mount and binds alike."""
-        found = self._having(f" {device[0]}:{device[1]} ", _BTRFS)
-        return tuple(mount for mount in found if mount.device == device)
+        """All mounts of the file system on a block device, binds included."""
+        candidates = self._having(f" {device[0]}:{device[1]} ", _BTRFS)
+        return tuple(mount for mount in candidates if mount.device == device)
 
     def of_types(self, fs_types: Collection[str]) -> tuple[Mount, ...]:
-        """Every mount of file systems of these types."""
-        found = self._having(*(f" - {one} " for one in fs_types))
-        return tuple(mount for mount in found if mount.fs_type in fs_types)
+        """All mounts of file systems of these types."""
+        candidates = self._having(*(f" - {fs_type} " for fs_type in fs_types))
+        return tuple(mount for mount in candidates if mount.fs_type in fs_types)
 
     def under(self, path: str) -> tuple[Mount, ...]:
-        """The mounts below `path`, those at `path` itself not among them."""
+        """The mounts below `path`, without those at `path` itself."""
         prefix = path.rstrip("/") + "/"
-        found = self._having(_word(prefix, end=""))
-        return tuple(one for one in found if one.path.startswith(prefix) and one.path != path)
+        candidates = self._having(_word(prefix, end=""))
+        return tuple(
+            mount for mount in candidates if mount.path.startswith(prefix) and mount.path != path
+        )
 
     def holding(self, path: str) -> Mount | None:
-        """The mount through which `path` is seen: the topmost at it or at its nearest parent."""
+        """The mount that a path is in: the topmost one at the path or at its nearest parent."""
         while True:
-            if found := self.top(path):
-                return found
+            if mount := self.top(path):
+                return mount
             if path == "/":
                 return None
             path = path.rpartition("/")[0] or "/"
 
     def _having(self, *words: str) -> Iterator[Mount]:
-        """The mounts whose lines have one of these words, none of them empty."""
+        """The mounts whose lines contain any of these words, which are not empty."""
         text = self._text
         for start in sorted({start for word in words for start in _lines_with(text, word)}):
             yield self._mount(text[start : text.index("\n", start)])
 
     def _mount(self, line: str) -> Mount:
-        # A line begins with the mount's own number.
-        if (found := self._parsed.get(line)) is None:
-            found = _parse_line(line)
-            if self._device_number is not None and found.fs_type == "btrfs":
+        # Lines are unique, as each begins with its mount's own number.
+        if (mount := self._parsed.get(line)) is None:
+            mount = _parse_line(line)
+            if self._device_number is not None and mount.fs_type == "btrfs":
                 with suppress(OSError):
-                    found = replace(found, device=self._device_number(found.source))
-            self._parsed[line] = found
-        return found
+                    mount = replace(mount, device=self._device_number(mount.source))
+            self._parsed[line] = mount
+        return mount
 
 
 def read(kernel: Kernel) -> Table:
-    """The kernel's table now.
+    """Read the kernel's mount table.
 
-    btrfs has a device number of its own making (0:45) in mountinfo, so there the number is looked
-    up by the mount's source; it stays as it is if that node is gone.
+    For btrfs mountinfo has an artificial device number, such as 0:45. It is replaced by the number
+    of the node that is the mount's source, unless that node is absent.
     """
     return Table(kernel.mountinfo(), kernel.device_number)
 
 
 def _lines_with(text: str, word: str) -> Iterator[int]:
-    """Where the lines begin that have a word in them."""
-    found = text.find(word)
-    while found >= 0:
-        yield text.rfind("\n", 0, found) + 1
-        found = text.find(word, text.index("\n", found))
+    """Yield the start of each line of a text that contains a word."""
+    at = text.find(word)
+    while at >= 0:
+        yield text.rfind("\n", 0, at) + 1
+        at = text.find(word, text.index("\n", at))
 
 
 def _word(path: str, end: str = " ") -> str:
-    """What is in each line that has this path, however the kernel writes what is odd in it."""
+    """A part of each line with this path: the whole path, or a part without escaped characters."""
     plain = _ESCAPED.split(path)
     return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
 
@@ -198,12 +204,18 @@ def _parse_line(line: str) -> Mount:
 
 
 def _decoded(field: str) -> str:
-    """The kernel writes blank, tab, newline, backslash and # as octal escapes (seq_escape)."""
+    """Decode a field in which blank, tab, newline, backslash and # are octal (seq_escape)."""
     return _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), field)
 
 
 def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Bottom to top: each mount's parent is the one below it (proc(5)), in whatever order read."""
+    """Sort the mounts at one path from bottom to top.
+
+    The parent of each mount is the mount below it (proc(5)).
+
+    1. A mount whose parent is not among the rest is the lowest.
+    2. Move it from the rest to the result, and repeat until nothing is left.
+    """
     rest = list(mounts)
     if len(rest) < 2:
         return tuple(rest)
@@ -211,7 +223,11 @@ def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     while rest:
         ids = {mount.mount_id for mount in rest}
         # A mount that is its own parent is the root of the namespace.
-        lowest = [m for m in rest if m.parent_id not in ids or m.parent_id == m.mount_id]
+        lowest = [
+            mount
+            for mount in rest
+            if mount.parent_id not in ids or mount.parent_id == mount.mount_id
+        ]
         ordered += lowest or rest
         rest = [mount for mount in rest if mount not in ordered]
     return tuple(ordered)

@@ -1,8 +1,8 @@
-"""The places that mounts are made at: directories and files, made and removed with care.
+"""Target paths of mounts: checked, resolved, and their directories and files made and removed.
 
-A path is resolved once, by `resolve`; everything else in this package takes the place that it gave,
-and follows no symbolic link, so a link that is put on the way meanwhile leads nowhere. Nothing here
-changes the mode of what exists, or removes anything that holds data.
+`resolve` resolves the symbolic links of a path once. All other functions of this package take the
+resolved path and follow no symbolic link, so that a link that is put there later is an error and
+leads nowhere. No function here changes the mode of an existing file or removes anything with data.
 """
 
 import errno
@@ -23,7 +23,7 @@ _FILE_MODE = 0o640
 
 
 def check(path: str) -> str:
-    """`path` itself, if it is absolute, normalised, printable and short enough; else BadPath."""
+    """Return a path that is absolute, normalised, printable and short enough; else BadPath."""
     if not path.startswith("/"):
         raise errors.BadPath(path, "is not absolute")
     if _CONTROL.search(path):
@@ -42,39 +42,43 @@ def check(path: str) -> str:
 
 
 def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
-    """The path under which the kernel's mount table knows `path`: links in its parents resolved.
+    """Resolve the symbolic links in a path's parents, as in the kernel's mount table.
 
-    /var/lib/kubelet is often a link, and mountinfo names what it leads to. The place must lie below
-    one of the directories `inside`, and must not be a link itself (BadPath).
+    /var/lib/kubelet is often a link, and mountinfo has the path that it leads to. Raises BadPath
+    unless the resolved path lies below one of the directories `inside` and is no link itself.
     """
     parent, _, name = check(path).rpartition("/")
-    place = os.path.join(kernel.real_path(parent or "/"), name)  # noqa: PTH118 - strings all along
-    # A mount whose file system was shut down answers EIO; it must be found all the same.
+    resolved = os.path.join(kernel.real_path(parent or "/"), name)  # noqa: PTH118 - strings all along
+    # EIO from a mount whose file system was shut down is ignored: unmounting needs its path, too.
     with suppress(OSError):
-        if stat.S_ISLNK(kernel.lstat(place).st_mode):
+        if stat.S_ISLNK(kernel.lstat(resolved).st_mode):
             raise errors.BadPath(path, "is a symbolic link")
-    if not is_inside(kernel, place, inside):
+    if not is_inside(kernel, resolved, inside):
         raise errors.BadPath(
             path, f"leads out of {' and '.join(inside)}, where mounts may be (kubelet_dir)"
         )
-    return place
+    return resolved
 
 
-def is_inside(kernel: Kernel, place: str, directories: Sequence[str]) -> bool:
-    """Whether a place lies below one of the directories, which may be links themselves."""
+def is_inside(kernel: Kernel, path: str, directories: Sequence[str]) -> bool:
+    """Whether a resolved path lies below one of the directories, which may be symbolic links."""
 
     def is_below(directory: str) -> bool:
-        return place.startswith(directory.rstrip("/") + "/")
+        return path.startswith(directory.rstrip("/") + "/")
 
-    # A place has no links on its way: a directory that it begins with is its own real path.
+    # If the path begins with a directory as it is written, the directory has no links, since the
+    # path is resolved. Links are resolved only in the directories for which this is not so.
     return any(map(is_below, directories)) or any(
-        is_below(kernel.real_path(one)) for one in directories
+        is_below(kernel.real_path(directory)) for directory in directories
     )
 
 
 @contextmanager
 def unchanged(path: str) -> Iterator[None]:
-    """Around the kernel's operations: a link met in a resolved path was put there (PathChanged)."""
+    """Turn ELOOP within a `with` block into PathChanged.
+
+    A resolved path has no symbolic link, so one that the kernel meets was put there since.
+    """
     try:
         yield
     except OSError as error:
@@ -84,39 +88,42 @@ def unchanged(path: str) -> Iterator[None]:
 
 
 def check_directory(kernel: Kernel, path: str) -> None:
-    """Raise NotADirectory where something else lies at `path`; nothing at all is as well."""
-    found = _lstat(kernel, path)
-    if found is not None and not stat.S_ISDIR(found.st_mode):
+    """Raise NotADirectory for an existing path that is not a directory."""
+    status = _lstat(kernel, path)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
         raise errors.NotADirectory(path)
 
 
 def ensure_directory(kernel: Kernel, path: str) -> None:
-    """Have a directory at `path`; its parent exists. Raises NotADirectory, TargetError."""
-    found = _there(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
-    if found is not None and not stat.S_ISDIR(found.st_mode):
+    """Make a directory at `path` unless there is one. Raises NotADirectory, TargetError.
+
+    The parent must exist.
+    """
+    status = _there(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
+    if status is not None and not stat.S_ISDIR(status.st_mode):
         raise errors.NotADirectory(path)
 
 
 def ensure_file(kernel: Kernel, path: str) -> None:
-    """Have a file at `path` that a device node can be bound to. Raises NotAFile, TargetError.
+    """Make a file at `path`, for the bind of a device node, unless there is one.
 
-    A device node there is one that is bound already.
+    A device node at the path is a bind that exists already. Raises NotAFile, TargetError.
     """
-    found = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
-    if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISBLK(found.st_mode)):
+    status = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
+    if status is not None and not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
         raise errors.NotAFile(path)
 
 
 def ensure_absent(kernel: Kernel, path: str) -> None:
-    """Have nothing at `path`. Only an empty directory or an empty file goes; else TargetInUse."""
-    found = _lstat(kernel, path)
-    if found is None:
+    """Remove the empty directory or empty file at `path`, if any. Raises TargetInUse for others."""
+    status = _lstat(kernel, path)
+    if status is None:
         return
     try:
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             with unchanged(path):
                 kernel.remove_directory(path)
-        elif stat.S_ISREG(found.st_mode) and found.st_size == 0:
+        elif stat.S_ISREG(status.st_mode) and status.st_size == 0:
             with unchanged(path):
                 kernel.remove_file(path)
         else:
@@ -125,7 +132,7 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        # EBUSY: something is mounted here, which the kernel does not remove (rmdir(2), unlink(2)).
+        # EBUSY: the path is a mount point, which the kernel does not remove (rmdir(2), unlink(2)).
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
             _require_unmounted(kernel, path)
             why = "is not empty or still in use; it is left alone"
@@ -139,9 +146,9 @@ def _require_unmounted(kernel: Kernel, path: str) -> None:
 
 
 def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:
-    """What lies at `path`; None for what was made there now, for nothing did."""
-    if (found := _lstat(kernel, path)) is not None:
-        return found
+    """The status of the existing file at `path`; None after `make` made an absent one."""
+    if (status := _lstat(kernel, path)) is not None:
+        return status
     try:
         with unchanged(path):
             make()

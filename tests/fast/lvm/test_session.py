@@ -550,7 +550,7 @@ def test_renew_and_close_do_not_wait_long_for_another_command(
     with place.busy() as change:
         with timing_out(0.2):
             place.session.renew()
-        monkeypatch.setattr(session, "_LONGEST_TURN_SECONDS", 0.2)
+        monkeypatch.setattr(session, "_RENEW_SECONDS", 0.2)
         with pytest.raises(mount_errors.CommandTimedOut):
             place.session.renew()
         place.session.close()
