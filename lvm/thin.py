@@ -111,7 +111,7 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
-    """The number of extents by which the pool's data can surely grow; for a new pool all of its data.
+    """The number of extents by which the pool can surely grow; for a new pool all of its data.
 
     Where the group's policy wants a volume's extents on one disk, or in one piece, the free extents
     need not be where an existing pool is: then none are sure, though lvm2 may find some.
