@@ -31,7 +31,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return 0 for success, 1 for a reported failure, 2 for wrong usage."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
-            setattr(sys, name, _Output(stream))
+            setattr(sys, name, _Output(stream, is_log=name == "stderr"))
+    try:
+        return _run(words)
+    finally:
+        if isinstance(sys.stderr, _Output):
+            sys.stderr.end()
+
+
+def _run(words: Sequence[str] | None) -> int:
     parsed = parser().parse_args(words)
     try:
         return int(parsed.run(parsed))
@@ -52,10 +60,12 @@ def main(words: Sequence[str] | None = None) -> int:
 class _Output(io.TextIOWrapper):
     """Standard output or error that drops what its reader, such as head(1), does not read.
 
-    The command goes on, and its exit code is that of its findings.
+    The command goes on, and its exit code is that of its findings. Where it is a log, lines that
+    cannot be written are lost, as on a full disk; later lines are written once there is room.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, is_log: bool) -> None:
+        self._is_log = is_log
         line_buffering = isinstance(stream, io.TextIOWrapper) and stream.line_buffering
         super().__init__(
             stream.buffer, stream.encoding, stream.errors, line_buffering=line_buffering
@@ -70,14 +80,27 @@ class _Output(io.TextIOWrapper):
         with self._unread():
             super().flush()
 
+    def end(self) -> None:
+        """Write what is buffered, or drop it: Python exits with 120 where its flush fails."""
+        try:
+            super().flush()
+        except OSError:
+            self._drop()
+
     @contextmanager
     def _unread(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            # What is buffered goes there, too, so Python can exit without an error.
-            with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
+            self._drop()
+        except OSError:
+            if not self._is_log:
+                raise
+
+    def _drop(self) -> None:
+        """Have what is buffered, and what follows, written nowhere."""
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.fileno())
 
 
 def parser() -> argparse.ArgumentParser:

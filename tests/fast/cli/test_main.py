@@ -300,3 +300,14 @@ def test_bash_completes_commands_and_the_names_of_volumes(
     """
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == offered
+
+
+@pytest.mark.parametrize("words", [["status", "--endpoint", "/nonexistent"], ["no-such-command"]])
+def test_a_log_on_a_full_disk_changes_no_exit_code(words: list[str]) -> None:
+    """Python itself exits with 120 where what is left in a buffer cannot be written."""
+    usual = subprocess.run(
+        [sys.executable, "-m", "agent", *words], capture_output=True, check=False
+    )
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-m", "agent", *words], stderr=full, check=False)
+    assert usual.returncode == ended.returncode != 0
