@@ -3,33 +3,28 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import configured
 import expect
 import pytest
 import serving
 from csi_client import Client
 from real.any import AnyHost, logical, names
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import mounted, of_volume
 from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
-
 MIB = 1 << 20
 FULL = {"class": "full"}
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = (DeviceClass("plain", group, default=True), DeviceClass("full", group, zero="fully"))
-    return replace(config, controller_expand=True, classes=classes)
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.settings(controller_expand=True, classes=(configured.PLAIN, configured.FULL)),
+]
 
 
 @pytest.fixture

@@ -35,12 +35,10 @@ from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """A group with room for two file systems of each kind."""
-    return host.new_group(250, 60)
+pytestmark = [
+    # Room for two file systems of each kind.
+    pytest.mark.groups(data=[250, 60]),
+]
 
 
 def names_in(host: AnyHost, group: str) -> set[str]:

@@ -9,6 +9,7 @@ neither what is in a thin pool nor in a snapshot's area, and the disks of one ma
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -17,15 +18,12 @@ import pytest
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout
-from lvm.thin import Policy
 
 DATA = Path(__file__).parents[1] / "data"
 FORMATS = sorted(DATA.glob("group-format-*.json"))
@@ -35,25 +33,24 @@ VOLUMES = ("plain", "striped", "mirrored", "thin", "raw", "copy", "small")
 _PATIENCE_SECONDS = 200
 
 
-# The commands are what they are on any lvm2; `make contract` has them on the real one.
-pytestmark = pytest.mark.variation
-
-
 @pytest.fixture(params=FORMATS, ids=lambda path: path.stem)
 def group(request: pytest.FixtureRequest, host: AnyHost) -> str:
     """The group as that version left it."""
     return left_behind.group_of(json.loads(request.param.read_text()), host)
 
 
-@pytest.fixture
-def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass(name="plain", group=group, default=True),
-        DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2)),
-        DeviceClass(name="mirrored", group=group, layout=Layout("raid1", mirrors=1)),
-        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, group, kubelet_dir=(str(host.directory),), classes=classes)
+pytestmark = [
+    # The commands are what they are on any lvm2; `make contract` has them on the real one.
+    pytest.mark.variation,
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            configured.STRIPED,
+            replace(configured.RAID, name="mirrored"),
+            configured.THIN,
+        )
+    ),
+]
 
 
 @pytest.fixture

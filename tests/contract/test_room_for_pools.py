@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import configured
 import expect
 import pytest
 import serving
@@ -17,29 +18,21 @@ from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from agent.operations import erase_free
 from lvm import report
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 MARKED = "carver.sweep=yes"
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(60)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = Policy(size=Reserve(size_bytes=4 * EXTENT))
-    return replace(
-        config,
+pytestmark = [
+    pytest.mark.groups(data=[60]),
+    pytest.mark.settings(
         classes=(
-            DeviceClass("plain", group, default=True),
-            DeviceClass("thin", group, layout=Layout("thin"), pool=thin),
-        ),
-    )
+            configured.PLAIN,
+            replace(configured.THIN, pool=Policy(size=Reserve(size_bytes=4 * EXTENT))),
+        )
+    ),
+]
 
 
 class Sweep:

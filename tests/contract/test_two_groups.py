@@ -24,9 +24,6 @@ from mount.command import Result
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
-
 MIB = 1 << 20
 SIZE = 16 * MIB
 
@@ -46,14 +43,14 @@ class Slow:
         return self._run(*words, **more)
 
 
-@pytest.fixture
-def other(host: AnyHost) -> str:
-    return host.new_group(60)
-
-
-@pytest.fixture
-def config(config: Config, group: str, other: str) -> Config:
-    return replace(config, classes=(DeviceClass("a", group, default=True), DeviceClass("b", other)))
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.groups(data=[100, 60], other=[60]),
+    pytest.mark.settings(
+        classes=(DeviceClass("a", "data", default=True), DeviceClass("b", "other"))
+    ),
+]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import configured
 import expect
 import grpc
 import pytest
@@ -57,19 +56,7 @@ CLASSES = (
     DeviceClass("sealed", "a", encryption="luks2", layout=Layout("thin"), pool=Policy()),
     DeviceClass("sealed-thick", "a", encryption="luks2"),
 )
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in ("a", "b"):
-        host.lvm2.add_group(name, [200])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=CLASSES)
+pytestmark = [pytest.mark.groups(a=[200], b=[200]), pytest.mark.settings(classes=CLASSES)]
 
 
 @pytest.fixture

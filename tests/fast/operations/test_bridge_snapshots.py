@@ -4,9 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from pathlib import Path
 
-import configured
 import expect
 import pytest
 import serving
@@ -22,20 +20,12 @@ MIB = 1 << 20
 SIZE = 32 * MIB
 # The classes of the groups.
 CLASSES = {"a": "first", "b": "second"}
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in CLASSES:
-        host.lvm2.add_group(name, [300])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = tuple(DeviceClass(name, one, default=one == "a") for one, name in CLASSES.items())
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.groups(**{key: [300] for key in CLASSES}),
+    pytest.mark.settings(
+        classes=tuple(DeviceClass(name, one, default=one == "a") for one, name in CLASSES.items())
+    ),
+]
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import pytest
 import quick
 
 ROOT = Path(__file__).parents[3]
-
-
 TESTS = ROOT / "tests"
 # Rooms that are no folder of the product.
 OTHERS = {one for one in quick.TESTS if one.partition("/")[0] not in ("agent", "lvm", "mount")}
