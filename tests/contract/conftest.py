@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configured
+import expect
 import pytest
 import serving
 from clocks import Clock
@@ -143,7 +144,7 @@ def mkfs_fails(host: AnyHost) -> threading.Event:
         if words[0] != "mkfs.ext4" or begun.is_set():
             return None
         begun.set()
-        assert go_on.wait(200)
+        assert go_on.wait(expect.PATIENCE_SECONDS)
         return Result(1, "", "no luck")
 
     host.intercept = slow

@@ -251,7 +251,7 @@ def test_all_work_is_tried() -> None:
 @pytest.mark.parametrize("work", SETUPS, ids=lambda work: work.name)
 def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, call: Call) -> None:
     SETUPS[work](node, call)
-    assert node.began.wait(200)
+    assert node.began.wait(expect.PATIENCE_SECONDS)
     assert node.queue is not None
     [job] = [one for one in node.queue.unfinished() if not one.ended.done()]
     outcome = TABLE[work][call]

@@ -555,14 +555,14 @@ def test_concurrent_calls_are_aborted(client: Client, pair: list[str], host: Any
     def intercept(words: Sequence[str]) -> Result | None:
         if words[1] == "fullreport":
             reached.set()
-            assert go_on.wait(200)
+            assert go_on.wait(expect.PATIENCE_SECONDS)
         return None
 
     host.intercept = intercept
     made: list[csi.VolumeGroupSnapshot] = []
     first = threading.Thread(target=lambda: made.append(client.group_snapshot("nightly", pair)))
     first.start()
-    assert reached.wait(200)
+    assert reached.wait(expect.PATIENCE_SECONDS)
     seconds: tuple[Callable[[], object], ...] = (
         lambda: client.group_snapshot("nightly", pair),
         lambda: client.group_snapshot("weekly", pair[:1]),

@@ -175,7 +175,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
 
     def copying(*where: Any, **more: Any) -> None:
         begun.set()
-        assert go.wait(200)
+        assert go.wait(expect.PATIENCE_SECONDS)
         copy(*where, **more)
 
     monkeypatch.setattr(host.kernel, "copy", copying)
@@ -184,7 +184,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
         target=lambda: client.create("clone", 64 * MIB, mounted("ext4"), source=source)
     )
     cloning.start()
-    assert begun.wait(200)
+    assert begun.wait(expect.PATIENCE_SECONDS)
     # The copy may begin a moment before CreateVolume has left the source's name.
     service.context.locks.grace_seconds = 60
     with expect.code("ABORTED", "it grows when that is done"):
@@ -194,7 +194,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
     with expect.code("FAILED_PRECONDITION", "when it is staged next"):
         client.node_expand(volume.volume_id, staging, 96 * MIB)
     go.set()
-    cloning.join(200)
+    cloning.join(expect.PATIENCE_SECONDS)
     client.expand(volume.volume_id, 96 * MIB)
     assert size(host, group) == 96
     client.unstage(volume.volume_id, staging)

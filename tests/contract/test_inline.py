@@ -395,7 +395,7 @@ def test_sweeps_are_repeated(
     monkeypatch.setattr(InlineVolumes, "sweep", sweep)
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
-    assert enough.wait(200)
+    assert enough.wait(expect.PATIENCE_SECONDS)
     running.stop()
 
 

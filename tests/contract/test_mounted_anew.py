@@ -189,7 +189,7 @@ def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
             shop.publish("b")
         taken = list(switch.taken)
         if stop_at >= 0:
-            assert switch.dead.wait(200)
+            assert switch.dead.wait(expect.PATIENCE_SECONDS)
             node.kill()
             shop.client = node.client
             shop.publish("b")

@@ -53,7 +53,7 @@ def held_at(host: AnyHost, program: str) -> Iterator[threading.Event]:
     def intercept(words: Sequence[str]) -> Result | None:
         if words[0] == program and not reached.is_set():
             reached.set()
-            assert let_go.wait(200)
+            assert let_go.wait(expect.PATIENCE_SECONDS)
         return None
 
     host.intercept = intercept
@@ -155,7 +155,7 @@ def test_one_global_lock_held_over_mkfs(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(200)
+        assert formatting.wait(expect.PATIENCE_SECONDS)
         other = client.create("pvc-2", 16 * MIB, block())
         client.delete(other.volume_id)
         assert not staged.done()
@@ -168,7 +168,7 @@ def test_no_lock_per_volume(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(200)
+        assert formatting.wait(expect.PATIENCE_SECONDS)
         for call in (
             partial(client.stage, volume, staging),
             partial(client.delete, volume.volume_id),

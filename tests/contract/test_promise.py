@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import configured
+import expect
 import left_behind
 import pytest
 from csi_client import Client
@@ -30,7 +31,6 @@ FORMATS = sorted(DATA.glob("group-format-*.json"))
 MIB = 1 << 20
 # What was whole when the earlier version ended, or had begun and is completed now.
 VOLUMES = ("plain", "striped", "mirrored", "thin", "raw", "copy", "small")
-_PATIENCE_SECONDS = 200
 
 
 @pytest.fixture(params=FORMATS, ids=lambda path: path.stem)
@@ -67,7 +67,7 @@ def client(host: AnyHost, config: Config) -> Iterator[Client]:
 
 def wait_until_gone(host: AnyHost, group: str, *prefixes: str) -> None:
     """For what is done behind the answers."""
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + expect.PATIENCE_SECONDS
     while left := [one for one in names(host, group) if one.startswith(prefixes)]:
         assert time.monotonic() < until, left
         time.sleep(0.05)

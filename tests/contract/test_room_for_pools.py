@@ -88,7 +88,7 @@ def test_a_pool_grows_while_free_extents_are_overwritten(
     client.create("pvc-1", 20 * EXTENT, block(), parameters={"class": "thin"})
     host.lvm("vgchange", "--addtag", MARKED, "--", group)
     service.freed_eraser.start(group)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     assert (report.read(host.lvm).group(group).disks[0].unallocated_extents == 0) is takes_all
     fill(host, group, "vol-pvc-1", 15 * MIB)
     assert service.autoextender.step(0)
@@ -108,7 +108,7 @@ def test_a_cow_store_grows_while_free_extents_are_overwritten(
     client.snapshot("s", source.volume_id, {"size": str(2 * EXTENT)})
     host.lvm("vgchange", "--addtag", MARKED, "--", group)
     service.freed_eraser.start(group)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     fill(host, group, "vol-pvc-1", 7 * MIB)
     assert service.autoextender.step(0)
     assert extents(host, group, "snap-s") > 2
@@ -125,7 +125,7 @@ def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it
     assert service.autoextender.step(0)
     host.lvm("vgchange", "--deltag", MARKED, "--", group)
     client.delete(made.volume_id)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     assert names(host, group) == {"sweep"}
     sweep.go.set()
     expect.soon(lambda: not names(host, group))

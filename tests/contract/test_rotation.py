@@ -345,7 +345,7 @@ def test_a_rotation_killed_at_any_step_is_completed(node: Node, name: str) -> No
             CALLS[name](used)
         taken = list(switch.taken)
         if stop_at >= 0:
-            assert switch.dead.wait(200)
+            assert switch.dead.wait(expect.PATIENCE_SECONDS)
             node.kill()
             used.client = node.client
             # It opens by one of the two, whatever the kill left.
