@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import configured
 import expect
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon import server
@@ -113,9 +113,7 @@ def restart(config: Config, host: AnyHost, service: Service) -> Iterator[Callabl
 
     def again() -> Service:
         service.stop()
-        begun.append(
-            Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-        )
+        begun.append(Service(config, serving.machine(host), host.lvm))
         begun[-1].eraser.grace_seconds = 600
         server.resume(begun[-1])
         return begun[-1]

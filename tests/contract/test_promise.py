@@ -16,10 +16,10 @@ import configured
 import expect
 import left_behind
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.daemon import server
@@ -56,7 +56,7 @@ pytestmark = [
 @pytest.fixture
 def client(host: AnyHost, config: Config) -> Iterator[Client]:
     """Today's version, that went on with what was left."""
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
     server.resume(running)
     running.start(config.endpoint)

@@ -10,6 +10,7 @@ import configured
 import expect
 import grpc
 import pytest
+import serving
 from csi_client import Client
 from encrypted import Box
 from fakes.host import FakeHost
@@ -17,7 +18,6 @@ from real.any import AnyHost
 
 from agent.cli import status
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.pace import Pace
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
@@ -87,7 +87,7 @@ def name() -> str:
 
 def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
     """How volumes are encrypted, by `carver status`."""
-    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    machine = serving.machine(host)
     return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
 
 

@@ -12,15 +12,17 @@ in a class of tests; the nearest is heeded.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from lvm import layout
 from lvm.layout import Layout
 from lvm.thin import Policy
+
+if TYPE_CHECKING:
+    # Not while it runs: programs that are no tests, whose memory is measured, are configured here.
+    import pytest
 
 # One of each kind that Carver knows, by its name, with as few disks as show what it is.
 LAYOUTS: Mapping[str, Layout] = {
@@ -45,13 +47,13 @@ THIN = DeviceClass("thin", "data", layout=LAYOUTS["thin"], pool=Policy())
 SEALED = DeviceClass("sealed", "data", encryption="luks2")
 
 
-def groups(request: pytest.FixtureRequest, *usual: int) -> Mapping[str, Sequence[int]]:
+def groups(request: "pytest.FixtureRequest", *usual: int) -> Mapping[str, Sequence[int]]:
     """The groups that a test asks for; without that `data`, with disks of the usual extents."""
     mark = request.node.get_closest_marker("groups")
     return {"data": usual} if mark is None else mark.kwargs
 
 
-def settings(request: pytest.FixtureRequest, directory: Path, **usual: Any) -> Config:
+def settings(request: "pytest.FixtureRequest", directory: Path, **usual: Any) -> Config:
     """The configuration that a test asks for. Paths that are not absolute are in its directory."""
     mark = request.node.get_closest_marker("settings")
     asked = {} if mark is None else mark.kwargs
