@@ -20,6 +20,11 @@ from vagrant.power import ByLibvirt, GuestError, Power
 from vagrant.user_mode import InUserMode
 
 TREE = "/carver"
+# Words that start a program of tests/ in the guest, with all that tests import.
+PYTHON = (
+    *("env", f"PYTHONPATH={TREE}:{TREE}/tests:{TREE}/tests/support"),
+    "/opt/carver/test-venv/bin/python",
+)
 # More than a boot takes; after a reset it has twice as long. The emulator of qemu 7.2 can loop for
 # ever at a breakpoint with which the kernel patched its code (text_poke_bp).
 _STUCK_SECONDS = 90

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import configured
 import pytest
+import serving
 from callers.directories import Directories
 from callers.plugin import Answer, Plugin
 from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.daemon.server import Service
 from agent.operations import preflight
@@ -49,9 +49,7 @@ def refused_at_once() -> None:
 @pytest.fixture
 def plugin(host: AnyHost, config: Config, answers: list[Answer]) -> Iterator[Plugin]:
     """Carver, serving on a socket of the test's own."""
-    running = Service(
-        config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
-    )
+    running = Service(config, serving.machine(host), host.lvm)
     running.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Plugin(client, answers.append)

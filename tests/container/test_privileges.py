@@ -38,9 +38,8 @@ def imported() -> Iterator[None]:
 
 def program(*words: str) -> int:
     """What the program privileges.py ends with, in the guest."""
-    line = f"cd {guest.TREE} && PYTHONPATH=.:tests:tests/support "
-    line += f"/opt/carver/test-venv/bin/python tests/container/privileges.py {' '.join(words)}"
-    ended = guest.run([line], check=False)
+    path = f"{guest.TREE}/tests/container/privileges.py"
+    ended = guest.run([*guest.PYTHON, path, *words], check=False)
     print(ended.stdout, ended.stderr)
     return ended.returncode
 

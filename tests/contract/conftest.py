@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configured
+import expect
 import pytest
 import serving
 from clocks import Clock
@@ -44,15 +46,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def group(host: AnyHost) -> str:
-    """A group of two disks, 100 and 60 extents of 4 MiB."""
-    return host.new_group(100, 60)
+def groups(host: AnyHost, request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """What this machine calls the groups of the mark `groups`; without it `data`, of two disks."""
+    asked = configured.groups(request, 100, 60)
+    return {name: host.new_group(*extents) for name, extents in asked.items()}
 
 
 @pytest.fixture
-def config(group: str, tmp_path: Path) -> Config:
-    """One class on that group, and a node called `here`."""
-    return configured.carver(tmp_path, group)
+def group(groups: Mapping[str, str]) -> str:
+    """The group `data`."""
+    return groups["data"]
+
+
+@pytest.fixture
+def other(groups: Mapping[str, str]) -> str:
+    """The group `other`."""
+    return groups["other"]
+
+
+@pytest.fixture
+def config(group: str, tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    """The settings of the mark `settings`; without it one class on `data`. The node is `here`.
+
+    A class that names another group than `data` is on that of the fixture of this name.
+    """
+    made = configured.settings(request, tmp_path)
+    names = {one.group for one in made.classes} - {"data"}
+    called = {"data": group} | {name: request.getfixturevalue(name) for name in names}
+    placed = [replace(one, group=called[one.group]) for one in made.classes]
+    return replace(made, classes=tuple(placed))
 
 
 @pytest.fixture
@@ -122,7 +144,7 @@ def mkfs_fails(host: AnyHost) -> threading.Event:
         if words[0] != "mkfs.ext4" or begun.is_set():
             return None
         begun.set()
-        assert go_on.wait(200)
+        assert go_on.wait(expect.PATIENCE_SECONDS)
         return Result(1, "", "no luck")
 
     host.intercept = slow

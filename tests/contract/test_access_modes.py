@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import grpc
 import pytest
@@ -13,11 +14,8 @@ from real.any import AnyHost
 from real.host import RealHost
 from serving import served
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, Mode, block, mounted, of_snapshot, of_volume
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 
@@ -120,18 +118,11 @@ def test_every_combination_gives_the_code_that_is_documented(
 
 DATA = b"data" * MIB
 KEY = {"passphrase": "correct horse battery staple"}
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """Room for an xfs in use, its snapshot and a copy."""
-    return host.new_group(300, 150)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy())
-    return replace(config, classes=(*config.classes, thin))
+pytestmark = [
+    # Room for an xfs in use, its snapshot and a copy.
+    pytest.mark.groups(data=[300, 150]),
+    pytest.mark.settings(classes=(configured.PLAIN, configured.THIN)),
+]
 
 
 def as_writer(kind: str) -> csi.VolumeCapability:

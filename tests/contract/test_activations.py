@@ -3,6 +3,7 @@
 import threading
 from contextlib import ExitStack
 
+import expect
 import grpc
 import nodes
 import pytest
@@ -207,7 +208,7 @@ def test_a_snapshot_that_is_copied_stays_active(
 
     def between_two_pieces(_job: object) -> None:
         begun.set()
-        assert ended.wait(200)
+        assert ended.wait(expect.PATIENCE_SECONDS)
 
     def restore() -> None:
         source, wanted = of_snapshot(taken), {"class": "linear"}
@@ -221,7 +222,7 @@ def test_a_snapshot_that_is_copied_stays_active(
     restoring = threading.Thread(target=restore)
     with delta_of(disk).allocated(taken):
         restoring.start()
-        assert begun.wait(200)
+        assert begun.wait(expect.PATIENCE_SECONDS)
     assert active(disk) == [name_of(taken)]
     ended.set()
     restoring.join()

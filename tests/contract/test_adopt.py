@@ -25,7 +25,6 @@ from agent.csi.client import block, mounted
 from agent.daemon import server
 from lvm import layout, report, thin, volumes
 from lvm.layout import Layout, Reserve
-from lvm.thin import Policy
 from lvm.volumes import New
 from mount import filesystem, luks, mounts, options
 from mount.command import Result
@@ -51,18 +50,18 @@ MADE = {
     "openebs": ("openebs", f"pvc-{UID}", "linear", ()),
     "by hand": ("", "data_1", "linear", ("--addtag", "mine")),
 }
-
-
-@pytest.fixture
-def config(config: Config, group: str, host: AnyHost) -> Config:
-    classes = (
-        DeviceClass(name="plain", group=group, default=True),
-        DeviceClass(name="clean", group=group, zero="fully"),
-        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
-        DeviceClass(name="sealed", group=group, encryption="luks2"),
-        DeviceClass(name="elsewhere", group=host.new_group(20)),
-    )
-    return replace(config, classes=classes)
+pytestmark = [
+    pytest.mark.groups(data=[100, 60], other=[20]),
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            replace(configured.FULL, name="clean"),
+            configured.THIN,
+            configured.SEALED,
+            DeviceClass("elsewhere", "other"),
+        )
+    ),
+]
 
 
 def make(

@@ -24,9 +24,6 @@ from mount.command import Result
 from mount.errors import CommandTimedOut
 from proto import csi_pb2 as csi
 
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
-
 MIB = 1 << 20
 RPC = csi.ControllerServiceCapability.RPC
 OFFERED = {
@@ -35,11 +32,11 @@ OFFERED = {
     RPC.LIST_VOLUMES_PUBLISHED_NODES,
 }
 WRITER = Attachment("mount", "SINGLE_NODE_WRITER", read_only=False, node_id="here")
-
-
-@pytest.fixture
-def config(config: Config) -> Config:
-    return replace(config, attach=True)
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.settings(attach=True),
+]
 
 
 def tags_of(host: AnyHost, group: str, name: str = "vol-pvc-1") -> dict[str, str]:

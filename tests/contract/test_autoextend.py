@@ -1,16 +1,16 @@
 """Pools' data and metadata, and the COW stores of snapshots, are extended before they are full."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import configured
 import pytest
 from real.any import AnyHost, device
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 
 MIB = 1 << 20
@@ -34,18 +34,16 @@ def group(host: AnyHost, spare: str) -> Iterator[str]:
         host.lvm("vgreduce", "--", name, spare)
 
 
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    size = Reserve(size_bytes=4 * EXTENT)
-    policy = Policy(over_provisioning=2.0, size=size)
-    # Of a pool that is new some eleven per cent of the metadata are used.
-    soon = Policy(size=size, autoextend_threshold=15.0)
-    classes = (
-        DeviceClass("plain", group, default=True),
-        DeviceClass("thin", group, layout=Layout("thin"), pool=policy),
-        DeviceClass("soon", group, layout=Layout("thin"), pool=soon),
+POOL = Reserve(size_bytes=4 * EXTENT)
+# Of a pool that is new some eleven per cent of the metadata are used.
+SOON = Policy(size=POOL, autoextend_threshold=15.0)
+pytestmark = pytest.mark.settings(
+    classes=(
+        configured.PLAIN,
+        replace(configured.THIN, pool=Policy(over_provisioning=2.0, size=POOL)),
+        replace(configured.THIN, name="soon", pool=SOON),
     )
-    return Config(**{**vars(config), "classes": classes})
+)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ the blocks of the disk that it was made on.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import chosen
@@ -16,7 +17,6 @@ from csi_client import Client
 from real.any import AnyHost, names
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from mount import filesystem, table
 
@@ -41,15 +41,14 @@ def four(host: AnyHost) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture
-def config(group: str, four: str, tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("usual", group, default=True),
-        DeviceClass("four", four),
-        DeviceClass("sealed", group, encryption="luks2"),
-        DeviceClass("sealed-four", four, encryption="luks2"),
+pytestmark = pytest.mark.settings(
+    classes=(
+        replace(configured.PLAIN, name="usual"),
+        DeviceClass("four", "four"),
+        configured.SEALED,
+        DeviceClass("sealed-four", "four", encryption="luks2"),
     )
-    return configured.carver(tmp_path, group, classes=classes)
+)
 
 
 # What mkfs is given, and whether the file system can lie on blocks of 4 KiB.

@@ -6,6 +6,7 @@ from dataclasses import replace
 import chosen
 import expect
 import pytest
+import serving
 import tiers
 from real.any import AnyHost, device
 from real.host import RealHost
@@ -13,7 +14,6 @@ from tiers import FAST, SLOW, free
 
 from agent.cli import status
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
@@ -100,7 +100,7 @@ def test_a_volume_whose_layout_nothing_tells_is_used_and_not_changed(
     client.stage(volume, staging, block())
     assert client.volumes() == [volume]
     assert client.unhealthy() == []
-    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    machine = serving.machine(host)
     [shown] = status.read(replace(config, devices=host.lvm.devices), machine).volumes
     assert shown.layout == "cache"
     client.unstage(volume.volume_id, staging)

@@ -17,7 +17,6 @@ from agent.core.classes import DeviceClass
 from agent.core.ids import VolumeId
 from agent.core.parameters import STORAGE_CLASS, Parameter, Parameters
 from agent.core.records import Volume
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report
 from lvm.caches import Cache
@@ -32,19 +31,16 @@ LAYOUTS = {
     **configured.LAYOUTS,
     "striped": Layout("striped", stripes=2, stripe_size_bytes=8192),
 }
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """Six disks, no two of the same size."""
-    return host.new_group(9, 10, 11, 12, 14, 16)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = configured.classes(group, LAYOUTS)
-    spare = DeviceClass(name="spare", group=group, reserve=Reserve(percent=50))
-    return Config(**{**vars(config), "classes": (*classes, spare)})
+pytestmark = [
+    # Six disks, no two of the same size.
+    pytest.mark.groups(data=[9, 10, 11, 12, 14, 16]),
+    pytest.mark.settings(
+        classes=(
+            *configured.classes("data", LAYOUTS),
+            DeviceClass("spare", "data", reserve=Reserve(percent=50)),
+        )
+    ),
+]
 
 
 @pytest.fixture

@@ -432,13 +432,13 @@ def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two:
         held.enter_context(locks.hold(ids.logical_name(volume.volume_id)))
         locks._await_turn = wait  # type: ignore[method-assign, assignment]
         expanding = caller.submit(two.client.expand, volume.volume_id, 2 * SIZE)
-        assert waits.wait(200)
+        assert waits.wait(expect.PATIENCE_SECONDS)
         replace_all(two.authority, successor)
         replace_all(successor, two.authority)
         replace_all(successor)
         assert not expanding.done()
         held.close()
-        assert expanding.result(200).capacity_bytes == 2 * SIZE
+        assert expanding.result(expect.PATIENCE_SECONDS).capacity_bytes == 2 * SIZE
     two.client.delete(volume.volume_id)
 
 

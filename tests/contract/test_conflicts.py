@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import configured
 import expect
 import grpc
 import pytest
@@ -20,7 +21,6 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, device, names
 
-from agent.core.classes import DeviceClass
 from agent.core.conflicts import TABLE, Call, Outcome, Work
 from agent.core.settings import Config
 from agent.core.task_queue import TaskQueue
@@ -28,12 +28,9 @@ from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 from proto import csi_pb2 as csi
-
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -48,21 +45,20 @@ CODES = {
     Outcome.ABSENT: "NOT_FOUND",
     Outcome.REFUSED: "FAILED_PRECONDITION",
 }
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = Policy(size=Reserve(size_bytes=4 * EXTENT))
-    pools = [DeviceClass(one, group, layout=Layout("thin"), pool=thin) for one in ("thin", "gone")]
-    return replace(
-        config,
+POOL = Policy(size=Reserve(size_bytes=4 * EXTENT))
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.settings(
         controller_expand=True,
         classes=(
-            DeviceClass("plain", group, default=True),
-            DeviceClass("full", group, zero="fully"),
-            *pools,
+            configured.PLAIN,
+            configured.FULL,
+            replace(configured.THIN, pool=POOL),
+            replace(configured.THIN, name="gone", pool=POOL),
         ),
-    )
+    ),
+]
 
 
 class Node:
@@ -255,7 +251,7 @@ def test_all_work_is_tried() -> None:
 @pytest.mark.parametrize("work", SETUPS, ids=lambda work: work.name)
 def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, call: Call) -> None:
     SETUPS[work](node, call)
-    assert node.began.wait(200)
+    assert node.began.wait(expect.PATIENCE_SECONDS)
     assert node.queue is not None
     [job] = [one for one in node.queue.unfinished() if not one.ended.done()]
     outcome = TABLE[work][call]

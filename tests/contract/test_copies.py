@@ -10,44 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import chosen
+import configured
 import expect
 import pytest
 from real.any import AnyHost, device, logical, lvm2_commands, names
 from real.host import RealHost
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm.layout import Layout
 from mount import filesystem
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 BEFORE, AFTER = b"before  " * 512, b"after   " * 512
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(300, 150)
-
-
-@pytest.fixture
-def other(host: AnyHost) -> str:
-    """Another group."""
-    return host.new_group(40)
-
-
-@pytest.fixture
-def config(config: Config, group: str, other: str) -> Config:
-    striped = Layout("striped", stripes=2)
-    classes = (
-        DeviceClass(name="plain", group=group, default=True),
-        DeviceClass(name="striped", group=group, layout=striped),
-        DeviceClass(name="other", group=other),
-    )
-    return Config(**{**vars(config), "classes": classes})
+pytestmark = [
+    pytest.mark.groups(data=[300, 150], other=[40]),
+    pytest.mark.settings(
+        classes=(configured.PLAIN, configured.STRIPED, DeviceClass("other", "other"))
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from real.any import AnyHost
 
 from agent.core import errors, ids
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
@@ -40,27 +39,21 @@ from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
 
 LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(100, 100)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    pool = Policy(over_provisioning=20.0, size=Reserve(size_bytes=64 * MIB))
-    classes = tuple(
-        DeviceClass(
-            *(name, group),
-            default=name == "linear",
-            layout=layout,
-            snapshot_size=Reserve(percent=100),
-            pool=pool if layout.is_thin else None,
-        )
-        for name, layout in LAYOUTS.items()
+POOL = Policy(over_provisioning=20.0, size=Reserve(size_bytes=64 * MIB))
+CLASSES = tuple(
+    DeviceClass(
+        *(name, "data"),
+        default=name == "linear",
+        layout=layout,
+        snapshot_size=Reserve(percent=100),
+        pool=POOL if layout.is_thin else None,
     )
-    return Config(**{**vars(config), "classes": histories.sealed(classes)})
+    for name, layout in LAYOUTS.items()
+)
+pytestmark = [
+    pytest.mark.groups(data=[100, 100]),
+    pytest.mark.settings(classes=histories.sealed(CLASSES)),
+]
 
 
 layouts = pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))

@@ -60,10 +60,7 @@ def group(host: AnyHost, disk: str, usual: str, tmp_path: Path) -> Iterator[str]
         yield name
 
 
-@pytest.fixture
-def config(group: str, tmp_path: Path) -> Config:
-    classes = configured.classes(group, LAYOUTS)
-    return configured.carver(tmp_path, group, classes=classes)
+pytestmark = pytest.mark.settings(classes=configured.classes("data", LAYOUTS))
 
 
 def made_of(directory: Path, name: str, *disks: str) -> Config:

@@ -28,12 +28,10 @@ BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase
 MARK = b"not-for-the-disk"
 LAYOUTS = {**configured.LAYOUTS, "striped": Layout("striped", stripes=2, stripe_size_bytes=65536)}
 SIZES = {key: max(48 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.items()}
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """As many disks as the widest layout takes."""
-    return host.new_group(*[200] * configured.MOST_DISKS)
+pytestmark = [
+    # As many disks as the widest layout takes.
+    pytest.mark.groups(data=[200] * configured.MOST_DISKS),
+]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ And what an earlier volume left in the extents that a volume grows by is no reas
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -14,8 +15,6 @@ from encrypted import Box
 from fakes.filesystems import DRBD
 from real.any import AnyHost, device
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_volume
 from mount import filesystem
 from proto import csi_pb2 as csi
@@ -144,10 +143,7 @@ def test_a_formatted_volume_without_its_file_system_is_never_formatted_again(
 class TestEncrypted:
     """The same of volumes under LUKS."""
 
-    @pytest.fixture
-    def config(self, group: str, tmp_path: Path) -> Config:
-        one = DeviceClass("sealed", group, default=True, encryption="luks2")
-        return configured.carver(tmp_path, group, classes=(one,))
+    pytestmark = pytest.mark.settings(classes=(replace(configured.SEALED, default=True),))
 
     def test_growth_before_the_first_use_brings_no_signature_back(
         self, client: Client, host: AnyHost, group: str, staging: Path

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import pytest
 from csi_client import Client
@@ -14,13 +15,10 @@ from fakes import kubelet
 from real.any import AnyHost, device, logical, lvm2_commands, names
 
 from agent.core import quiesce
-from agent.core.classes import DeviceClass
-from agent.core.settings import TOPOLOGY_KEY, Config
+from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount.command import Result
 from proto import csi_pb2 as csi
 
@@ -557,14 +555,14 @@ def test_concurrent_calls_are_aborted(client: Client, pair: list[str], host: Any
     def intercept(words: Sequence[str]) -> Result | None:
         if words[1] == "fullreport":
             reached.set()
-            assert go_on.wait(200)
+            assert go_on.wait(expect.PATIENCE_SECONDS)
         return None
 
     host.intercept = intercept
     made: list[csi.VolumeGroupSnapshot] = []
     first = threading.Thread(target=lambda: made.append(client.group_snapshot("nightly", pair)))
     first.start()
-    assert reached.wait(200)
+    assert reached.wait(expect.PATIENCE_SECONDS)
     seconds: tuple[Callable[[], object], ...] = (
         lambda: client.group_snapshot("nightly", pair),
         lambda: client.group_snapshot("weekly", pair[:1]),
@@ -585,10 +583,7 @@ def test_concurrent_calls_are_aborted(client: Client, pair: list[str], host: Any
 class TestThin:
     """Of thin volumes that are held, lvm2 can take copy-on-write snapshots only."""
 
-    @pytest.fixture
-    def config(self, config: Config, group: str) -> Config:
-        thin = DeviceClass("thin", group, layout=Layout("thin"), pool=Policy(), default=True)
-        return replace(config, classes=(thin,))
+    pytestmark = pytest.mark.settings(classes=(replace(configured.THIN, default=True),))
 
     @pytest.mark.variation
     def test_snapshots_of_active_volumes_are_copy_on_write(

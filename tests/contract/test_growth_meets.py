@@ -3,33 +3,28 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import configured
 import expect
 import pytest
 import serving
 from csi_client import Client
 from real.any import AnyHost, logical, names
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import mounted, of_volume
 from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
-
 MIB = 1 << 20
 FULL = {"class": "full"}
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = (DeviceClass("plain", group, default=True), DeviceClass("full", group, zero="fully"))
-    return replace(config, controller_expand=True, classes=classes)
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.settings(controller_expand=True, classes=(configured.PLAIN, configured.FULL)),
+]
 
 
 @pytest.fixture
@@ -180,7 +175,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
 
     def copying(*where: Any, **more: Any) -> None:
         begun.set()
-        assert go.wait(200)
+        assert go.wait(expect.PATIENCE_SECONDS)
         copy(*where, **more)
 
     monkeypatch.setattr(host.kernel, "copy", copying)
@@ -189,7 +184,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
         target=lambda: client.create("clone", 64 * MIB, mounted("ext4"), source=source)
     )
     cloning.start()
-    assert begun.wait(200)
+    assert begun.wait(expect.PATIENCE_SECONDS)
     # The copy may begin a moment before CreateVolume has left the source's name.
     service.context.locks.grace_seconds = 60
     with expect.code("ABORTED", "it grows when that is done"):
@@ -199,7 +194,7 @@ def test_a_claim_that_is_raised_during_a_clone_is_served_after_it(
     with expect.code("FAILED_PRECONDITION", "when it is staged next"):
         client.node_expand(volume.volume_id, staging, 96 * MIB)
     go.set()
-    cloning.join(200)
+    cloning.join(expect.PATIENCE_SECONDS)
     client.expand(volume.volume_id, 96 * MIB)
     assert size(host, group) == 96
     client.unstage(volume.volume_id, staging)

@@ -18,7 +18,6 @@ from csi_client import Client
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
@@ -367,7 +366,7 @@ def test_failed_sweep_is_logged_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.001)
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
     running.start(config.endpoint)
     expect.soon(lambda: "are not removed" in caplog.text)
@@ -393,9 +392,9 @@ def test_sweeps_are_repeated(
         return False
 
     monkeypatch.setattr(InlineVolumes, "sweep", sweep)
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.start(config.endpoint)
-    assert enough.wait(200)
+    assert enough.wait(expect.PATIENCE_SECONDS)
     running.stop()
 
 
@@ -505,7 +504,7 @@ def limited(host: AnyHost, config: Config) -> Iterator[Client]:
     config = replace(
         config, inline_volume_limit=64 * MIB, inline_total_limit=Reserve(size_bytes=160 * MIB)
     )
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = 600
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:
@@ -559,7 +558,7 @@ def test_lowered_limits_keep_existing_volumes(
         inline_volume_limit=MIB,
         inline_total_limit=Reserve(percent=1),
     )
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:
         caller.publish_inline(VOLUME, target, SMALL)
@@ -590,7 +589,7 @@ def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
     directory = str(host.directory)
     made = configured.carver(tmp_path, group, kubelet_dir=(directory,), classes=(safe,))
     config = replace(made, inline_volume_limit=0, inline_total_limit=Reserve(percent=50))
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.start(config.endpoint)
     empty = report.read(host.lvm).group(group).free_extents
     with (

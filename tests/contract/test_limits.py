@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import pytest
 import serving
@@ -13,12 +14,9 @@ from csi_client import Client
 from fakes.cgroups import FakeCgroups
 from real.any import AnyHost, logical, lvm2_commands, names
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service, resume
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount import errors
 from mount.cgroups import ROOT, UNLIMITED, IoMax
 from proto import csi_pb2 as csi
@@ -34,15 +32,9 @@ GIVEN = {
     "carver/writeBandwidth": "10MiB",
 }
 LIMITED = IoMax(read_bytes=20 * MIB, write_bytes=10 * MIB, reads=200, writes=100)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = [
-        DeviceClass("linear", group, default=True),
-        DeviceClass("thin", group, layout=Layout("thin"), pool=Policy()),
-    ]
-    return Config(**{**vars(config), "classes": tuple(classes)})
+pytestmark = pytest.mark.settings(
+    classes=(replace(configured.PLAIN, name="linear"), configured.THIN)
+)
 
 
 def limits(host: AnyHost, service: Service, volume: csi.Volume) -> IoMax:

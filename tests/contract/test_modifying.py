@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ from real.any import AnyHost
 from real.host import RealHost
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report, volumes
 from lvm.caches import Cache
-from lvm.layout import Layout
-from lvm.thin import Policy
 from lvm.tuning import AUTO, PLAIN, Tuning
 from proto import csi_pb2 as csi
 
@@ -40,17 +38,16 @@ def group(host: AnyHost) -> str:
     return name
 
 
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = [
-        DeviceClass("linear", group, default=True),
-        DeviceClass("striped", group, layout=Layout("striped", stripes=2)),
-        DeviceClass("thin", group, layout=Layout("thin"), pool=Policy()),
-        DeviceClass("cache", group, cache=Cache()),
-        DeviceClass("writecache", group, cache=Cache("writecache", "writeback")),
-        *(DeviceClass(name, group, layout=shape) for name, shape in RAIDS.items()),
-    ]
-    return Config(**{**vars(config), "classes": tuple(classes)})
+pytestmark = pytest.mark.settings(
+    classes=(
+        replace(configured.PLAIN, name="linear"),
+        configured.STRIPED,
+        configured.THIN,
+        DeviceClass("cache", "data", cache=Cache()),
+        DeviceClass("writecache", "data", cache=Cache("writecache", "writeback")),
+        *(DeviceClass(name, "data", layout=shape) for name, shape in RAIDS.items()),
+    )
+)
 
 
 def tuned(*said: Any) -> Tuning:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import grpc
 import pytest
@@ -14,7 +16,6 @@ from nodes import Node
 from real.any import AnyHost
 from use import Use
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Mode, mounted
 from lvm import report
@@ -24,15 +25,9 @@ from mount.table import Mount
 MIB = 1 << 20
 ENDS, GOES_ON = ["errors=remount-ro", "noatime"], ["noatime"]
 KEY = {"passphrase": "correct horse"}
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    every = (
-        DeviceClass("plain", group, default=True),
-        DeviceClass("secret", group, encryption="luks2"),
-    )
-    return Config(**{**vars(config), "classes": every})
+pytestmark = pytest.mark.settings(
+    classes=(configured.PLAIN, replace(configured.SEALED, name="secret"))
+)
 
 
 class Shop(Use):
@@ -194,7 +189,7 @@ def test_a_remount_killed_at_any_step_is_completed_by_the_next_call(
             shop.publish("b")
         taken = list(switch.taken)
         if stop_at >= 0:
-            assert switch.dead.wait(200)
+            assert switch.dead.wait(expect.PATIENCE_SECONDS)
             node.kill()
             shop.client = node.client
             shop.publish("b")

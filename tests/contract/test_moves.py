@@ -248,7 +248,7 @@ def test_a_hold_that_meets_another_call_is_retried(
     def wait(words: Sequence[str]) -> None:
         if is_last(here, words):
             compared.set()
-            assert kept.wait(200)
+            assert kept.wait(expect.PATIENCE_SECONDS)
 
     monkeypatch.setattr(here.transfer, "HoldMove", meet)
     monkeypatch.setattr(move_command, "_KEEP_SECONDS", 0.01)

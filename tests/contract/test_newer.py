@@ -1,37 +1,30 @@
 """What a newer version left, after a way back: used as far as it is known, else left alone."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
+import configured
 import expect
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout
-from lvm.thin import Policy
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
-
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 NEEDED = "carver.needs=moonlight"
 SENTENCE = "newer version of Carver made it, with moonlight"
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = DeviceClass("thin", group, layout=Layout("thin"), pool=Policy())
-    return replace(config, classes=(*config.classes, thin))
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.settings(classes=(configured.PLAIN, configured.THIN)),
+]
 
 
 @pytest.fixture
@@ -120,9 +113,7 @@ def restart(config: Config, host: AnyHost, service: Service) -> Iterator[Callabl
 
     def again() -> Service:
         service.stop()
-        begun.append(
-            Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-        )
+        begun.append(Service(config, serving.machine(host), host.lvm))
         begun[-1].eraser.grace_seconds = 600
         server.resume(begun[-1])
         return begun[-1]

@@ -607,13 +607,13 @@ def test_two_volumes_published_at_once_never_share_a_target(
 
     def slow(source: str, path: str, attributes: set[str]) -> None:
         binding.set()
-        assert go_on.wait(200)
+        assert go_on.wait(expect.PATIENCE_SECONDS)
         bind(source, path, attributes)
 
     monkeypatch.setattr(host.kernel, "bind", slow)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(client.publish, staged, staging, target)
-        assert binding.wait(200)
+        assert binding.wait(expect.PATIENCE_SECONDS)
         with expect.code("ABORTED", str(target)):
             client.publish(other, host.directory / "other", target)
         go_on.set()
@@ -661,7 +661,7 @@ def test_a_program_that_outlasts_its_call_goes_on_and_the_next_call_waits_for_it
     def slow(words: Sequence[str]) -> None:
         if words[0] == program:
             begun.set()
-            assert go_on.wait(200)
+            assert go_on.wait(expect.PATIENCE_SECONDS)
 
     host.intercept = slow
     with Client(config.endpoint, timeout_seconds=5 if real else 2) as impatient:

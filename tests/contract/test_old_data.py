@@ -11,7 +11,6 @@ import configured
 import pytest
 from real.any import AnyHost, device
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report
 from proto import csi_pb2 as csi
@@ -32,12 +31,12 @@ def group(host: AnyHost) -> str:
     return made
 
 
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    usual = configured.classes(group, LAYOUTS)
-    classes = [replace(one, zero="first" if one.layout.is_thin else "fully") for one in usual]
-    others = [replace(one, name=f"usual-{one.name}", default=False) for one in usual]
-    return Config(**{**vars(config), "classes": (*classes, *others)})
+USUAL = configured.classes("data", LAYOUTS)
+CLASSES = (
+    *(replace(one, zero="first" if one.layout.is_thin else "fully") for one in USUAL),
+    *(replace(one, name=f"usual-{one.name}", default=False) for one in USUAL),
+)
+pytestmark = pytest.mark.settings(classes=CLASSES)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import chosen
 import configured
 import expect
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost
 from rich.console import Console
 from serving import served
 
 from agent.cli import status, terminal
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import block
@@ -118,7 +118,7 @@ def test_a_group_of_another_node_is_reported_and_left_alone_until_it_is_given_ba
     assert all(word in message for word in words)
     seen = status.read(
         replace(config, devices=host.lvm.devices),
-        Host(host.run, host.kernel, host.devices, host.disks),
+        serving.machine(host),
     )
     assert not seen.groups[0].present
     assert all(word in seen.groups[0].problem for word in words)

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import serving
 from real.any import AnyHost
 from rich.console import Console
 
@@ -13,7 +14,6 @@ from agent.cli import status, terminal
 from agent.cli.status import Overview, Place, Pool
 from agent.core import errors
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.csi.client import Client, Mode, block, mounted
 from mount.cgroups import IoMax
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def look(host: AnyHost, config: Config) -> Overview:
     """The status, with lvm2 confined to the disks of the test's own service."""
-    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    machine = serving.machine(host)
     return status.read(replace(config, devices=host.lvm.devices), machine)
 
 

@@ -35,12 +35,10 @@ from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """A group with room for two file systems of each kind."""
-    return host.new_group(250, 60)
+pytestmark = [
+    # Room for two file systems of each kind.
+    pytest.mark.groups(data=[250, 60]),
+]
 
 
 def names_in(host: AnyHost, group: str) -> set[str]:
@@ -55,7 +53,7 @@ def held_at(host: AnyHost, program: str) -> Iterator[threading.Event]:
     def intercept(words: Sequence[str]) -> Result | None:
         if words[0] == program and not reached.is_set():
             reached.set()
-            assert let_go.wait(200)
+            assert let_go.wait(expect.PATIENCE_SECONDS)
         return None
 
     host.intercept = intercept
@@ -157,7 +155,7 @@ def test_one_global_lock_held_over_mkfs(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(200)
+        assert formatting.wait(expect.PATIENCE_SECONDS)
         other = client.create("pvc-2", 16 * MIB, block())
         client.delete(other.volume_id)
         assert not staged.done()
@@ -170,7 +168,7 @@ def test_no_lock_per_volume(
 ) -> None:
     with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
         staged = pool.submit(client.stage, volume, staging)
-        assert formatting.wait(200)
+        assert formatting.wait(expect.PATIENCE_SECONDS)
         for call in (
             partial(client.stage, volume, staging),
             partial(client.delete, volume.volume_id),

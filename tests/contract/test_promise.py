@@ -9,34 +9,28 @@ neither what is in a thin pool nor in a snapshot's area, and the disks of one ma
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import configured
+import expect
 import left_behind
 import pytest
+import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout
-from lvm.thin import Policy
 
 DATA = Path(__file__).parents[1] / "data"
 FORMATS = sorted(DATA.glob("group-format-*.json"))
 MIB = 1 << 20
 # What was whole when the earlier version ended, or had begun and is completed now.
 VOLUMES = ("plain", "striped", "mirrored", "thin", "raw", "copy", "small")
-_PATIENCE_SECONDS = 200
-
-
-# The commands are what they are on any lvm2; `make contract` has them on the real one.
-pytestmark = pytest.mark.variation
 
 
 @pytest.fixture(params=FORMATS, ids=lambda path: path.stem)
@@ -45,21 +39,24 @@ def group(request: pytest.FixtureRequest, host: AnyHost) -> str:
     return left_behind.group_of(json.loads(request.param.read_text()), host)
 
 
-@pytest.fixture
-def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass(name="plain", group=group, default=True),
-        DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2)),
-        DeviceClass(name="mirrored", group=group, layout=Layout("raid1", mirrors=1)),
-        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, group, kubelet_dir=(str(host.directory),), classes=classes)
+pytestmark = [
+    # The commands are what they are on any lvm2; `make contract` has them on the real one.
+    pytest.mark.variation,
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            configured.STRIPED,
+            replace(configured.RAID, name="mirrored"),
+            configured.THIN,
+        )
+    ),
+]
 
 
 @pytest.fixture
 def client(host: AnyHost, config: Config) -> Iterator[Client]:
     """Today's version, that went on with what was left."""
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
     server.resume(running)
     running.start(config.endpoint)
@@ -70,7 +67,7 @@ def client(host: AnyHost, config: Config) -> Iterator[Client]:
 
 def wait_until_gone(host: AnyHost, group: str, *prefixes: str) -> None:
     """For what is done behind the answers."""
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + expect.PATIENCE_SECONDS
     while left := [one for one in names(host, group) if one.startswith(prefixes)]:
         assert time.monotonic() < until, left
         time.sleep(0.05)

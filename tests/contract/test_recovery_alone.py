@@ -4,28 +4,23 @@ import errno
 import os
 from dataclasses import replace
 
+import configured
 import pytest
 import serving
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery, startup
-from lvm.layout import Layout
-from lvm.thin import Policy
 
 MIB = 1 << 20
 POOLS = ("thin", "other")
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = [DeviceClass(one, group, layout=Layout("thin"), pool=Policy()) for one in POOLS]
-    return replace(config, classes=(DeviceClass("plain", group, default=True), *thin))
+pytestmark = pytest.mark.settings(
+    classes=(configured.PLAIN, *(replace(configured.THIN, name=one) for one in POOLS))
+)
 
 
 def test_a_pool_that_turned_read_only_keeps_neither_a_start_nor_another_pool(

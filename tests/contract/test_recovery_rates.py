@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import configured
 import pytest
 import serving
 from csi_client import Client
@@ -12,27 +13,23 @@ from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon import server
 from lvm import report
-from lvm.layout import NO_RESERVE, Layout, Reserve
+from lvm.layout import NO_RESERVE, Reserve
 from lvm.tuning import PLAIN, Tuning
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 SIZE = 16 * MIB
 BOUND = 3072
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(18, 18, 18)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = (
-        DeviceClass("raid1", group, layout=Layout("raid1", mirrors=1), default=True),
-        DeviceClass("linear", group),
-    )
-    return replace(config, classes=classes, background_bandwidth=Reserve(size_bytes=BOUND << 10))
+pytestmark = [
+    pytest.mark.groups(data=[18, 18, 18]),
+    pytest.mark.settings(
+        classes=(
+            replace(configured.RAID, name="raid1", default=True),
+            DeviceClass("linear", "data"),
+        ),
+        background_bandwidth=Reserve(size_bytes=BOUND << 10),
+    ),
+]
 
 
 def tuning(host: AnyHost, group: str, name: str = "a") -> Tuning:

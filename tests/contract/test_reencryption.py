@@ -3,11 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import chosen
+import configured
 import expect
 import grpc
 import pytest
+import serving
 from csi_client import Client
 from encrypted import Box
 from fakes.host import FakeHost
@@ -15,13 +18,11 @@ from real.any import AnyHost
 
 from agent.cli import status
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.pace import Pace
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm.layout import Layout, Reserve
-from lvm.thin import Policy
+from lvm.layout import Reserve
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -32,20 +33,17 @@ OTHER = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
 MARK, AT = b"not-for-the-disk".ljust(BLOCK_BYTES, b"\1"), 8 * MIB
 _PATIENCE_SECONDS = 300
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    """Classes; all but `shared` and `plain` give copies a master key of their own."""
-    every = (
-        DeviceClass(name="own", group=group, encryption="luks2", reencrypt=True, default=True),
-        DeviceClass(name="shared", group=group, encryption="luks2"),
-        DeviceClass(name="plain", group=group),
-        DeviceClass(
-            "thin", group, layout=Layout("thin"), pool=Policy(), encryption="luks2", reencrypt=True
-        ),
-    )
-    return Config(**{**vars(config), "classes": every})
+pytestmark = [
+    # All but `shared` and `plain` give copies a master key of their own.
+    pytest.mark.settings(
+        classes=(
+            replace(configured.SEALED, name="own", default=True, reencrypt=True),
+            replace(configured.SEALED, name="shared"),
+            DeviceClass("plain", "data"),
+            replace(configured.THIN, encryption="luks2", reencrypt=True),
+        )
+    ),
+]
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ def name() -> str:
 
 def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
     """How volumes are encrypted, by `carver status`."""
-    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    machine = serving.machine(host)
     return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
 
 

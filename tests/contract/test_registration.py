@@ -7,10 +7,10 @@ from pathlib import Path
 
 import expect
 import pytest
+import serving
 from fakes.kubelet import FakeKubelet
 from real.any import AnyHost
 
-from agent.core.host import Host
 from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import Client
 from agent.daemon.registration import Registration, State
@@ -27,7 +27,7 @@ def registry(tmp_path: Path) -> Path:
 @contextmanager
 def carver(host: AnyHost, config: Config, registry: Path) -> Iterator[Registration]:
     """One run of the service, registered by itself."""
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    service = Service(config, serving.machine(host), host.lvm)
     service.start(config.endpoint)
     registration = Registration(registry, config.endpoint, interval_seconds=0.02)
     registration.start()

@@ -9,7 +9,6 @@ import pytest
 import serving
 from real.any import AnyHost
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
@@ -35,10 +34,7 @@ def group(host: AnyHost, disks: list[str]) -> Iterator[str]:
         yield GROUP
 
 
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    classes = configured.classes(group, LAYOUTS)
-    return Config(**{**vars(config), "classes": classes})
+pytestmark = pytest.mark.settings(classes=configured.classes("data", LAYOUTS))
 
 
 def device_of(host: AnyHost, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import configured
 import expect
 import pytest
 import serving
@@ -17,29 +18,21 @@ from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from agent.operations import erase_free
 from lvm import report
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 MARKED = "carver.sweep=yes"
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(60)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin = Policy(size=Reserve(size_bytes=4 * EXTENT))
-    return replace(
-        config,
+pytestmark = [
+    pytest.mark.groups(data=[60]),
+    pytest.mark.settings(
         classes=(
-            DeviceClass("plain", group, default=True),
-            DeviceClass("thin", group, layout=Layout("thin"), pool=thin),
-        ),
-    )
+            configured.PLAIN,
+            replace(configured.THIN, pool=Policy(size=Reserve(size_bytes=4 * EXTENT))),
+        )
+    ),
+]
 
 
 class Sweep:
@@ -95,7 +88,7 @@ def test_a_pool_grows_while_free_extents_are_overwritten(
     client.create("pvc-1", 20 * EXTENT, block(), parameters={"class": "thin"})
     host.lvm("vgchange", "--addtag", MARKED, "--", group)
     service.freed_eraser.start(group)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     assert (report.read(host.lvm).group(group).disks[0].unallocated_extents == 0) is takes_all
     fill(host, group, "vol-pvc-1", 15 * MIB)
     assert service.autoextender.step(0)
@@ -115,7 +108,7 @@ def test_a_cow_store_grows_while_free_extents_are_overwritten(
     client.snapshot("s", source.volume_id, {"size": str(2 * EXTENT)})
     host.lvm("vgchange", "--addtag", MARKED, "--", group)
     service.freed_eraser.start(group)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     fill(host, group, "vol-pvc-1", 7 * MIB)
     assert service.autoextender.step(0)
     assert extents(host, group, "snap-s") > 2
@@ -132,7 +125,7 @@ def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it
     assert service.autoextender.step(0)
     host.lvm("vgchange", "--deltag", MARKED, "--", group)
     client.delete(made.volume_id)
-    assert sweep.begun.wait(200)
+    assert sweep.begun.wait(expect.PATIENCE_SECONDS)
     assert names(host, group) == {"sweep"}
     sweep.go.set()
     expect.soon(lambda: not names(host, group))

@@ -17,13 +17,10 @@ from nodes import Node
 from real.any import AnyHost
 from use import Use
 
-from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount import errors as mount_errors
 from mount import luks
 from mount.kernel import Kernel
@@ -35,18 +32,16 @@ OLD = {"passphrase": "correct horse battery staple"}
 NEW = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {**NEW, "previousPassphrase": OLD["passphrase"]}
 NAMED = {**BOTH, "passphraseGeneration": "2026-11"}
-
-
-@pytest.fixture
-def config(host: AnyHost, tmp_path: Path) -> Config:
-    group = host.new_group(100, 100)
-    thin = Layout("thin")
-    every = (
-        DeviceClass("linear", group, default=True, encryption="luks2"),
-        DeviceClass("thin", group, layout=thin, pool=Policy(), encryption="luks2"),
-        DeviceClass("own", group, encryption="luks2", reencrypt=True),
-    )
-    return configured.carver(tmp_path, group, classes=every)
+pytestmark = [
+    pytest.mark.groups(data=[100, 100]),
+    pytest.mark.settings(
+        classes=(
+            replace(configured.PLAIN, name="linear", encryption="luks2"),
+            replace(configured.THIN, encryption="luks2"),
+            replace(configured.SEALED, name="own", reencrypt=True),
+        )
+    ),
+]
 
 
 @dataclass
@@ -350,7 +345,7 @@ def test_a_rotation_killed_at_any_step_is_completed(node: Node, name: str) -> No
             CALLS[name](used)
         taken = list(switch.taken)
         if stop_at >= 0:
-            assert switch.dead.wait(200)
+            assert switch.dead.wait(expect.PATIENCE_SECONDS)
             node.kill()
             used.client = node.client
             # It opens by one of the two, whatever the kill left.

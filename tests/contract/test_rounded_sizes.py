@@ -1,6 +1,6 @@
 """A size that Carver rounded up is not held against the caller who asked for less."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import configured
 import expect
@@ -8,34 +8,27 @@ import pytest
 from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm.layout import Layout
 from proto import csi_pb2 as csi
-
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 KEY = {"passphrase": "correct horse battery staple"}
 # 100 MB is no whole number of extents; 100 MiB is, but below the least xfs; 1 is below everything.
 ASKED = (100_000_000, 100 * MIB, 1)
 CLASSES = ("linear", "striped", "sealed")
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    return host.new_group(220, 220, 220)
-
-
-@pytest.fixture
-def config(group: str, tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("linear", group, default=True),
-        DeviceClass("striped", group, layout=Layout("striped", stripes=3)),
-        DeviceClass("sealed", group, encryption="luks2"),
-    )
-    return configured.carver(tmp_path, group, classes=classes)
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.groups(data=[220, 220, 220]),
+    pytest.mark.settings(
+        classes=(
+            replace(configured.PLAIN, name="linear"),
+            DeviceClass("striped", "data", layout=Layout("striped", stripes=3)),
+            configured.SEALED,
+        )
+    ),
+]
 
 
 def requested(client: Client, source: csi.Volume, by: str) -> tuple[csi.VolumeContentSource, int]:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import chosen
+import expect
 import grpc
 import pytest
 from changed_blocks import blocks
@@ -38,7 +39,6 @@ from mount import errors as mount_errors
 UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}
 STOPPED = {"stopped before", "stopped after"}
 STARVED = {"starved", "starved within"}
-_PATIENCE_SECONDS = 200
 
 # Re-encryption is not lvm2's.
 NAMES = [name for name, case in CASES.items() if not (case.long_wipe or "own master key" in name)]
@@ -71,13 +71,13 @@ class Place:
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""
         for jobs in behind(self.machine.service):
-            wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
+            wait([job.ended for job in list(jobs._jobs.values())], expect.PATIENCE_SECONDS)
         with suppress(mount_errors.CommandError):
             self.machine.service.volume_groups.run_deferred()
 
     def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:
         """What failed behind an answer is tried again."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + expect.PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, seen()
             self.settle()

@@ -1,44 +1,43 @@
 """Thin classes: a pool is made when needed, promised within bounds, given back when empty."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import pytest
 import tiers
 from real.any import AnyHost, device
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import report
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount.command import Result
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 THIN, TWICE = {"class": "thin"}, {"class": "twice"}
-
-
-@pytest.fixture
-def group(host: AnyHost) -> str:
-    """Thirty extents, on two disks."""
-    return host.new_group(18, 12)
-
-
-@pytest.fixture
-def config(config: Config, group: str) -> Config:
-    thin, size = Layout("thin"), Reserve(size_bytes=8 * MIB)
-    twice, reserve = Policy(2.0, size, chunk_size_bytes=256 << 10), Reserve(size_bytes=16 * MIB)
-    classes = (
-        DeviceClass("thick", group, default=True),
-        DeviceClass("thin", group, layout=thin, pool=Policy(size=size)),
-        DeviceClass("twice", group, layout=thin, reserve=reserve, pool=twice),
-    )
-    return Config(**{**vars(config), "classes": classes})
+POOL = Reserve(size_bytes=8 * MIB)
+pytestmark = [
+    # Thirty extents, on two disks.
+    pytest.mark.groups(data=[18, 12]),
+    pytest.mark.settings(
+        classes=(
+            replace(configured.PLAIN, name="thick"),
+            replace(configured.THIN, pool=Policy(size=POOL)),
+            replace(
+                configured.THIN,
+                name="twice",
+                reserve=Reserve(size_bytes=16 * MIB),
+                pool=Policy(2.0, POOL, chunk_size_bytes=256 << 10),
+            ),
+        )
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,6 @@ from mount.command import Result
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
-
 MIB = 1 << 20
 SIZE = 16 * MIB
 
@@ -42,18 +39,18 @@ class Slow:
     def __call__(self, *words: str, **more: Any) -> Result:
         if self.on.is_set() and words[1] == "fullreport" and self._disks[0] in " ".join(words):
             self.asked.set()
-            assert self.go.wait(200)
+            assert self.go.wait(expect.PATIENCE_SECONDS)
         return self._run(*words, **more)
 
 
-@pytest.fixture
-def other(host: AnyHost) -> str:
-    return host.new_group(60)
-
-
-@pytest.fixture
-def config(config: Config, group: str, other: str) -> Config:
-    return replace(config, classes=(DeviceClass("a", group, default=True), DeviceClass("b", other)))
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.groups(data=[100, 60], other=[60]),
+    pytest.mark.settings(
+        classes=(DeviceClass("a", "data", default=True), DeviceClass("b", "other"))
+    ),
+]
 
 
 @pytest.fixture
@@ -90,13 +87,13 @@ def during_an_older_read(
     calling = threading.Thread(target=lambda: answers.append(answer_of(call)))
     reading = threading.Thread(target=volume_group.state)
     reading.start()
-    assert slow.asked.wait(200)
+    assert slow.asked.wait(expect.PATIENCE_SECONDS)
     calling.start()
     # It waits for a read of its own, or has answered.
     expect.soon(lambda: volume_group._next is not None or answers)
     slow.go.set()
     for one in (reading, calling):
-        one.join(200)
+        one.join(expect.PATIENCE_SECONDS)
     return answers[0]
 
 
@@ -164,7 +161,7 @@ def test_a_deleted_clone_leaves_no_bridge_in_its_source_s_group(
     def copying(*where: Any, **more: Any) -> None:
         [job] = service.copier.jobs.unfinished()
         begun.set()
-        assert job.cancelled.wait(200)
+        assert job.cancelled.wait(expect.PATIENCE_SECONDS)
         copy(*where, **more)
 
     monkeypatch.setattr(host.kernel, "copy", copying)
@@ -172,11 +169,11 @@ def test_a_deleted_clone_leaves_no_bridge_in_its_source_s_group(
     clone = partial(client.create, "clone", SIZE, block(), parameters=where, source=of)
     cloning = threading.Thread(target=answer_of, args=[clone])
     cloning.start()
-    assert begun.wait(200)
+    assert begun.wait(expect.PATIENCE_SECONDS)
     uuid = report.read(host.lvm).group(other).uuid.replace("-", "")[:8]
     delete = partial(client.delete, f"{other}@{uuid}/vol-clone")
     assert during_an_older_read(service, slow, group, delete) == "OK"
-    cloning.join(200)
+    cloning.join(expect.PATIENCE_SECONDS)
     expect.soon(lambda: names(host, group) == {"vol-source"}, lambda: names(host, group))
     client.delete(source.volume_id)
     assert not names(host, group) | names(host, other)

@@ -4,8 +4,9 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import configured
 import expect
 import grpc
 import pytest
@@ -19,33 +20,19 @@ from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon import server
 from agent.daemon.server import Service
-from lvm.layout import Layout
-from lvm.thin import Policy
 from proto import csi_pb2 as csi
-
-# Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
-pytestmark = pytest.mark.variation
 
 MIB = 1 << 20
 SIZE = 16 * MIB
 DATA = b"a tenant's data.".ljust(4096, b"#")
 SOURCES = ("volume", "snapshot", "group snapshot")
 INTO = {"class": "into"}
-
-
-@pytest.fixture
-def other(host: AnyHost) -> str:
-    return host.new_group(60)
-
-
-@pytest.fixture
-def config(config: Config, group: str, other: str) -> Config:
-    classes = (
-        DeviceClass("plain", group, default=True),
-        DeviceClass("thin", group, layout=Layout("thin"), pool=Policy()),
-        DeviceClass("into", other),
-    )
-    return replace(config, classes=classes)
+pytestmark = [
+    # Carver's record decides here; lvm2 is asked for nothing that other tests do not ask it for.
+    pytest.mark.variation,
+    pytest.mark.groups(data=[100, 60], other=[60]),
+    pytest.mark.settings(classes=(configured.PLAIN, configured.THIN, DeviceClass("into", "other"))),
+]
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,21 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    """One group, `data`, of 200 extents of 4 MiB."""
+def fake(tmp_path: Path, request: pytest.FixtureRequest) -> FakeHost:
+    """A machine with the groups of the mark `groups`; without it `data`, of 200 extents."""
     host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [200])
+    for name, extents in configured.groups(request, 200).items():
+        host.lvm2.add_group(name, extents)
     return host
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """One class on that group; volumes may be mounted anywhere."""
-    return configured.carver(tmp_path, kubelet_dir=("/",))
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    """The settings of the mark `settings`; without it one class on `data`.
+
+    Volumes may be mounted anywhere.
+    """
+    return configured.settings(request, tmp_path, kubelet_dir=("/",))
 
 
 @pytest.fixture

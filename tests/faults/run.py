@@ -24,8 +24,6 @@ from rich.table import Table
 
 from vagrant import guest
 
-_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests:{guest.TREE}/tests/support"
-_PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
 _HERE = f"{guest.TREE}/tests/faults"
 _POWER = "power_loss"
 _WIPE = "wipe_power_loss"
@@ -34,7 +32,7 @@ _WIPE = "wipe_power_loss"
 def in_guest(seed: int, cut: bool, names: list[str]) -> Iterator[Row]:
     """The faults that are tried in the guest, as they end."""
     options = ["--seed", str(seed), *(["--cut"] if cut else [])]
-    words = [*_PYTHON, f"{_HERE}/inside.py", *options, *names]
+    words = [*guest.PYTHON, f"{_HERE}/inside.py", *options, *names]
     with subprocess.Popen(guest.ssh(words), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -53,7 +51,7 @@ def power_loss(seed: int, times: int, *, after_deletion: bool = False) -> Row:
     chance, started = random.Random(seed), time.monotonic()
     lost, leaked, volumes, deleted = [], [], 0, 0
     for number in range(times):
-        words = [*_PYTHON, f"{_HERE}/power.py", "load", str(seed + number)]
+        words = [*guest.PYTHON, f"{_HERE}/power.py", "load", str(seed + number)]
         with subprocess.Popen(
             guest.ssh(words, "-o", "ControlPath=none"), stdout=subprocess.PIPE, text=True
         ) as loading:
@@ -68,7 +66,7 @@ def power_loss(seed: int, times: int, *, after_deletion: bool = False) -> Row:
                 time.sleep(chance.uniform(3, 30))
             guest.reset()
             loading.kill()
-        ended = guest.run([*_PYTHON, f"{_HERE}/power.py", "judge"], check=False)
+        ended = guest.run([*guest.PYTHON, f"{_HERE}/power.py", "judge"], check=False)
         if ended.returncode:
             return Row(title, number, f"FAILED: {ended.stderr}", 0, 0)
         verdict = json.loads(ended.stdout)

@@ -31,8 +31,6 @@ PAGE = PROJECT / "docs" / "performance.md"
 RECORD = PROJECT / "docs" / "performance.json"
 PICTURE = PROJECT / "docs" / "images" / "performance.svg"
 _DIST = PROJECT / "dist"
-_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests:{guest.TREE}/tests/support"
-_PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
 _OUTPUT = "/var/tmp/carver-bench.json"
 # The last calls of a pass come to an end after its time.
 _GRACE_SECONDS = 300
@@ -52,7 +50,7 @@ def in_guest(name: str, settings: str, seconds: float) -> tuple[Run | None, bool
     """One pass in the guest, as far as it came, and whether it came to its end."""
     words = [
         # SIGINT: what hangs is left in good order.
-        *("timeout", "--signal=INT", str(seconds + _GRACE_SECONDS), *_PYTHON),
+        *("timeout", "--signal=INT", str(seconds + _GRACE_SECONDS), *guest.PYTHON),
         *(f"{guest.TREE}/tests/performance/measure.py", "--seconds", str(seconds)),
         *("--name", name, "--settings", settings, _OUTPUT),
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+import expect
 import nodes
 import pytest
 from authority import Authority
@@ -41,11 +42,11 @@ class Loop:
         async def done() -> T:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(200)
+        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(expect.PATIENCE_SECONDS)
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(200)
+        self._thread.join(expect.PATIENCE_SECONDS)
         self.loop.close()
 
 

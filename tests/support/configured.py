@@ -1,14 +1,28 @@
-"""The configuration that tests serve: one place to tell of a new setting."""
+"""The configuration that tests serve, and how a test asks for another.
 
-from collections.abc import Mapping
+    pytestmark = [
+        pytest.mark.groups(data=[60, 60], other=[20]),
+        pytest.mark.settings(classes=(configured.PLAIN, configured.THIN), wipe="none"),
+    ]
+
+`groups` are the machine's volume groups: how many extents of 4 MiB each of their disks has.
+`settings` are those that differ from the usual ones. Either mark may also stand above one test, or
+in a class of tests; the nearest is heeded.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from lvm import layout
 from lvm.layout import Layout
 from lvm.thin import Policy
+
+if TYPE_CHECKING:
+    # Not while it runs: programs that are no tests, whose memory is measured, are configured here.
+    import pytest
 
 # One of each kind that Carver knows, by its name, with as few disks as show what it is.
 LAYOUTS: Mapping[str, Layout] = {
@@ -24,6 +38,30 @@ THICK = (
     Layout("striped", stripes=3, stripe_size_bytes=8192),
     Layout("raid1", mirrors=2),
 )
+# Classes that many tests use.
+PLAIN = DeviceClass("plain", "data", default=True)
+FULL = DeviceClass("full", "data", zero="fully")
+STRIPED = DeviceClass("striped", "data", layout=LAYOUTS["striped"])
+RAID = DeviceClass("raid", "data", layout=LAYOUTS["raid1"])
+THIN = DeviceClass("thin", "data", layout=LAYOUTS["thin"], pool=Policy())
+SEALED = DeviceClass("sealed", "data", encryption="luks2")
+
+
+def groups(request: "pytest.FixtureRequest", *usual: int) -> Mapping[str, Sequence[int]]:
+    """The groups that a test asks for; without that `data`, with disks of the usual extents."""
+    mark = request.node.get_closest_marker("groups")
+    return {"data": usual} if mark is None else mark.kwargs
+
+
+def settings(request: "pytest.FixtureRequest", directory: Path, **usual: Any) -> Config:
+    """The configuration that a test asks for. Paths that are not absolute are in its directory."""
+    mark = request.node.get_closest_marker("settings")
+    asked = {} if mark is None else mark.kwargs
+    inside = {
+        name: directory / value if isinstance(value, Path) else value
+        for name, value in asked.items()
+    }
+    return carver(directory, **usual | inside)
 
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-# Longer than anything takes on a machine that is busy with other work.
-_PATIENCE_SECONDS = 200
+# Time limit of what a test waits for: longer than anything takes on a machine that is busy with
+# other work.
+PATIENCE_SECONDS = 200
 
 
 def soon(
     is_so: Callable[[], object], instead: Callable[[], object] = lambda: "it did not come about"
 ) -> None:
     """Wait for what another thread or process does; `instead` is what there is in its place."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         assert time.monotonic() < end, instead()
         time.sleep(0.001)

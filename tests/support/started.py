@@ -3,6 +3,7 @@
 import http.client
 import threading
 
+import expect
 import pytest
 from fakes.host import FakeHost
 from serving import machine
@@ -30,7 +31,7 @@ class Started:
         monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
         self._thread = threading.Thread(target=process.serve, args=(config, machine(fake)))
         self._thread.start()
-        assert self.served.wait(200)
+        assert self.served.wait(expect.PATIENCE_SECONDS)
 
     def _notify(self, state: str) -> None:
         self.states.append(state)

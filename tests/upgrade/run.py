@@ -21,7 +21,6 @@ from vagrant.host import PROJECT
 
 _RELEASED = Path(__file__).with_name("released.json")
 _OLDER = "/var/tmp/carver-older"
-_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests:{guest.TREE}/tests/support"
 _PROGRAM = f"{guest.TREE}/tests/upgrade/across.py"
 
 
@@ -42,7 +41,7 @@ def main() -> int:
         bring(commit)
         for maker, server in ((_OLDER, guest.TREE), (guest.TREE, _OLDER)):
             print(f"version {version}: made by {maker}, served by {server}", flush=True)
-            words = ["env", _PATH, "/opt/carver/test-venv/bin/python", _PROGRAM, maker, server]
+            words = [*guest.PYTHON, _PROGRAM, maker, server]
             failed |= subprocess.run(guest.ssh(words), check=False).returncode
     return min(failed, 1)
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import configured
 import expect
 import pytest
+import serving
 from csi_client import Client
 from real.host import RealHost, lab, real_host
 
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
@@ -59,7 +59,7 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
     config: Config = configured.carver(
         tmp_path, classes=classes, kubelet_dir=(str(host.directory),)
     )
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = 600
     running.start(config.endpoint)
     running.autoextender.tasks.start()

@@ -3,24 +3,18 @@
 import io
 from pathlib import Path
 
-import configured
 import pytest
 from fakes.host import FakeHost
 from fast.cli.conftest import Shell
 
 from agent.cli import terminal
-from agent.core.settings import Config
 from agent.csi.client import Client
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import luks
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, header_backups=tmp_path / "headers")
+pytestmark = pytest.mark.settings(header_backups=Path("headers"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ tests/container types them on real volumes.
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from agent.cli import terminal, volumes
 from agent.core import errors
 from agent.core.classes import DeviceClass
 from agent.core.parameters import MUTABLE
-from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.daemon.server import Service
 from lvm.report import Group
@@ -225,9 +225,7 @@ def test_the_document_s_example_works_as_it_stands(
 class TestInACluster:
     """Where volumes grow on their node."""
 
-    @pytest.fixture
-    def config(self, tmp_path: Path) -> Config:
-        return configured.carver(tmp_path, controller_expand=False)
+    pytestmark = pytest.mark.settings(controller_expand=False)
 
     def test_a_volume_grows_where_it_is_published(self, shell: Shell, fake: FakeHost) -> None:
         place: Path = fake.directory / "db"
@@ -270,13 +268,7 @@ def test_a_kubeconfig_is_refused_before_anything_is_sent(shell: Shell) -> None:
 class TestWhereAGroupIsAway:
     """Of two groups one is not on this node any more; each has a volume, and a snapshot of it."""
 
-    @pytest.fixture
-    def config(self, tmp_path: Path) -> Config:
-        classes = (
-            DeviceClass(name="plain", group="data", default=True),
-            DeviceClass(name="fast", group="fast"),
-        )
-        return configured.carver(tmp_path, classes=classes)
+    pytestmark = pytest.mark.settings(classes=(configured.PLAIN, DeviceClass("fast", "fast")))
 
     @pytest.fixture
     def shell(self, shell: Shell, fake: FakeHost) -> Shell:
@@ -340,10 +332,7 @@ class TestWhereAGroupIsAway:
 class TestAClassThatOverwrites:
     """Where a volume, and what it grows by, is overwritten before it is there."""
 
-    @pytest.fixture
-    def config(self, tmp_path: Path) -> Config:
-        classes = (DeviceClass(name="plain", group="data", default=True, zero="fully"),)
-        return configured.carver(tmp_path, classes=classes)
+    pytestmark = pytest.mark.settings(classes=(replace(configured.PLAIN, zero="fully"),))
 
     @pytest.fixture
     def waits(

@@ -3,7 +3,6 @@
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import expect
 import pytest
@@ -24,13 +23,6 @@ EXT4 = {tag.FORMATTED: "ext4"}
 @pytest.fixture(autouse=True)
 def nothing_behind() -> None:
     """Here the work is deferred as in production."""
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    made = FakeHost(tmp_path)
-    made.lvm2.add_group("data")
-    return made
 
 
 @pytest.fixture

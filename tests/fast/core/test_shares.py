@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Semaphore, Thread
 
-import configured
 import expect
 import grpc
 import pytest
@@ -16,7 +15,6 @@ from fakes.kernel import _FakeReader
 from agent.core import errors, locks, pace
 from agent.core.classes import DeviceClass
 from agent.core.locks import Shares
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
 from proto import csi_pb2 as csi
 
@@ -52,22 +50,17 @@ def test_a_group_has_its_own_limit() -> None:
         assert taken(shares, "c", kept) > 0
 
 
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    """A group that will be sick, and one that stays sound."""
-    host = FakeHost(tmp_path)
-    for one in ("sick", "sound"):
-        host.lvm2.add_group(one, [200])
-    return host
+pytestmark = [
+    pytest.mark.groups(sick=[200], sound=[200]),
+    pytest.mark.settings(classes=(DeviceClass("sick", "sick"), DeviceClass("sound", "sound"))),
+]
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Of a service with so few threads that a test can have all of them wait."""
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service has so few threads that a test can have all of them wait."""
     monkeypatch.setattr(locks, "_OTHERS", 12)
     monkeypatch.setattr(locks, "THREADS", 16)
-    classes = tuple(DeviceClass(one, one) for one in ("sick", "sound"))
-    return configured.carver(tmp_path, classes=classes)
 
 
 def test_streams_of_a_group_that_hangs_leave_places_to_others(

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import configured
 import expect
 import pytest
 from fakes import known as fake_known
@@ -193,16 +192,7 @@ def test_the_end_does_not_wait_for_what_hangs(
 # Health
 
 
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [10])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path)
+pytestmark = pytest.mark.groups(data=[10])
 
 
 def test_the_process_is_healthy_while_it_answers_over_its_socket(

@@ -38,7 +38,6 @@ from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 STAGES = 40
-pytestmark = pytest.mark.usefixtures("well")
 
 
 class Hanging:
@@ -56,9 +55,10 @@ class Hanging:
             assert self.answering.wait(120)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",), metrics_address=Address("127.0.0.1", 0))
+pytestmark = [
+    pytest.mark.usefixtures("well"),
+    pytest.mark.settings(metrics_address=Address("127.0.0.1", 0)),
+]
 
 
 @pytest.fixture

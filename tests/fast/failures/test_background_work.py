@@ -4,6 +4,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -28,31 +29,33 @@ from mount.command import Result
 MIB = 1 << 20
 EXTENT = 4 * MIB
 GROUPS = ("a", "b")
+POOL = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+# In each group a class of each kind that has background work.
+CLASSES = tuple(
+    one
+    for group in GROUPS
+    for one in (
+        DeviceClass(f"thin-{group}", group, layout=Layout("thin"), pool=POOL),
+        replace(
+            configured.RAID,
+            name=f"raid-{group}",
+            group=group,
+            repair="auto",
+            repair_after_seconds=0,
+        ),
+        DeviceClass(f"plain-{group}", group, default=group == "a"),
+    )
+)
+pytestmark = [
+    pytest.mark.groups(a=[100, 100, 100], b=[100, 100, 100]),
+    pytest.mark.settings(classes=CLASSES),
+]
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for one in GROUPS:
-        host.lvm2.add_group(one, [100, 100, 100])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """In each group a class of each kind that has background work."""
-    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
-    raid = Layout("raid1", mirrors=1)
-    classes = [
-        one
-        for group in GROUPS
-        for one in (
-            DeviceClass(f"thin-{group}", group, layout=Layout("thin"), pool=pool),
-            DeviceClass(f"raid-{group}", group, layout=raid, repair="auto", repair_after_seconds=0),
-            DeviceClass(f"plain-{group}", group, default=group == "a"),
-        )
-    ]
-    return configured.carver(tmp_path, kubelet_dir=(str(tmp_path),), classes=tuple(classes))
+def config(config: Config, tmp_path: Path) -> Config:
+    """The directory of all pods lies in the test's own."""
+    return replace(config, kubelet_dir=(str(tmp_path),))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -14,14 +15,11 @@ from fakes.host import FakeHost
 from real.any import device
 
 from agent.core import allocation, records, tag
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import preflight
 from lvm import report, tags
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount.command import Result
 
 MIB = 1 << 20
@@ -29,16 +27,10 @@ SIZE = 32 * MIB
 TENANT = b"an earlier tenant"
 DATA = b"the data".ljust(4096, b".")
 STATES = (tag.READY, tag.COPYING, tag.WIPING, tag.RECEIVING, tag.MOVED)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("zeroed", "data", zero=tag.FULLY),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes, wipe="none")
+pytestmark = pytest.mark.settings(
+    classes=(configured.PLAIN, replace(configured.FULL, name="zeroed"), configured.THIN),
+    wipe="none",
+)
 
 
 def own_tags(fake: FakeHost, name: str) -> set[str]:

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import configured
 import expect
 import pytest
 import serving
@@ -24,19 +22,7 @@ from proto.carver_pb2_grpc import TransferStub
 MIB = 1 << 20
 FIRST, SECOND = DeviceClass("first", "a", default=True), DeviceClass("second", "b")
 OLDER = {"carver.committed", "carver.memberGroups"}
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in ("a", "b"):
-        host.lvm2.add_group(name, [100])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=(FIRST, SECOND))
+pytestmark = [pytest.mark.groups(a=[100], b=[100]), pytest.mark.settings(classes=(FIRST, SECOND))]
 
 
 class Node:

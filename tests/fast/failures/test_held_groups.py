@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import configured
 import expect
 import grpc
 import pytest
@@ -57,19 +56,7 @@ CLASSES = (
     DeviceClass("sealed", "a", encryption="luks2", layout=Layout("thin"), pool=Policy()),
     DeviceClass("sealed-thick", "a", encryption="luks2"),
 )
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in ("a", "b"):
-        host.lvm2.add_group(name, [200])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=CLASSES)
+pytestmark = [pytest.mark.groups(a=[200], b=[200]), pytest.mark.settings(classes=CLASSES)]
 
 
 @pytest.fixture
@@ -98,7 +85,7 @@ def copied(fake: FakeHost) -> bytes:
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
-        wait([job.ended for job in list(jobs._jobs.values())], 200)
+        wait([job.ended for job in list(jobs._jobs.values())], expect.PATIENCE_SECONDS)
 
 
 class Gate:
@@ -109,7 +96,7 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self.open.wait(200)
+        assert self.open.wait(expect.PATIENCE_SECONDS)
 
     def before(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """The operation, which hangs first."""
@@ -132,7 +119,7 @@ class Gate:
             finally:
                 self.open.set()
         with suppress(grpc.RpcError):
-            calling.result(200)
+            calling.result(expect.PATIENCE_SECONDS)
 
 
 def live(client: Client, *classes: str) -> None:
@@ -167,7 +154,7 @@ def test_no_device_is_used_and_no_program_runs_while_a_group_is_held(
         assert service.inventory.state("a").group("a").name == "a"
         # Another thread holds nothing, and may be left behind.
         read = command.begin("look", lambda: context.kernel.read(device, 0, 512))
-        assert read.result(200) == bytes(512)
+        assert read.result(expect.PATIENCE_SECONDS) == bytes(512)
     assert context.kernel.read(device, 0, 512) == bytes(512)
 
 
@@ -235,7 +222,7 @@ class Between:
         if words[1] == "lvcreate" and "vol-copy" in words and not self.acted:
             self.acted = True
             # By a thread that holds nothing.
-            command.begin("between", self._act).result(200)
+            command.begin("between", self._act).result(expect.PATIENCE_SECONDS)
         return None
 
 
@@ -411,7 +398,7 @@ def killed_at_each_step(directory: Path) -> Iterator[tuple[Trial, str]]:
     for number, before in stops(counting.taken):
         trial, switch = Trial(directory / f"{number}{before}"), Switch(number, before=before)
         trial.run(switch)
-        assert switch.dead.wait(200), (number, switch.taken)
+        assert switch.dead.wait(expect.PATIENCE_SECONDS), (number, switch.taken)
         trial.machine.revive()
         idle(trial.machine.service)
         yield trial, f"killed {'before' if before else 'after'} {counting.taken[number]}"
@@ -510,7 +497,7 @@ def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
     service.context.locks.grace_seconds = 60
 
     def waits(job: Any) -> None:
-        assert begin.wait(200)
+        assert begin.wait(expect.PATIENCE_SECONDS)
         work(job)
 
     service.copier.jobs._work = waits
@@ -521,7 +508,7 @@ def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
         if device == "/dev/mapper/a-vol--source":
             # The copy activates its bridge, and with it the source.
             begin.set()
-            assert copying.reached.wait(200)
+            assert copying.reached.wait(expect.PATIENCE_SECONDS)
         return 4096 if device.startswith("/dev/fake-b-") else logical(device)
 
     with ThreadPoolExecutor(1) as caller:
@@ -533,7 +520,7 @@ def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
             client.create("second", SIZE, block(), parameters=THERE, source=of)
         active = service.inventory.is_active("a", "copy-first")
         copying.open.set()
-        assert first.result(200).content_source == of
+        assert first.result(expect.PATIENCE_SECONDS).content_source == of
     assert active
 
 

@@ -68,12 +68,7 @@ class Trouble:
         return None
 
 
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("a", [200])
-    host.lvm2.add_group("b", [200])
-    return host
+pytestmark = pytest.mark.groups(a=[200], b=[200])
 
 
 def configuration(directory: Path, *classes: DeviceClass, **settings: Any) -> Config:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import configured
@@ -18,7 +17,6 @@ from fakes.lvm import FakeGroup, FakeVolume
 
 from agent.core import records
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
@@ -29,26 +27,18 @@ MIB = 1 << 20
 EXTENT = 4 * MIB
 SIZE = 40 * EXTENT
 MARKER = b"a secret".ljust(4096, b"!")
-
-pytestmark = pytest.mark.usefixtures("waiting_eraser")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [30, 60, 60])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1)),
-        DeviceClass("raid3", "data", layout=Layout("raid1", mirrors=2)),
-        DeviceClass("striped", "data", layout=Layout("striped", stripes=2)),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.usefixtures("waiting_eraser"),
+    pytest.mark.groups(data=[30, 60, 60]),
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            configured.RAID,
+            DeviceClass("raid3", "data", layout=Layout("raid1", mirrors=2)),
+            configured.STRIPED,
+        )
+    ),
+]
 
 
 @dataclass

@@ -26,25 +26,11 @@ MIB = 1 << 20
 EXTENT = 4 * MIB
 MARKER = b"a secret".ljust(4096, b"!")
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
-
-pytestmark = pytest.mark.usefixtures("waiting_eraser")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60, 60, 60])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1)),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.usefixtures("waiting_eraser"),
+    pytest.mark.groups(data=[60, 60, 60]),
+    pytest.mark.settings(classes=(configured.PLAIN, configured.RAID, configured.THIN)),
+]
 
 
 def make(client: Client, fake: FakeHost, name: str, device_class: str = "thin") -> str:

@@ -10,28 +10,17 @@ import serving
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
 from lvm import thin
-from lvm.layout import Layout
-from lvm.thin import Policy
 from lvm.volumes import New
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 SIZE = 8 * EXTENT
 OWN = b"not Carver's".ljust(4096)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = pytest.mark.settings(classes=(configured.PLAIN, configured.THIN))
 
 
 def start(config: Config, fake: FakeHost) -> Service:

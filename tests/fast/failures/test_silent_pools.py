@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import configured
 import expect
 import pytest
 from fakes.host import FakeHost
@@ -25,26 +24,17 @@ from proto import csi_pb2 as csi
 EXTENT = 4 << 20
 THICK = {"class": "thick"}
 VOLUMES = 12
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("a", [600])
-    host.lvm2.add_group("b", [600])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    thin = Layout("thin")
-    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
-    classes = (
-        DeviceClass("sick", "a", default=True, layout=thin, pool=pool),
-        DeviceClass("thick", "a"),
-        DeviceClass("sound", "b", layout=thin, pool=pool),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+POOL = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+pytestmark = [
+    pytest.mark.groups(a=[600], b=[600]),
+    pytest.mark.settings(
+        classes=(
+            DeviceClass("sick", "a", default=True, layout=Layout("thin"), pool=POOL),
+            DeviceClass("thick", "a"),
+            DeviceClass("sound", "b", layout=Layout("thin"), pool=POOL),
+        )
+    ),
+]
 
 
 @pytest.fixture

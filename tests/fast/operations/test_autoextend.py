@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import configured
 import expect
@@ -12,12 +12,10 @@ from fakes.lvm import FakePool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import thin
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.report import Group, PhysicalVolume
 from lvm.thin import Policy, Pool
 from mount.command import Result
@@ -26,31 +24,18 @@ from proto import csi_pb2 as csi
 MIB = 1 << 20
 EXTENT = 4 * MIB
 THIN = {"class": "thin"}
-
-pytestmark = pytest.mark.usefixtures("waiting_eraser")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
-    return configured.carver(
-        tmp_path,
-        kubelet_dir=("/",),
+POOL = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+pytestmark = [
+    pytest.mark.usefixtures("waiting_eraser"),
+    pytest.mark.groups(data=[60]),
+    pytest.mark.settings(
         classes=(
-            DeviceClass("plain", "data", default=True),
-            DeviceClass(
-                "thin", "data", layout=Layout("thin"), pool=pool, reserve=Reserve(10 * EXTENT)
-            ),
-            DeviceClass("lost", "gone", layout=Layout("thin"), pool=Policy()),
-        ),
-    )
+            configured.PLAIN,
+            replace(configured.THIN, pool=POOL, reserve=Reserve(10 * EXTENT)),
+            replace(configured.THIN, name="lost", group="gone"),
+        )
+    ),
+]
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-import configured
 import expect
 import pytest
 import serving
@@ -24,20 +22,12 @@ MIB = 1 << 20
 SIZE = 32 * MIB
 # The classes of the groups.
 CLASSES = {"a": "first", "b": "second"}
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in CLASSES:
-        host.lvm2.add_group(name, [300])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = tuple(DeviceClass(name, one, default=one == "a") for one, name in CLASSES.items())
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.groups(**{key: [300] for key in CLASSES}),
+    pytest.mark.settings(
+        classes=tuple(DeviceClass(name, one, default=one == "a") for one, name in CLASSES.items())
+    ),
+]
 
 
 @contextmanager

@@ -30,13 +30,7 @@ from proto.csi_pb2 import VolumeContentSource as Source
 MIB = 1 << 20
 SIZE = 200 * MIB
 DATA = b"contents" * 512
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [300])
-    return host
+pytestmark = pytest.mark.groups(data=[300])
 
 
 def start(config: Config, fake: FakeHost, socket: str = "csi.sock") -> Service:

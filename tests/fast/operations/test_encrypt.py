@@ -1,6 +1,7 @@
 """Open encrypted volumes: after a kill, backups of headers, key files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -11,7 +12,6 @@ from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 
 from agent.core import errors
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, mounted
 from agent.operations import encrypt
@@ -22,15 +22,9 @@ from proto import csi_pb2 as csi
 MIB = 1 << 20
 KEY = {"passphrase": "correct horse"}
 NEW = {"passphrase": "battery staple", "previousPassphrase": "correct horse"}
-
-
-@pytest.fixture
-def config(fake: FakeHost, tmp_path: Path) -> Config:
-    [group] = fake.lvm2.groups
-    only = DeviceClass("plain", group, default=True, encryption="luks2")
-    return configured.carver(
-        tmp_path, group, classes=(only,), header_backups=tmp_path / "headers" / "here"
-    )
+pytestmark = pytest.mark.settings(
+    classes=(replace(configured.PLAIN, encryption="luks2"),), header_backups=Path("headers/here")
+)
 
 
 @pytest.fixture

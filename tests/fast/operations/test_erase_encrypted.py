@@ -5,10 +5,10 @@ from pathlib import Path
 
 import configured
 import pytest
+import serving
 from fakes.host import FakeHost
 
 from agent.core.classes import ERASURES, DeviceClass
-from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm.layout import Layout
@@ -27,7 +27,7 @@ def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
         DeviceClass("thin", group, encryption="luks2", layout=Layout("thin"), pool=Policy()),
     ]
     config = configured.carver(tmp_path, group, classes=tuple(classes))
-    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    service = Service(config, serving.machine(host), host.lvm)
     service.eraser.grace_seconds = 60
     service.start(config.endpoint)
     with Client(config.endpoint) as caller:

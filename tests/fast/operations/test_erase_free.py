@@ -18,41 +18,27 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Killed, Switch, stops
 
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount.command import Result
 
 EXTENT = 4 << 20
 MARKER = b"a secret".ljust(4096, b"!")
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
-RAID = Layout("raid1", mirrors=1)
-
-pytestmark = pytest.mark.usefixtures("waiting_eraser")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60, 60, 60, 60])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    thin = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy())
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("raid", "data", layout=RAID),
-        DeviceClass("auto", "data", layout=RAID, repair="auto", repair_after_seconds=600),
-        DeviceClass("sealed", "data", layout=RAID, encryption="luks2"),
-        thin,
-        replace(thin, name="thin2"),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+CLASSES = (
+    configured.PLAIN,
+    configured.RAID,
+    replace(configured.RAID, name="auto", repair="auto", repair_after_seconds=600),
+    replace(configured.RAID, name="sealed", encryption="luks2"),
+    configured.THIN,
+    replace(configured.THIN, name="thin2"),
+)
+pytestmark = [
+    pytest.mark.usefixtures("waiting_eraser"),
+    pytest.mark.groups(data=[60, 60, 60, 60]),
+    pytest.mark.settings(classes=CLASSES),
+]
 
 
 @pytest.fixture
@@ -313,7 +299,7 @@ class Trial:
         self.host = FakeHost(directory / "mounts")
         name = self.host.new_group(20, 20, 20)
         self.group = self.host.lvm2.groups[name]
-        raid = DeviceClass("plain", name, default=True, layout=RAID)
+        raid = replace(configured.RAID, name="plain", group=name, default=True)
         self.machine = Machine(self.host, name, directory, settings={"classes": (raid,)})
         create = do.Create("a", 4 * EXTENT, 0, Use("block", do.WRITER))
         assert self.machine.call(create).code == "OK"

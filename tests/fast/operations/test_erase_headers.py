@@ -21,15 +21,7 @@ EXTENT = 4 << 20
 KEY = {"passphrase": "correct horse battery staple"}
 NEW_KEY = {"passphrase": "a new one", "previousPassphrase": KEY["passphrase"]}
 GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
-
-pytestmark = pytest.mark.usefixtures("waiting_eraser")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60, 60])
-    return host
+pytestmark = [pytest.mark.usefixtures("waiting_eraser"), pytest.mark.groups(data=[60, 60])]
 
 
 @pytest.fixture(params=["zero", "none"])

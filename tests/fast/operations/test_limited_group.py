@@ -1,7 +1,7 @@
 """A volume group that may have only so many logical volumes (vgchange(8), --logicalvolume)."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import configured
 import expect
@@ -10,26 +10,20 @@ from csi_client import Client
 from fakes.host import FakeHost
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, of_volume
 from lvm import report
 from lvm.caches import Cache
-from lvm.layout import Layout
-from lvm.thin import Policy
 
 MIB = 1 << 20
 THICK, THIN = {"class": "thick"}, {"class": "thin"}
 CACHED = {"class": "cached"}
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("thick", "data", default=True),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+pytestmark = pytest.mark.settings(
+    classes=(
+        replace(configured.PLAIN, name="thick"),
+        configured.THIN,
         DeviceClass("cached", "data", cache=Cache()),
     )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+)
 
 
 def limit(fake: FakeHost, most: int) -> None:

@@ -4,31 +4,28 @@ external-provisioner keeps the node that was selected on any code but RESOURCE_E
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
+import configured
 import expect
 import pytest
 from fakes.host import FakeHost
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def fake(fake: FakeHost) -> FakeHost:
-    fake.lvm2.add_group("other", [200])
-    return fake
-
-
-@pytest.fixture
-def config(config: Config) -> Config:
-    other = (DeviceClass("other", "other"), DeviceClass("elsewhere", "nowhere"))
-    return replace(config, classes=(*config.classes, *other))
+pytestmark = [
+    pytest.mark.groups(data=[200], other=[200]),
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            DeviceClass("other", "other"),
+            DeviceClass("elsewhere", "nowhere"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("of", [of_snapshot, of_volume])

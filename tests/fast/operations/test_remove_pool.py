@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 
 import configured
 import expect
@@ -16,13 +15,12 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 
 from agent.core import task_queue
-from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.core.task_queue import Job
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm import errors
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount import command
 from mount.command import Result
@@ -32,20 +30,16 @@ MIB = 1 << 20
 EXTENT = 4 * MIB
 # Three pieces of what is overwritten at a time.
 POOL = Reserve(size_bytes=192 * MIB)
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [120])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    pool = Policy(size=POOL, chunk_size_bytes=16 * MIB)
-    thin = DeviceClass("thin", "data", default=True, layout=Layout("thin"), pool=pool)
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=(thin,))
+pytestmark = [
+    pytest.mark.groups(data=[120]),
+    pytest.mark.settings(
+        classes=(
+            replace(
+                configured.THIN, default=True, pool=Policy(size=POOL, chunk_size_bytes=16 * MIB)
+            ),
+        )
+    ),
+]
 
 
 def start(config: Config, fake: FakeHost) -> Service:

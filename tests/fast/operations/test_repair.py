@@ -16,31 +16,21 @@ from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
-from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60, 50, 40])
-    host.lvm2.add_group("wide", [60] * 6)
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    raid = Layout("raid1", mirrors=1)
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("raid", "data", layout=raid),
-        DeviceClass("auto", "data", layout=raid, repair="auto", repair_after_seconds=600),
-        DeviceClass("raid10", "wide", layout=Layout("raid10", stripes=2, mirrors=1)),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.groups(data=[60, 50, 40], wide=[60] * 6),
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            configured.RAID,
+            replace(configured.RAID, name="auto", repair="auto", repair_after_seconds=600),
+            DeviceClass("raid10", "wide", layout=Layout("raid10", stripes=2, mirrors=1)),
+            configured.THIN,
+        )
+    ),
+]
 
 
 def make(client: Client, name: str, device_class: str, extents: int = 4) -> str:

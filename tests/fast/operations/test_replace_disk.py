@@ -35,18 +35,7 @@ CLASSES = (
     DeviceClass("raid5", "data", layout=Layout("raid5", stripes=2)),
     DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
 )
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60, 50, 40])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, classes=CLASSES)
+pytestmark = [pytest.mark.groups(data=[60, 50, 40]), pytest.mark.settings(classes=CLASSES)]
 
 
 @pytest.fixture

@@ -7,32 +7,16 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount import table
 
 MIB = 1 << 20
 LAYOUTS = pytest.mark.parametrize("layout", ["plain", "thin"])
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    # What is small lies on the first.
-    host.lvm2.add_group("data", [200, 20])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    # What is small lies on the first disk.
+    pytest.mark.groups(data=[200, 20]),
+    pytest.mark.settings(classes=(configured.PLAIN, configured.THIN)),
+]
 
 
 @LAYOUTS

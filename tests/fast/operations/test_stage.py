@@ -1,6 +1,7 @@
 """Which volumes may be staged and published."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -10,24 +11,17 @@ import pytest
 from fakes.host import FakeHost
 
 from agent.core import tag
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm.devices import Device
-from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import filesystem, table
 from mount.command import Result
 from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    thin = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(over_provisioning=4))
-    classes = (DeviceClass("plain", "data", default=True), thin)
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = pytest.mark.settings(
+    classes=(configured.PLAIN, replace(configured.THIN, pool=Policy(over_provisioning=4)))
+)
 
 
 @pytest.mark.parametrize(

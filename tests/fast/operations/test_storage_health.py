@@ -12,36 +12,25 @@ from fakes.lvm import FakePool
 from fakes.sysfs import Sysfs
 
 from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
 from lvm.disks import DiskErrors
-from lvm.layout import Layout
-from lvm.thin import Policy
 from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 PROGRAMS = ("mkfs.ext4", "fsck.ext4", "e2fsck", "mkfs.xfs", "xfs_repair")
 GROUPS = ("data", "fast")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    for name in GROUPS:
-        host.lvm2.add_group(name, [100, 100])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (
-        DeviceClass("plain", "data", default=True),
-        DeviceClass("fast", "fast"),
-        DeviceClass("thin", "fast", layout=Layout("thin"), pool=Policy()),
-    )
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+pytestmark = [
+    pytest.mark.groups(**{key: [100, 100] for key in GROUPS}),
+    pytest.mark.settings(
+        classes=(
+            configured.PLAIN,
+            DeviceClass("fast", "fast"),
+            replace(configured.THIN, group="fast"),
+        )
+    ),
+]
 
 
 @pytest.fixture

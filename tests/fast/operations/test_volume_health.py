@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,16 @@ from mount.table import Mount
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
+pytestmark = [
+    pytest.mark.groups(data=[200], other=[200]),
+    pytest.mark.settings(classes=(configured.PLAIN, DeviceClass("other", "other"))),
+]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    classes = (DeviceClass("plain", "data", default=True), DeviceClass("other", "other"))
-    return configured.carver(tmp_path, kubelet_dir=(str(tmp_path),), classes=classes)
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [200])
-    host.lvm2.add_group("other", [200])
-    return host
+def config(config: Config, tmp_path: Path) -> Config:
+    """Volumes may be mounted below the test's directory, and nowhere else."""
+    return replace(config, kubelet_dir=(str(tmp_path),))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+import expect
 import pytest
 from fakes.host import FakeHost
 
@@ -30,7 +31,7 @@ class Disk:
         by: By | None = None,
     ) -> None:
         self.reached.set()
-        assert self.free.wait(200)
+        assert self.free.wait(expect.PATIENCE_SECONDS)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error

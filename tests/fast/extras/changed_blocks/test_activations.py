@@ -8,6 +8,7 @@ from pathlib import Path
 import configured
 import nodes
 import pytest
+import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from histories import Disk
@@ -15,7 +16,6 @@ from nodes import Node
 
 from agent.core import errors, ids
 from agent.core.classes import DeviceClass
-from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import service as changed_blocks
@@ -39,7 +39,7 @@ def pool(host: FakeHost, tmp_path: Path) -> Iterator[tuple[FakePool, Reservation
     group = host.new_group(100)
     thin = DeviceClass("thin", group, default=True, layout=Layout("thin"), pool=Policy())
     config = configured.carver(tmp_path, classes=(thin,))
-    seams = Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
+    seams = serving.machine(host)
     service = Service(config, seams, host.lvm)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
