@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from agent.core import codes, errors, secret, trace
+from agent.core import codes, errors, trace
 from agent.core.ids import VolumeId
 from agent.core.locks import Admission, Shares
 from agent.core.trace import Trace, Traces
@@ -98,7 +98,7 @@ class Interceptor(grpc.ServerInterceptor):
         if handler is None:
             return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
-        wire = (_wiping(handler.request_deserializer), handler.response_serializer)
+        wire = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
             stream = self._stream(method, handler.unary_stream, self._stream_shares)
             stream.__dict__[_POOL] = self._streams
@@ -221,20 +221,6 @@ def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
         context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Overwrite a request's bytes once they are parsed: they may have a key."""
-    if deserialize is None:
-        return None
-
-    def read(data: bytes) -> Any:
-        request = deserialize(data)
-        # Nothing else refers to them.
-        secret.wipe(data)
-        return request
-
-    return read
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:

@@ -110,7 +110,7 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             "prometheus_client",
             {"agent/daemon/metrics.py", "agent/extras/controller/metrics.py"},
         ),
-        ("ctypes", {"agent/core/secret.py", "mount/calls.py"}),
+        ("ctypes", {"mount/calls.py"}),
         ("psutil", {"mount/mounts.py"}),
         ("rich", {"agent/cli/terminal.py"}),
         ("yaml", {"agent/extras/kubernetes/access.py"}),
