@@ -117,7 +117,7 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
         ("shtab", {"agent/cli/main.py"}),
         (
             "subprocess",
-            {"proto/generate.py", "mount/programs.py", "agent/extras/transfer/remote.py"},
+            {"proto/generate.py", "mount/programs.py"},
         ),
         ("xxhash", {"agent/extras/streams/form.py"}),
         ("zstandard", {"agent/extras/streams/form.py"}),
