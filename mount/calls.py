@@ -9,6 +9,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
+_PR_SET_DUMPABLE = 4
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
@@ -39,6 +40,12 @@ def syscall(number: int, *arguments: int | bytes | None) -> int:
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+def forbid_dumps() -> None:
+    """Disable core dumps of this process (prctl(2), PR_SET_DUMPABLE)."""
+    if _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def fsopen(fs_type: str) -> int:

@@ -241,7 +241,7 @@ class Programs:
         called = words if turn is None else (*_MORTAL, *words)
         with (
             TemporaryFile() as stderr,
-            _started(called, stdin, stderr, bufsize) as running,
+            start(called, reads=stdin is not None, stderr=stderr, bufsize=bufsize) as running,
             _ended_in(running),
         ):
             if running.stdin is not None and stdin is not None:
@@ -285,16 +285,24 @@ def _execute(
     return _by_subprocess(words, timeout_seconds, stdin)
 
 
-def _started(
-    words: Sequence[str], stdin: bytearray | None, stderr: BinaryIO | int, bufsize: int = -1
+def start(
+    words: Sequence[str],
+    *,
+    reads: bool,
+    stderr: BinaryIO | int = subprocess.PIPE,
+    bufsize: int = -1,
+    environment: Mapping[str, str] | None = ENVIRONMENT,
 ) -> "subprocess.Popen[bytes]":
-    """A program whose output is a pipe, and its input where there is something to read."""
+    """Start a program other than lvm2, with pipes; its input is one if it reads, else is empty.
+
+    Without an environment the program has this process's. Raises ProgramMissing, OSError.
+    """
     try:
         return subprocess.Popen(
             words,
             bufsize,
-            env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            env=environment,
+            stdin=subprocess.PIPE if reads else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
         )
@@ -310,7 +318,7 @@ def _by_subprocess(
     It forks a process of this one's size, and has threads to read what the program prints; Popen
     has neither (vfork(2)).
     """
-    running, in_time = _started(words, stdin, subprocess.PIPE), True
+    running, in_time = start(words, reads=stdin is not None), True
     try:
         # Written from where it is: nothing copies it.
         stdout, stderr = running.communicate(cast(bytes, stdin), timeout=timeout_seconds)

@@ -19,7 +19,6 @@ from agent.core import errors, ids, secret, sockets, tag, users
 from agent.core.host import Host
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import HeaderCopies
-from agent.core.secret import Key
 from agent.core.settings import Config
 from agent.csi import client
 from agent.csi.client import Client
@@ -143,10 +142,10 @@ class VolumeVerbs:
         if not self.caller.confirms(volume.volume_id, capability):
             # It was made for raw block access; where something else is wrong, the call will say so.
             capability = client.block(mode)
-        with _secrets(key_file) as secrets:
-            staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A copy may be given a master key of its own first.
-            _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
+        secrets = _secrets(key_file)
+        staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A copy may be given a master key of its own first.
+        _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
@@ -180,11 +179,11 @@ class VolumeVerbs:
             raise errors.NotPublished(name)
         identity = volume.volume_id
         # Read the key before anything grows: an unusable key changes nothing.
-        with _secrets(key_file) as secrets:
-            if can_expand:
-                _at_last(lambda: self.caller.expand(identity, size_bytes))
-            if places:
-                _at_last(lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets))
+        secrets = _secrets(key_file)
+        if can_expand:
+            _at_last(lambda: self.caller.expand(identity, size_bytes))
+        if places:
+            _at_last(lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets))
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
@@ -445,28 +444,16 @@ def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
         raise errors.PerhapsAway(what, name, (why for _, why in sorted(may.items())))
 
 
-@contextmanager
-def _secrets(key_file: str) -> Iterator[dict[str, str]]:
-    """Yield the secrets of a call, from a key file; raises BadField, NotReady."""
+def _secrets(key_file: str) -> dict[str, str]:
+    """The secrets of a call, from a key file; raises BadField, NotReady."""
     if not key_file:
-        yield {}
-        return
-    key = encryption.key_in(key_file)
-    text = _text(key)
-    key.wipe()
-    if text is None:
-        raise errors.BadField("--key-file", "is not UTF-8, and a secret of CSI's is text")
+        return {}
     try:
-        yield {secret.PASSPHRASE: text}
-    finally:
-        secret.wipe(text)
-
-
-def _text(key: Key) -> str | None:
-    try:
-        return key.data.decode()
+        return {secret.PASSPHRASE: encryption.key_in(key_file).data.decode()}
     except UnicodeDecodeError:
-        return None
+        # Not raised from here: the error has the key.
+        pass
+    raise errors.BadField("--key-file", "is not UTF-8, and a secret of CSI's is text")
 
 
 def _group_and_name(path: str) -> tuple[str, str]:

@@ -63,10 +63,17 @@ PLACES = 112
 _OTHERS = 128
 # How many calls may wait for a copy, which is made in the background.
 _ASIDE = 128
-# Some calls name no volume.
-THREADS = PLACES + _OTHERS + _ASIDE + 16
-# How many of these may wait for another call to end, each in a thread for calls without a place.
-MOST_CALLS_WAITING = (_OTHERS + 16) // 2
+# Maximum of calls that wait for another call to end; those that name no volume have no place yet.
+MOST_CALLS_WAITING = 72
+# Maximum of streams in total, and of one group: each reads a disk as fast as it can, or waits.
+STREAMS, STREAMS_OF_A_GROUP = 24, 8
+# Maximum of calls in which both sides stream.
+EXCHANGES = 48
+# Maximum of calls that are answered once, other than Identity's.
+_CALLS = PLACES + _OTHERS + _ASIDE + MOST_CALLS_WAITING
+# Number of the server's threads: what each of these limits allows, and some for Identity's calls
+# and for calls that are refused. A thread is started when it is needed.
+THREADS = _CALLS + STREAMS + EXCHANGES + 16
 # Calls that ask for all groups are counted as if these were one more.
 _ALL = ""
 # How long a call waits for the start, which takes a few commands.
@@ -88,6 +95,7 @@ class Admission:
         self._places = self._free = places
         # How many admitted calls use each group.
         self._with: Counter[str] = Counter()
+        self._threads = threading.BoundedSemaphore(_CALLS)
         self._others = Shares(_OTHERS)
         self.aside = Shares(_ASIDE)
         self._closed_at = 0.0
@@ -109,6 +117,16 @@ class Admission:
         with self._changed:
             self.is_open, self.problem = True, None
             self._changed.notify_all()
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """Keep a thread for a call, so that some are left for Identity's; raises TooManyCalls."""
+        if not self._threads.acquire(blocking=False):
+            raise errors.TooManyCalls(_CALLS)
+        try:
+            yield
+        finally:
+            self._threads.release()
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:

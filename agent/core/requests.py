@@ -682,10 +682,7 @@ class HealthAt:
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:
-    """Read the keys of a call and overwrite their texts; raises BadField.
-
-    Each access to the map makes a new text. Other secrets are ignored.
-    """
+    """Read the keys of a call; raises BadField. Other secrets are ignored."""
     present, previous = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
         for name in (secret.PASSPHRASE, secret.PREVIOUS_PASSPHRASE)

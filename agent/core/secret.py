@@ -1,18 +1,12 @@
-"""Keys of encrypted volumes in memory: few copies, each overwritten after use.
+"""Keys of encrypted volumes: never shown, and each in one buffer that is overwritten after use.
 
-A key is kept in one bytearray. The request's bytes and text that it came in are immutable, so they
-are overwritten in place by ctypes. Memory that C libraries free is overwritten by glibc:
-MALLOC_PERTURB_ and GLIBC_TUNABLES in systemd/carver.service and the image (mallopt(3), M_PERTURB).
-pymalloc does not do that: without ctypes, tests/fast/failures/test_memory.py finds two copies after
-the volume is closed (keys of 8 and of 320 bytes); PYTHONMALLOC=malloc leaves none, but doubles the
-time of code that allocates much. docs/encryption.md has the guarantees.
+What gRPC, protobuf and Python make of a request that has a key is freed and not overwritten.
+docs/security.md says what that means.
 """
 
 import contextlib
-import ctypes
 import hmac
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,11 +18,8 @@ PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
 GENERATION = "passphraseGeneration"
 # The most that CSI and cryptsetup accept, in bytes.
 MOST_BYTES = 2048
-_PR_SET_DUMPABLE = 4
 # Never on a disk: without it a digest of a key says nothing.
 _SALT = os.urandom(32)
-# Of a text with other than ASCII characters: here two, and an end, of two bytes each.
-_WIDE_HEADER_BYTES = sys.getsizeof(chr(0x100) * 2) - 3 * 2
 
 
 class Key:
@@ -81,36 +72,11 @@ NONE = Keys()
 
 
 def of_text(field: str, text: str) -> Key:
-    """Make a key of a text without other references, and overwrite the text. Raises BadField."""
+    """Make a key of a text. Raises BadField."""
     data = text.encode()
-    try:
-        if not 0 < len(data) <= MOST_BYTES:
-            raise errors.BadField(field, f"must have 1 to {MOST_BYTES} bytes")
-        return Key(data)
-    finally:
-        wipe(data)
-        wipe(text)
-
-
-def wipe(text: str | bytes) -> None:
-    """Overwrite a text or bytes without other references in place.
-
-    Not if shorter than 2: CPython shares these (Objects/unicodeobject.c, bytesobject.c).
-    """
-    if len(text) < 2:
-        return
-    if isinstance(text, bytes):
-        # Behind the header: PyBytesObject.ob_sval, and a zero at its end.
-        start, size = bytes.__basicsize__ - 1, len(text)
-    elif text.isascii():
-        # Behind the header: PyASCIIObject, and a zero at its end.
-        start, size = sys.getsizeof("") - 1, len(text)
-    else:
-        # Behind the header: PyCompactUnicodeObject, as many bytes for each character as the
-        # largest takes (PEP 393).
-        width = next(one for one in (1, 2, 4) if ord(max(text)) < 1 << 8 * one)
-        start, size = _WIDE_HEADER_BYTES, len(text) * width
-    ctypes.memset(id(text) + start, 0, size)
+    if not 0 < len(data) <= MOST_BYTES:
+        raise errors.BadField(field, f"must have 1 to {MOST_BYTES} bytes")
+    return Key(data)
 
 
 @contextlib.contextmanager
@@ -122,8 +88,3 @@ def in_file(content: bytes) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
-
-
-def forbid_dumps() -> None:
-    """Disable core dumps of this process (prctl(2), PR_SET_DUMPABLE)."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cache
 from importlib.metadata import version
 from itertools import chain
@@ -14,7 +13,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from agent.core import codes, errors, secret, trace
+from agent.core import codes, errors, locks, trace
 from agent.core.ids import VolumeId
 from agent.core.locks import Admission, Shares
 from agent.core.trace import Trace, Traces
@@ -56,15 +55,8 @@ def _replace(message: Message, field: FieldDescriptor) -> None:
 
 # A call that leaves less than this to lvm2 would only be cut off.
 _RESERVE_SECONDS = 0.2
-_IDENTITY_THREADS = 2
-# Each reads a disk as fast as it can, or waits for it: of one group so many at once.
-_STREAMS, _STREAMS_OF_A_GROUP = 24, 8
-# Calls in which both sides stream.
-_EXCHANGES = 48
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
 _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
-# grpc/_server.py, _select_thread_pool_for_behavior.
-_POOL = "experimental_thread_pool"
 
 
 class Interceptor(grpc.ServerInterceptor):
@@ -79,14 +71,10 @@ class Interceptor(grpc.ServerInterceptor):
         self._observe = observe or (lambda _trace: None)
         self._traces = traces or Traces()
         self._admission = admission or Admission()
-        # Liveness probes are answered also while each other thread waits for a disk.
-        self._identity = ThreadPoolExecutor(_IDENTITY_THREADS, thread_name_prefix="identity")
         # A stream lasts as long as its caller likes, and as its disk does.
-        self._streams = ThreadPoolExecutor(_STREAMS, thread_name_prefix="stream")
-        self._stream_shares = Shares(_STREAMS, _STREAMS_OF_A_GROUP)
+        self._streams = Shares(locks.STREAMS, locks.STREAMS_OF_A_GROUP)
         # These only wait, some for hours, beside streams of the same commands.
-        self._exchanges = ThreadPoolExecutor(_EXCHANGES, thread_name_prefix="exchange")
-        self._exchange_shares = Shares(_EXCHANGES)
+        self._exchanges = Shares(locks.EXCHANGES)
 
     def intercept_service(
         self,
@@ -98,29 +86,34 @@ class Interceptor(grpc.ServerInterceptor):
         if handler is None:
             return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
-        wire = (_wiping(handler.request_deserializer), handler.response_serializer)
+        wire = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
-            stream = self._stream(method, handler.unary_stream, self._stream_shares)
-            stream.__dict__[_POOL] = self._streams
+            stream = self._stream(method, handler.unary_stream, self._streams)
             return grpc.unary_stream_rpc_method_handler(stream, *wire)
         if handler.stream_stream:
             exchange = self._exchange(method, handler.stream_stream)
-            exchange.__dict__[_POOL] = self._exchanges
             return grpc.stream_stream_rpc_method_handler(exchange, *wire)
         if handler.unary_unary is None:
             return handler
-        call = self._call(method, handler.unary_unary)
-        if handler_call_details.method.startswith("/csi.v1.Identity/"):
-            call.__dict__[_POOL] = self._identity
+        # Liveness probes are answered also while each other call waits for a disk.
+        is_probe = handler_call_details.method.startswith("/csi.v1.Identity/")
+        thread = nullcontext if is_probe else self._admission.thread
+        call = self._call(method, handler.unary_unary, thread)
         return grpc.unary_unary_rpc_method_handler(call, *wire)
 
-    def _call(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+    def _call(
+        self,
+        method: str,
+        behaviour: _Behaviour,
+        thread: Callable[[], AbstractContextManager[None]],
+    ) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
             made, response = Trace(method, _subject(request)), None
             try:
                 with (
                     trace.within(made),
                     command.time_limit(_remaining_seconds(context)),
+                    thread(),
                     self._admission.call(_group(made.volume, request)),
                 ):
                     response = behaviour(request, context)
@@ -160,11 +153,19 @@ class Interceptor(grpc.ServerInterceptor):
         """Treat a call by its first request, which says what it is about, as one with a stream."""
 
         def exchange(requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Any]:
-            first = next(requests, None)
+            first, problem = None, None
+            try:
+                # The caller may send nothing for as long as it likes.
+                with self._exchanges.one(""):
+                    first = next(requests, None)
+            except errors.TooManyCalls as error:
+                problem = error
+            if problem is not None:
+                _end(context, codes.code_of(problem), str(problem))
             if first is not None:
                 every = chain([first], requests)
                 stream = self._stream(
-                    method, lambda _first, context: behaviour(every, context), self._exchange_shares
+                    method, lambda _first, context: behaviour(every, context), self._exchanges
                 )
                 yield from stream(first, context)
 
@@ -221,20 +222,6 @@ def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
         context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Overwrite a request's bytes once they are parsed: they may have a key."""
-    if deserialize is None:
-        return None
-
-    def read(data: bytes) -> Any:
-        request = deserialize(data)
-        # Nothing else refers to them.
-        secret.wipe(data)
-        return request
-
-    return read
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:

@@ -6,13 +6,12 @@ raised.
 
 import logging
 import socket
+import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
@@ -25,15 +24,12 @@ from agent.csi.client import Client
 
 _log = logging.getLogger(__name__)
 
-# Connections that are read from at one time; others wait in the kernel's queue.
-_READING = 4
-# Requests for one page at a time: while that hangs, other pages are still served.
+# Maximum of connections whose request is being read; each page has threads besides.
+_READING = 16
+# Maximum of requests for one page at a time: while the page hangs, other pages are still served.
 _PER_PAGE = 4
-# A client that neither sends nor reads is disconnected after this.
+# Time limit of a client that neither sends nor reads, and of a connection that waits for a thread.
 _PATIENCE_SECONDS = 5.0
-# How often a wait for a thread looks for the end, and how long the end waits for the threads.
-_TURN_SECONDS = 0.5
-_ENDING_SECONDS = 5.0
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -85,95 +81,67 @@ class Monitor:
         self._address = address
         self._pages = pages
         self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> int:
         """Listen, and return the port; log a failure and return 0."""
         try:
-            self._server = _Server(self._address, self._pages)
+            server = _Server(self._address, self._pages)
         except OSError as error:
             _log.error(
                 "no metrics and no health: cannot listen on %s: %s", self._address, error.strerror
             )
             return 0
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="monitor", daemon=True
-        )
-        self._thread.start()
-        port: int = self._server.server_address[1]
+        self._server = server
+        threading.Thread(target=server.serve_forever, name="monitor", daemon=True).start()
+        port: int = server.server_address[1]
         _log.info("serving %s on %s", ", ".join(self._pages), self._address)
         return port
 
     def stop(self) -> None:
-        """Stop listening, and wait a few seconds for requests in progress."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.is_ending = True
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        """Stop listening; a request in progress ends with its page, or with the process."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
-class _Server(TCPServer):
-    """Accepts in one thread and answers in a few, however many clients connect.
+class _Server(ThreadingHTTPServer):
+    """The standard library's server, with a limit of threads, and without a look-up of its name."""
 
-    All are daemon threads, so one that hangs does not keep the process.
-    """
-
-    allow_reuse_address = True
+    # HTTPServer's own asks DNS for the name of the host, which only CGI needs.
+    server_bind = TCPServer.server_bind
 
     def __init__(self, address: Address, pages: Mapping[str, Page]) -> None:
         self.pages = pages
-        self.is_ending = False
-        self._reading = threading.BoundedSemaphore(_READING)
         self.requests = {one: threading.BoundedSemaphore(_PER_PAGE) for one in pages}
-        self._at_work: set[threading.Thread] = set()
+        self._threads_left = threading.BoundedSemaphore(_READING + _PER_PAGE * len(pages))
         # By default every address, those of IPv6 included if the node has it.
         everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
         host = address.host or everywhere
         [found, *_] = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
         self.address_family = found[0]
-        # Handlers are made in `_work`.
-        super().__init__((host, address.port), BaseHTTPRequestHandler)
+        super().__init__((host, address.port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection to a thread, or wait until one is free."""
-        while not self._reading.acquire(timeout=_TURN_SECONDS):
-            if self.is_ending:
-                self.shutdown_request(request)
-                return
-        mine = threading.Thread(
-            target=self._work, args=(request, client_address), name="monitor_", daemon=True
-        )
-        self._at_work.add(mine)
+        """Give a connection to a thread of its own; raises TimeoutError where none gets free."""
+        if not self._threads_left.acquire(timeout=_PATIENCE_SECONDS):
+            raise TimeoutError("no thread got free")
         try:
-            mine.start()
+            super().process_request(request, client_address)
         except BaseException:
-            self._at_work.discard(mine)
-            self._reading.release()
+            self._threads_left.release()
             raise
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, and let the next one have its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._threads_left.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection that got no thread; it is closed."""
-        _log.error("cannot answer %s", client_address, exc_info=True)
-
-    def _work(self, request: Any, client_address: Any) -> None:
-        with ExitStack() as reading:
-            reading.callback(self._reading.release)
-            try:
-                _Handler(request, client_address, self, reading)
-            except OSError as error:
-                _log.debug("%s went away: %s", client_address, error)
-            finally:
-                self.shutdown_request(request)
-                self._at_work.discard(threading.current_thread())
-
-    def server_close(self) -> None:
-        """Close the socket, and wait a while for requests in progress."""
-        super().server_close()
-        end = time.monotonic() + _ENDING_SECONDS
-        for one in list(self._at_work):
-            one.join(max(0.0, end - time.monotonic()))
+        """Log a connection that is closed without an answer; clients go away all day long."""
+        level = logging.DEBUG if isinstance(sys.exc_info()[1], OSError) else logging.ERROR
+        _log.log(level, "cannot answer %s", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -181,12 +149,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "carver"
     sys_version = ""
     timeout = _PATIENCE_SECONDS
-
-    def __init__(
-        self, request: Any, client_address: Any, server: _Server, reading: ExitStack
-    ) -> None:
-        self._reading = reading
-        super().__init__(request, client_address, server)
 
     def do_GET(self) -> None:
         """Answer with a page, 404 for an unknown path, or 503 if it is unhealthy or busy."""
@@ -196,17 +158,15 @@ class _Handler(BaseHTTPRequestHandler):
             known = ", ".join(self.server.pages)
             self._answer(HTTPStatus.NOT_FOUND, f"see {known}\n".encode())
             return
-        turn = self.server.requests[path]
-        if not turn.acquire(blocking=False):
+        requests = self.server.requests[path]
+        if not requests.acquire(blocking=False):
             busy = f"{_PER_PAGE} callers wait for it already\n"
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, busy.encode())
             return
         try:
-            # From here on another connection may be read from.
-            self._reading.close()
             self._answer(*self._made(page))
         finally:
-            turn.release()
+            requests.release()
 
     def _made(self, page: Page) -> tuple[HTTPStatus, bytes, str]:
         try:

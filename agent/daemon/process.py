@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.core import errors, group_definitions, quiesce, secret, sockets
+from agent.core import errors, group_definitions, quiesce, sockets
 from agent.core.background import run_all
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
@@ -30,6 +30,7 @@ from agent.daemon.registration import Registration
 from agent.daemon.server import Service, resume
 from agent.daemon.startup import Recovery, Watch, startup
 from agent.operations import preflight
+from mount import calls
 from mount.command import Finished
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
 
     Threads that wait for a disk and do not end in time are left behind.
     """
-    secret.forbid_dumps()
+    calls.forbid_dumps()
     if why := preflight.too_old(host.kernel):
         raise errors.NotReady(f"cannot serve: {why}; use a newer kernel")
     # The exit stack stops what was started, the last first.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from agent.core import errors, secret
+from agent.core import errors
 from agent.core.settings import Config
 from agent.daemon import monitor
 from agent.daemon.extra import Extra
@@ -25,6 +25,7 @@ from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
+from mount import calls
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class ClusterController:
 def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
     # Secrets of requests may be in memory.
-    secret.forbid_dumps()
+    calls.forbid_dumps()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (
         ending_in_time(_STOP_SECONDS) as ender,

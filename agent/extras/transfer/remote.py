@@ -1,16 +1,16 @@
 """Run `carver` on another node by the user's own ssh.
 
-The only part of the command that starts programs itself: ssh needs the user's environment, agent
-and terminal, which the service's programs must not have. Imports `subprocess`.
+ssh needs the user's environment, agent and terminal, which the service's programs must not have.
 """
 
 import json
 import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from agent.core import errors
+from mount import errors as mount_errors
+from mount import programs
 from mount.blocks import Bytes
 
 # Writes a stream by the function that it is given.
@@ -42,12 +42,9 @@ class Remote:
     def _run(self, words: Sequence[str], write: Write | None = None) -> dict[str, Any] | None:
         # ssh(1) joins its arguments and gives them to a shell there.
         line = [*self._ssh, "--", self.node, shlex.join((*self._carver, *words))]
-        pipe = subprocess.PIPE
         try:
-            running = subprocess.Popen(
-                line, stdin=pipe if write else None, stdout=pipe, stderr=pipe
-            )
-        except OSError as error:
+            running = programs.start(line, reads=write is not None, environment=None)
+        except (OSError, mount_errors.ProgramMissing) as error:
             raise self._refused(words, str(error)) from None
         problem: BaseException | None = None
         with running:

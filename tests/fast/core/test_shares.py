@@ -1,13 +1,16 @@
 """Places that the calls of all groups share."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Semaphore, Thread
+from typing import Any, TypeVar
 
 import expect
 import grpc
 import pytest
+import serving
 from changed_blocks import blocks
 from fakes.host import FakeHost
 from fakes.kernel import _FakeReader
@@ -16,7 +19,11 @@ from agent.core import errors, locks, pace
 from agent.core.classes import DeviceClass
 from agent.core.locks import Shares
 from agent.csi.client import Client, block, mounted
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
+from proto.carver_pb2_grpc import TransferStub
+
+T = TypeVar("T")
 
 EXTENT = 4 << 20
 # As many streams as a group may have at once.
@@ -138,3 +145,80 @@ def test_a_node_that_is_drained_of_volumes_on_a_dead_disk_serves_the_others(
             over.set()
     for ended in every:
         ended.result()
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls, two streams and two exchanges at most, and one thread more."""
+    for name, number in {
+        "_CALLS": 2,
+        "STREAMS": 2,
+        "STREAMS_OF_A_GROUP": 2,
+        "EXCHANGES": 2,
+    }.items():
+        monkeypatch.setattr(locks, name, number)
+
+
+def test_a_probe_is_answered_while_each_other_thread_waits(
+    few: None, config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(locks, "THREADS", 7)  # and not those of `config`
+    service = serving.start(config, fake)
+    with Client(config.endpoint) as client:
+        volumes = [
+            client.create(f"db-{one}", EXTENT, mounted(), parameters={"class": "sick"})
+            for one in range(2)
+        ]
+        for one in volumes:
+            client.stage(one, tmp_path / one.volume_id[-8:])
+        volume = client.create("raw", EXTENT, block(), parameters={"class": "sick"})
+        snapshot = client.snapshot("snap", volume.volume_id).snapshot_id
+        at_work, over, says = Semaphore(0), Event(), Event()
+
+        def hanging(work: Callable[..., T]) -> Callable[..., T]:
+            def hang(*words: object) -> T:
+                at_work.release()
+                assert over.wait(60)
+                return work(*words)
+
+            return hang
+
+        def silent() -> Iterator[carver.TurnRequest]:
+            assert says.wait(60)
+            yield from ()
+
+        monkeypatch.setattr(fake.kernel, "unmount", hanging(fake.kernel.unmount))
+        monkeypatch.setattr(_FakeReader, "read", hanging(_FakeReader.read))
+        turns = client.stub(TransferStub).TakeTurns
+        with ThreadPoolExecutor() as callers:
+            waiting: list[Future[Any]] = [
+                callers.submit(client.unstage, one.volume_id, tmp_path / one.volume_id[-8:])
+                for one in volumes
+            ]
+            waiting += [callers.submit(lambda: list(blocks(client, snapshot))) for _ in range(2)]
+            waiting += [callers.submit(lambda: list(turns(silent()))) for _ in range(2)]
+            try:
+                for _ in range(4):
+                    assert at_work.acquire(timeout=60)
+                expect.soon(lambda: service.interceptor._exchanges._left == 0)
+                for _ in range(20):
+                    assert client.info().name
+                    for ask in (
+                        lambda: client.volume(volume.volume_id),
+                        lambda: list(blocks(client, snapshot)),
+                        lambda: list(turns(silent())),
+                    ):
+                        with expect.code("UNAVAILABLE", "calls are at work"):
+                            ask()
+            finally:
+                over.set()
+                says.set()
+        for ended in waiting:
+            ended.result()
+    service.stop()
+
+
+def test_the_server_has_a_thread_for_all_that_may_wait_and_some_more() -> None:
+    limits = locks._CALLS + locks.STREAMS + locks.EXCHANGES
+    assert limits < locks.THREADS
+    assert locks._CALLS >= locks.PLACES + locks._OTHERS + locks._ASIDE + locks.MOST_CALLS_WAITING

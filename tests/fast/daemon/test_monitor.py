@@ -95,15 +95,16 @@ def test_without_a_host_every_address_is_served(serve: Serve) -> None:
         assert page(port, "/well", "::1") == (200, "ok\n")
 
 
-def test_silent_callers_hold_few_threads_and_are_disconnected(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("callers", "seconds"), [(10, 60.0), (40, 0.2)])
+def test_silent_callers_hold_few_threads_and_others_are_answered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, callers: int, seconds: float
 ) -> None:
-    monkeypatch.setattr(monitor._Handler, "timeout", 0.2)
+    monkeypatch.setattr(monitor._Handler, "timeout", seconds)
     port = serve(well=lambda: b"ok\n")
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(callers)]
     assert page(port, "/well") == (200, "ok\n")
-    workers = [one for one in threading.enumerate() if one.name.startswith("monitor_")]
-    assert len(workers) <= 4
+    workers = [one for one in threading.enumerate() if "process_request" in one.name]
+    assert len(workers) <= monitor._READING + monitor._PER_PAGE
     for connection in idle:
         connection.close()
 
@@ -155,7 +156,7 @@ def test_a_caller_without_a_thread_is_disconnected_and_the_next_is_answered(
 ) -> None:
     port = serve(well=lambda: b"ok\n")
     with expect.no_threads():
-        for _ in range(2 * monitor._READING):
+        for _ in range(2 * (monitor._READING + monitor._PER_PAGE)):
             with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
                 page(port, "/well")
     assert page(port, "/well") == (200, "ok\n")
@@ -165,7 +166,6 @@ def test_a_caller_without_a_thread_is_disconnected_and_the_next_is_answered(
 def test_the_end_does_not_wait_for_what_hangs(
     monkeypatch: pytest.MonkeyPatch, over: threading.Event
 ) -> None:
-    monkeypatch.setattr(monitor, "_ENDING_SECONDS", 0.2)
     monkeypatch.setattr(monitor._Handler, "timeout", 60)
     begun = threading.Event()
 
