@@ -9,8 +9,6 @@ from mount.block_devices import BlockDevices, LoopDevices, attribute
 # reads, writes, discards (since Linux 4.18) and flushes (since 5.5), and the I/Os in flight.
 _COMPLETED, _TICKS, _IN_FLIGHT = (0, 4, 11, 15), (3, 7, 14, 16), 8
 _FIELDS = 17
-_SECTORS_READ, _SECTORS_WRITTEN = 2, 6
-_SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,6 @@ class DiskLoads(BlockDevices, LoopDevices):
             sum(statistics[index] for index in _TICKS),
             statistics[_IN_FLIGHT],
         )
-
-    def transferred_bytes(self, device: str) -> int:
-        """The bytes read from and written to a block device since it was made. Raises OSError.
-
-        0 for a device without statistics.
-        """
-        major, minor = self.device_number(device)
-        statistics = _statistics(f"/sys/dev/block/{major}:{minor}")
-        return (statistics[_SECTORS_READ] + statistics[_SECTORS_WRITTEN]) * _SECTOR_BYTES
 
 
 def _statistics(device: str) -> list[int]:

@@ -18,6 +18,7 @@ from fakes.kernel import _FakeReader
 from agent.core import errors, locks, pace
 from agent.core.classes import DeviceClass
 from agent.core.locks import Shares
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
