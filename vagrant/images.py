@@ -20,8 +20,8 @@ from vagrant.progress import Step
 
 PAUSE = "registry.k8s.io/pause:lab"
 _RELEASE = "bookworm"
-# Of the tests' stand-ins: dd with oflag=nocache, mkfs and mount are used in their pods. The shell
-# is busybox's, as it is in the images that these stand for: a test's loop counts by its `let`.
+# Packages of the tests' stand-ins, whose pods use dd with oflag=nocache, mkfs and mount. The shell is
+# bash: a test's loop counts by `let`, which dash lacks, and busybox's shell runs its own dd.
 _PACKAGES = ("bash", "busybox-static", "coreutils", "e2fsprogs", "mount", "util-linux")
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -73,6 +73,7 @@ def make_stand_ins(making: Step, target: Path, agnhost: Path, names: Sequence[st
         *host.as_root("unshare", "--mount", "mmdebstrap", "--mode=root", "--variant=extract"),
         *("--format=directory", include, "--dpkgopt=path-exclude=/usr/share/*", _RELEASE, root),
     )
+    (root / "bin" / "sh").symlink_to("bash")
     programs = ("bin", "sbin", "usr/bin", "usr/sbin")
     there = {one.name for folder in programs for one in (root / folder).glob("*")}
     busybox = root / "bin" / "busybox"

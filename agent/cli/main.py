@@ -29,11 +29,18 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return 0 for success, 1 for a reported failure, 2 for wrong usage."""
+    with written_if_possible():
+        return _run(words)
+
+
+@contextmanager
+def written_if_possible() -> Iterator[None]:
+    """Have output that has no reader, and log lines that have no room, change no exit code."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
             setattr(sys, name, _Output(stream, is_log=name == "stderr"))
     try:
-        return _run(words)
+        yield
     finally:
         if isinstance(sys.stderr, _Output):
             sys.stderr.end()

@@ -178,6 +178,8 @@ class _Shared:
     done_bytes: int = 0
     length_bytes: int = 0
     begun_at: float = -math.inf
+    # When its piece counts as hanging; never before the piece begins.
+    hangs_at: float = math.inf
     # Others may join until then.
     joined_until: float = -math.inf
 
@@ -360,8 +362,6 @@ class Pace:
         self._moved = threading.Condition()
         # The first one's turn is under way.
         self._queue: deque[_Shared] = deque()
-        # When the piece that is under way counts as hanging.
-        self._hangs_at = math.inf
         self._bytes: Counter[str] = Counter()
 
     @property
@@ -445,12 +445,11 @@ class Pace:
     def _turn_for(self, own: _Shared) -> _Shared | None:
         """Its own turn, or one that it joins, which it leaves the queue for; None: it waits."""
         first = self._queue[0]
-        if first is not own and self.clock() >= self._hangs_at:
+        if first is not own and self.clock() >= first.hangs_at:
             # One that hangs is first no more; the next one has not begun.
             self._queue.popleft()
-            self._hangs_at, first = math.inf, self._queue[0]
+            first = self._queue[0]
         if first is own:
-            self._hangs_at = math.inf
             return own
         is_open = self.clock() < first.joined_until and own.disks <= first.disks
         # One that waits for a turn of its own is passed by none.
@@ -464,7 +463,7 @@ class Pace:
         is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
         with self._moved:
             own.length_bytes, own.begun_at = length_bytes, self.clock()
-            self._hangs_at = own.begun_at + _HANGING_SECONDS
+            own.hangs_at = own.begun_at + _HANGING_SECONDS
             if own.may_join and is_alone:
                 own.joined_until = own.begun_at + _LONG_SECONDS
                 self._moved.notify_all()

@@ -78,6 +78,9 @@ class Publisher:
             staged = known.top_of(call.staging_path, device.number)
             if staged is None:
                 raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
+        else:
+            # Crash point: an earlier publication staged it, and ended before it wrote the tag.
+            self._stager.record_formatted(self._inventory.cached(call.volume_id), staged.fs_type)
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:

@@ -131,9 +131,7 @@ class Stager:
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
             self.mount(call, device, fs_type, known)
-            if seen is not None and tag.FORMATTED not in seen.own_tags:
-                # Crash point: mounted, and the process ended before it wrote the tag.
-                self._record_later(seen, {tag.FORMATTED: fs_type})
+            self.record_formatted(seen, fs_type)
         # Crash point: mounted, and its file system smaller. So growth is not only for the first
         # mount. A reader's file system does not grow: the kernel needs a writable mount for it.
         may_be_larger = (
@@ -146,6 +144,14 @@ class Stager:
         # Last: what Carver does is not limited. Crash point: the next start limits it.
         if seen is not None:
             self._limiter.apply(seen)
+
+    def record_formatted(self, staged: Volume | None, fs_type: str) -> None:
+        """Write the tag of a staged volume's file system later, where an ended process did not.
+
+        `staged` is the volume by the cached state; None where that has not got it yet.
+        """
+        if staged is not None and tag.FORMATTED not in staged.own_tags:
+            self._record_later(staged, {tag.FORMATTED: fs_type})
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
         """Check the keys, grow the volume to the size on record, and activate it."""

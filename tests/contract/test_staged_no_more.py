@@ -18,6 +18,7 @@ from real.any import AnyHost, lvm2_commands
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
+from lvm import report
 from mount import table
 from proto import csi_pb2 as csi
 
@@ -87,6 +88,26 @@ def test_a_publish_stages_what_was_staged_before(
     client.unstage(volume.volume_id, staging)
     assert not table.read(host.kernel).at(str(staging))
     client.delete(volume.volume_id)
+
+
+def test_a_publish_writes_the_tag_of_the_file_system_that_an_ended_process_did_not(
+    client: Client, host: AnyHost, group: str, staging: Path, target: Path
+) -> None:
+    """The process ended after it had mounted the file system; kubelet repeats the publish alone."""
+    volume = client.create("pvc-1", SIZES["ext4"], KINDS["ext4"])
+    client.stage(volume, staging, KINDS["ext4"])
+    formatted = "carver.formatted=ext4"
+
+    def has_tag() -> bool:
+        return formatted in report.read(host.lvm).group(group).volume("vol-pvc-1").tags
+
+    expect.soon(has_tag)
+    host.lvm("lvchange", "--deltag", formatted, "--", f"{group}/vol-pvc-1")
+    # The cached state, which a publish goes by, lacks the tag once it is read anew.
+    client.volume_health(volume.volume_id)
+    client.capacity()
+    client.publish(volume, staging, target, KINDS["ext4"])
+    expect.soon(has_tag)
 
 
 @LOST

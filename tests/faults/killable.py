@@ -63,4 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with cli.written_if_possible():
+        main()

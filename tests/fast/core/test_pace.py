@@ -309,6 +309,21 @@ def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
     assert list(work_of(busy).chunks(MIB)) == [(0, MIB)]
 
 
+def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk) -> None:
+    """The last waiter looks before the first one does, which then had no place in the queue."""
+    turns = paced(disk)
+    long, first, last = (pace._Shared(frozenset(), may_join=False) for _ in range(3))
+    turns._queue.extend((long, first, last))
+    turns._begin(long, MIB)
+    disk.now += 2 * pace._HANGING_SECONDS
+    turns._remove(long)
+    assert turns._turn_for(last) is None
+    assert turns._turn_for(first) is first
+    turns._begin(first, MIB)
+    disk.now += 2 * pace._HANGING_SECONDS
+    assert turns._turn_for(last) is last
+
+
 def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
     waiting = [pace._Shared(frozenset(), may_join=False) for _ in range(3)]
     busy._queue.extend(waiting)
