@@ -340,3 +340,10 @@ def test_deleting_a_volume_that_stays_mounted_is_refused(
     with expect.code("FAILED_PRECONDITION", "in use", "staging"):
         client.delete(volume.volume_id)
     assert not service.context.locks._waiting
+
+
+def test_the_server_has_a_thread_for_all_that_may_wait_and_some_more() -> None:
+    limits = admission._CALLS + admission.STREAMS + admission.EXCHANGES
+    assert limits < admission.THREADS
+    others = admission._OTHERS + admission._ASIDE + admission.MOST_CALLS_WAITING
+    assert admission.PLACES + others <= admission._CALLS

@@ -217,9 +217,3 @@ def test_a_probe_is_answered_while_each_other_thread_waits(
         for ended in waiting:
             ended.result()
     service.stop()
-
-
-def test_the_server_has_a_thread_for_all_that_may_wait_and_some_more() -> None:
-    limits = locks._CALLS + locks.STREAMS + locks.EXCHANGES
-    assert limits < locks.THREADS
-    assert locks._CALLS >= locks.PLACES + locks._OTHERS + locks._ASIDE + locks.MOST_CALLS_WAITING

@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,17 +248,24 @@ def test_forty_hanging_mkfs_leave_other_calls_their_threads(
 def test_health_needs_no_thread_that_other_calls_use(
     config: Config, fake: FakeHost, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "THREADS", 2)
+    monkeypatch.setattr(locks, "_CALLS", 2)
+    monkeypatch.setattr(locks, "THREADS", 3)
     lvm2 = Hanging(fake, "nothing")
     running = start()
     lvm2._program = "lvm"
     with Client(config.endpoint) as client, ThreadPoolExecutor(4) as callers:
         waiting = [callers.submit(client.create, f"new-{one}", 4 * MIB) for one in range(4)]
         assert lvm2.asked.acquire(timeout=20)
+        # The two that get no thread do not wait for one.
+        refused = list(islice(as_completed(waiting, 20), 2))
         assert running.page("/healthz") == (200, "ok\n")
         assert client.probe().ready.value
+        for one in refused:
+            with expect.code("UNAVAILABLE", "2 calls are at work"):
+                one.result()
         lvm2.answering.set()
-        assert all(one.result(20).volume_id for one in waiting)
+        assert all(one.result(20).volume_id for one in waiting if one not in refused)
+        assert all(client.create(f"new-{one}", 4 * MIB).volume_id for one in range(4))
 
 
 # Admission
