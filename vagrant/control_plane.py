@@ -258,6 +258,12 @@ class ControlPlane:
                 f"--kubeconfig={configs['snapshot-controller']}",
                 "--feature-gates=CSIVolumeGroupSnapshot=true",
                 "--http-endpoint=127.0.0.1:19802",
+                # A snapshot that is made and deleted takes it a dozen requests. At its default of 5
+                # a second, work on a few snapshots waits for seconds between two of them.
+                "--kube-api-qps=50",
+                "--kube-api-burst=100",
+                # What it decides of each object is in its log from this level on.
+                "--v=5",
                 f"--enable-distributed-snapshotting={str(self._distributes.exists()).lower()}",
             ],
         }

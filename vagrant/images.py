@@ -20,8 +20,8 @@ from vagrant.progress import Step
 
 PAUSE = "registry.k8s.io/pause:lab"
 _RELEASE = "bookworm"
-# Packages of the tests' stand-ins, whose pods use dd with oflag=nocache, mkfs and mount. The shell is
-# bash: a test's loop counts by `let`, which dash lacks, and busybox's shell runs its own dd.
+# Packages of the tests' stand-ins, whose pods use dd with oflag=nocache, mkfs and mount. The shell
+# is bash: a test's loop counts by `let`, which dash lacks, and busybox's shell runs its own dd.
 _PACKAGES = ("bash", "busybox-static", "coreutils", "e2fsprogs", "mount", "util-linux")
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

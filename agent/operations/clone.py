@@ -173,8 +173,7 @@ class Copier:
 
     def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
         """Whether `prepare` is going to take a bridge, which is a further logical volume."""
-        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
-        identity = str(VolumeId.of(origin.group, bridge))
+        identity = str(_bridge_for(name, origin))
         return isinstance(origin, Volume) and self._bridge(known, identity) is None
 
     def prepare(
@@ -188,22 +187,22 @@ class Copier:
         """
         if isinstance(origin, Snapshot):
             return origin
-        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
-        identity = str(VolumeId.of(origin.group, bridge))
+        bridge = _bridge_for(name, origin)
+        identity = str(bridge)
         copy_id = str(VolumeId.of(into, names.logical_volume(ids.VOLUME_PREFIX, name)))
         if (found := self._bridge(known, identity)) is not None:
             # Crash point: an earlier call ended before it made the volume.
             is_unused = self._unused.get(identity) == found.time_nanoseconds
-            is_unused = is_unused and found.copy_id == copy_id
-            if is_unused and found.source_id == origin.id and not found.problem:
+            is_for_it = found.copy_id == copy_id and found.source_id == origin.id
+            if is_unused and is_for_it and not found.problem:
                 return found
             self.bridges.start(Job(identity))
             raise errors.OperationPending(f"{identity} (unused, being removed)")
-        self._snapshotter.require_free(known, bridge)
+        self._snapshotter.require_free(known, bridge.name)
         self._snapshotter.make_room(origin)
         try:
             taken = self._snapshotter.take(
-                bridge, origin, {tag.NAME: name, tag.COPY: copy_id}, None
+                bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
             # lvm2 may have taken it before it was ended.
@@ -506,6 +505,11 @@ class Copier:
         return found | {
             str(one.id) for one in self._inventory.all_snapshots(known) if one.name in lost
         }
+
+
+def _bridge_for(name: str, origin: Snapshot | Volume) -> VolumeId:
+    """The id of the bridge from which the volume called `name` is copied."""
+    return VolumeId.of(origin.group, names.logical_volume(ids.BRIDGE_PREFIX, name))
 
 
 def _bridge_id(volume: Volume) -> str:

@@ -131,7 +131,7 @@ class VolumeCreator:
 
     def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
         """Make or find a volume, with one group held at a time."""
-        prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
+        prefix = _prefix(call.is_ephemeral)
         # An earlier call may have made it while the class had a group that no class has by now.
         left = self._inventory.group_left_with(names.logical_volume(prefix, call.name))
         group_name, taken = left or one.group, None
@@ -158,8 +158,7 @@ class VolumeCreator:
         try:
             return plan.device_class(self._config, field, parameters)
         except errors.BadField:
-            prefix = ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
-            own_name = names.logical_volume(prefix, name)
+            own_name = names.logical_volume(_prefix(is_ephemeral), name)
             made = self._inventory.search(lambda one: one.name == own_name and not one.wiping)
             if made is None:
                 raise
@@ -177,7 +176,7 @@ class VolumeCreator:
 
         A source in another group is not looked at.
         """
-        prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
+        prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_not_here():
@@ -453,6 +452,11 @@ class VolumeCreator:
         minimum = plan.size_bytes(least, call.capabilities, parameters, group, one.layout, header)
         # Several smaller volumes could have more than the largest alone: that is not promised.
         return Capacity(maximum, maximum, minimum - header)
+
+
+def _prefix(is_ephemeral: bool) -> str:
+    """The prefix of the logical volumes of inline volumes, or of all others."""
+    return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
 
 
 def _disks(group: report.Group) -> frozenset[str]:

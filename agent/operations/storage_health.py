@@ -11,7 +11,7 @@ from agent.core.locks import Admission
 from agent.core.volume_group import VolumeGroup
 from agent.operations import health, preflight
 from agent.operations.health import Condition, Diagnosis, Reason
-from lvm import groups
+from lvm import groups, lvm2
 from lvm.disks import DiskErrors
 from lvm.report import Group
 from mount import errors as mount_errors
@@ -129,7 +129,7 @@ class StorageHealth:
         if volume_group.last_seen is not None or self._inventory.is_any_active(name):
             return True
         # lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
-        return (self.node.lvm_root / "etc/lvm/backup" / name).exists()
+        return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
         for one in records.every(group):

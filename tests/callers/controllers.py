@@ -138,6 +138,7 @@ class Controller:
         self.dies_after = -1
         self.steps = 0
         self.is_dead = False
+        self._server_ends: asyncio.Task[None] | None = None
         loop.run(self._start(endpoint))
         self.client = Client(endpoint)
 
@@ -169,9 +170,19 @@ class Controller:
         """Count a step of a call; die at the one that is chosen."""
         if self.steps == self.dies_after:
             self.is_dead = True
-            self._server_ends = asyncio.create_task(self._server.stop(None))
+            self._end_server(None)
             await asyncio.Event().wait()
         self.steps += 1
+
+    def _end_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
+        """End the server once, though it dies at several calls and is stopped afterwards.
+
+        `grpc.aio.Server.stop` destroys the server when its last call has ended, and another `stop`
+        that is under way then cancels the calls of a null pointer (grpcio 1.85.1).
+        """
+        if self._server_ends is None:
+            self._server_ends = asyncio.create_task(self._server.stop(grace_seconds))
+        return self._server_ends
 
     def look(self) -> None:
         """What it does each second; then its nodes' answers are waited for."""
@@ -186,7 +197,7 @@ class Controller:
         self.loop.run(self._end())
 
     async def _end(self) -> None:
-        await self._server.stop(0 if self.is_dead else 10)
+        await self._end_server(10)
         await self.nodes.close()
         self._questions.stop()
 

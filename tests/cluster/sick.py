@@ -143,7 +143,9 @@ def sick_disk(site: Site) -> str:
         site.expect(pod, words)
         with disk.failing():
             site.until(f"an Event says {_GONE}", lambda: bool(site.events(data, _GONE)) or None)
-            teller = site.until(f"the pod hears of {_GONE}", lambda: _teller(site, pod))
+            [teller, *_] = site.until(
+                f"the pod hears of {_GONE}", lambda: _tellers(site, pod) or None
+            )
             _goes_on(site, well)
             if len(tellers := _tellers(site, pod)) > 1:
                 raise Failed(f"the pod hears of {_GONE} twice: by {' and by '.join(tellers)}")
@@ -169,11 +171,6 @@ def _goes_on(site: Site, pod: str) -> None:
     """See that a pod writes, and that it is on its disk; sync(1) would wait for each disk."""
     file = f"{objects.PLACE}/words"
     site.sh(pod, f"date | dd of={file} conv=fsync 2>/dev/null && cat {file}")
-
-
-def _teller(site: Site, pod: str) -> str | None:
-    """Who says to a pod what is wrong with its volume; None while it is not said."""
-    return next(iter(_tellers(site, pod)), None)
 
 
 def _tellers(site: Site, pod: str) -> list[str]:
