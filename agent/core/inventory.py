@@ -15,7 +15,7 @@ from agent.core.background import Probes
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Newer, Snapshot, Volume
-from agent.core.states import Every, Fresh, Known, Seen
+from agent.core.report_age import Every, Fresh, Known, Seen
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import devicemapper, devices, names, report, tags, thin, volumes

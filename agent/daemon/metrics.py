@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from agent.core import records, trace
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS
-from agent.core.states import Seen
+from agent.core.report_age import Seen
 from agent.core.trace import Trace
 from agent.daemon.extra import Gauge
 from agent.daemon.registration import Registration, State

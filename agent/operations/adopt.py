@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.core import errors, ids, other_drivers, records, states, tag, users
+from agent.core import errors, ids, other_drivers, records, report_age, tag, users
 from agent.core.allocation import is_own_pool, pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -170,7 +170,7 @@ class Adopter:
 
     def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
         """The adopted volume that had that name, or has it. Raises NeedsOther."""
-        known = states.fresh([group])
+        known = report_age.fresh([group])
         for one in self._inventory.shown(known):
             if (old := one.own_tags.get(tag.ADOPTED)) and asked.name in (old, one.name):
                 return self._inventory.get(known, str(one.id))
@@ -302,7 +302,7 @@ class Adopter:
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
         try:
-            every = self._inventory.everywhere(states.fresh([volume.group]))
+            every = self._inventory.everywhere(report_age.fresh([volume.group]))
             self._inventory.require_not_copied(every, volume_id)
             users.require_unused(self._kernel, self._inventory, volume)
         except errors.VolumeInUse as error:

@@ -28,8 +28,8 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Known
 from agent.core.requests import SNAPSHOT, VOLUME, Source
-from agent.core.states import Every, Known
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import INHERITED, Snapshotter, require_settled

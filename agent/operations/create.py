@@ -20,8 +20,8 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.parameters import Parameters
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Fresh
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
-from agent.core.states import Every, Fresh
 from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
 from agent.operations.delete import VolumeDeleter

@@ -21,7 +21,7 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.core.states import Fresh
+from agent.core.report_age import Fresh
 from agent.core.task_queue import Job, Stopping, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes

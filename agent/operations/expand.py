@@ -31,9 +31,9 @@ from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.report_age import Fresh
 from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
-from agent.core.states import Fresh
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes

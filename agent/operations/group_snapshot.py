@@ -19,8 +19,8 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Fresh, Known
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
-from agent.core.states import Every, Fresh, Known
 from agent.core.task_queue import Job, TaskQueue
 from agent.core.volume_groups import HeldGroups
 from agent.operations.erase import Eraser

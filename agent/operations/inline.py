@@ -23,8 +23,8 @@ from agent.core.background import GroupTasks
 from agent.core.context import Context
 from agent.core.parameters import SIZE
 from agent.core.records import Volume
+from agent.core.report_age import Every, Known
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
-from agent.core.states import Every, Known
 from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from agent.core import codes, errors, ids, records, requests, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.states import Fresh
+from agent.core.report_age import Fresh
 from agent.operations import plan
 from lvm import names, report
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from agent.core import errors, ids, records, states
+from agent.core import errors, ids, records, report_age
 from agent.core.background import Attempts, all_or_each
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -81,7 +81,7 @@ def bound(context: Context, group: Group) -> int:
         return 0
     bound_kib = context.config.recovery_bound_kib(group.name)
     alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
-    for volume in context.inventory.present(states.fresh([group])):
+    for volume in context.inventory.present(report_age.fresh([group])):
         one = group.volume(volume.name)
         if "raid" not in one.layout:
             continue

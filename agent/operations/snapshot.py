@@ -16,8 +16,8 @@ from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Known
 from agent.core.requests import CreateSnapshot, ListSnapshots, Part
-from agent.core.states import Known
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import caches, layout, names, thin, volumes

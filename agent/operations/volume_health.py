@@ -14,8 +14,8 @@ from agent.core import errors, ids, locks, requests
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
+from agent.core.report_age import Seen
 from agent.core.requests import HealthAt, Page, Part
-from agent.core.states import Seen
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason

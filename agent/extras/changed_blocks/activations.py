@@ -15,7 +15,7 @@ from agent.core import errors, records, tag
 from agent.core.background import Attempts, all_or_each
 from agent.core.context import Context
 from agent.core.records import Snapshot
-from agent.core.states import Fresh
+from agent.core.report_age import Fresh
 from lvm import devices, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool

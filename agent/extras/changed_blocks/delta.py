@@ -13,7 +13,7 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume
-from agent.core.states import Fresh
+from agent.core.report_age import Fresh
 from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations

@@ -12,7 +12,7 @@ from agent.core import ids, tag
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
-from agent.core.states import Every, Fresh
+from agent.core.report_age import Every, Fresh
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
 from lvm import report

@@ -11,8 +11,8 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
 from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
 from agent.core.records import Snapshot
+from agent.core.report_age import Fresh
 from agent.core.requests import BLOCK, MOUNT
-from agent.core.states import Fresh
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
