@@ -67,11 +67,6 @@ class Runner(Run, Protocol):
         """Run a program that reads `stdin`, or nothing there; lvm2 never reads."""
 
 
-# A turn of a program that runs in turns: how many seconds it may run inside; None for as long as it
-# likes, also afterwards.
-Turn = Callable[[], AbstractContextManager[float | None]]
-
-
 class Stream(Protocol):
     """Run a program and read what it prints as it comes; the seam for what prints gigabytes.
 
@@ -79,16 +74,8 @@ class Stream(Protocol):
     that it ends the program. Raises ProgramMissing, CommandTimedOut.
     """
 
-    def __call__(
-        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-    ) -> AbstractContextManager[BinaryIO]:
-        """Start the program `words[0]` with the rest as its arguments.
-
-        Its standard input, at most a page, was handed over when this returns. With `turn` it takes
-        turns while its output is read: from the end of the first on it is stopped between them.
-        What a turn raises, the read does, and the program is ended. It dies with the thread that
-        started it.
-        """
+    def __call__(self, *words: str) -> AbstractContextManager[BinaryIO]:
+        """Start the program `words[0]` with the rest as its arguments."""
 
 
 class ConversationOver(Exception):

@@ -8,8 +8,6 @@ from mount.block_devices import BlockDevices, LoopDevices, attribute
 # Documentation/block/stat.rst: reads, writes, discards (since Linux 4.18), flushes (since 5.5).
 _COMPLETED, _TICKS, _IN_FLIGHT = (0, 4, 11, 15), (3, 7, 14, 16), 8
 _FIELDS = 17
-_SECTORS_READ, _SECTORS_WRITTEN = 2, 6
-_SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,6 @@ class DiskLoads(BlockDevices, LoopDevices):
         return DiskLoad(
             sum(found[at] for at in _COMPLETED), sum(found[at] for at in _TICKS), found[_IN_FLIGHT]
         )
-
-    def transferred_bytes(self, device: str) -> int:
-        """How much was read of a block device and written to it since it was made. Raises OSError.
-
-        0 where it has no statistics.
-        """
-        major, minor = self.device_number(device)
-        found = _statistics(f"/sys/dev/block/{major}:{minor}")
-        return (found[_SECTORS_READ] + found[_SECTORS_WRITTEN]) * _SECTOR_BYTES
 
 
 def _statistics(device: str) -> list[int]:

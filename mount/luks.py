@@ -6,12 +6,11 @@ so long that at most two of it run at once.
 
 import hashlib
 import json
-import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,51 +19,38 @@ from typing import Any
 
 from mount import errors
 from mount.blocks import Opened
-from mount.command import Result, Runner, Stream, Turn
+from mount.command import Result, Runner
 from mount.kernel import Kernel
 
 # The size that cryptsetup gives a header by default, and so with Carver: 16 KiB each.
 METADATA_BYTES = 16 << 10
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
-# Places of its fields: magic number, sequence number, kind of checksum, salt, where it stands.
-_MAGIC, _SEQUENCE, _KIND, _SALT, _OFFSET = 0, 3, 5, 6, 9
-_SALT_BYTES = 64
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
 # How often to read again, and after how long, where there are copies and none is whole.
 _LOOKS, _LOOK_SECONDS = 10, 0.02
-# The kind of area by which a re-encryption that is not done protects what it is at; and the flag
-# of the segment that it is at, which is there afterwards only if it was killed.
-_REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
-# The flags of the segments that say how all of it was before a re-encryption, and how it will be;
-# and what cryptsetup must know to open a device that is being re-encrypted.
-_BEFORE, _AFTERWARDS, _REQUIREMENT = "backup-previous", "backup-final", "online-reencrypt"
+# The beginning of the requirement in the header of a device that cryptsetup is re-encrypting. By it
+# cryptsetup itself knows such a device (LUKS2_reencrypt_status(), its lib/luks2/luks2_reencrypt.c).
+_REENCRYPTION = "online-reencrypt"
 
 
 @dataclass(frozen=True)
 class Header:
     """A whole header. Sizes are in bytes.
 
-    `slots` are the key slots of the data, `unbound` those of a master key without data: a new one's
-    when cryptsetup was killed.
+    `slots` are the key slots whose master key is the data's. `is_reencrypting` says that cryptsetup
+    has begun to re-encrypt the data, and has not finished that.
     """
 
     uuid: str
     slots: tuple[int, ...]
-    unbound: tuple[int, ...]
     offset_bytes: int
     cipher: str
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
-    # Of one that is being re-encrypted: that it is; how much of the data has the new master key;
-    # that cryptsetup was killed in the midst of a piece, which is to be recovered first; that all
-    # of the data has the new master key, and only the header is not what it will be (`complete`).
     is_reencrypting: bool = False
-    renewed_bytes: int = 0
-    is_torn: bool = False
-    is_renewed: bool = False
     # A digest of how ciphertext and plaintext belong together: the segments, and the digests of
     # their master key, which cryptsetup makes anew for each key. Keys that open it are no part.
     reading: str = ""
@@ -73,14 +59,14 @@ class Header:
 def read(kernel: Kernel, device: str) -> Header | None:
     """The header on a device, by either of its copies; None where neither is whole.
 
-    cryptsetup writes one copy after the other, often during a re-encryption, so a reader may find
-    each half written. It reads again: damage stays, and a write ends. Raises OSError.
+    cryptsetup writes one copy after the other, so a reader may find a copy half written. It reads
+    again: damage stays, and a write ends. Raises OSError.
     """
     for look in range(_LOOKS):
         if look:
             time.sleep(_LOOK_SECONDS)
         if newest := _newest(partial(kernel.read, device)):
-            return newest.header
+            return newest
         if not bears_any(kernel, device):
             break
     return None
@@ -92,94 +78,28 @@ def bears_any(kernel: Kernel, device: str) -> bool:
     return any(start in _MAGICS for start in starts)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One of the two copies of a header: its binary fields, what its JSON says, and that read."""
-
-    fields: tuple[Any, ...]
-    metadata: dict[str, Any]
-    header: Header
-
-    @property
-    def sequence(self) -> int:
-        return int(self.fields[_SEQUENCE])
-
-    def next(self, number: int) -> bytes:
-        """What cryptsetup would write next as this copy, with what `metadata` says by now."""
-        fields = list(self.fields)
-        fields[_MAGIC], fields[_OFFSET] = _MAGICS[number], number * METADATA_BYTES
-        fields[_SEQUENCE], fields[_SALT] = self.sequence + 1, os.urandom(_SALT_BYTES)
-        text = json.dumps(self.metadata, separators=(",", ":")).encode()
-        data = _BINARY.pack(*fields).ljust(_BINARY_BYTES, b"\0") + text
-        data = data.ljust(METADATA_BYTES, b"\0")
-        checksum = digest(data, _text(fields[_KIND]))
-        return data[:_CHECKSUM_AT] + checksum + data[_CHECKSUM_AT + _CHECKSUM_BYTES :]
-
-
-def _newest(read: Callable[[int, int], bytes]) -> _Copy | None:
-    """The newer one of the copies that are whole; `read` takes an offset and a length."""
+def _newest(read: Callable[[int, int], bytes]) -> Header | None:
+    """The header by the newer one of the copies that are whole; `read` takes offset and length."""
     every = (
-        _copy(read(number * METADATA_BYTES, METADATA_BYTES), number)
-        for number in range(len(_MAGICS))
+        _copy(read(number * METADATA_BYTES, METADATA_BYTES), magic)
+        for number, magic in enumerate(_MAGICS)
     )
-    return max((one for one in every if one), key=lambda one: one.sequence, default=None)
+    newest = max((one for one in every if one), key=lambda one: one[0], default=None)
+    return None if newest is None else newest[1]
 
 
-def _copy(data: bytes, number: int) -> _Copy | None:
-    fields = _BINARY.unpack_from(data)
-    magic, version, size, _, _, kind, _, uuid, *_ = fields
-    if (magic, version, size) != (_MAGICS[number], _VERSION, METADATA_BYTES):
+def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
+    """The sequence number of one copy and the header that it holds; None where it is not whole."""
+    magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
+    if (magic, version, size) != (expected, _VERSION, METADATA_BYTES):
         return None
     try:
         if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:
             return None
         metadata = json.loads(_text(data[_BINARY_BYTES:]))
-        return _Copy(fields, metadata, _header(_text(uuid), metadata))
+        return sequence, _header(_text(uuid), metadata)
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def complete(kernel: Kernel, device: str) -> None:
-    """Bring a header that `is_renewed` to its end, as cryptsetup would have; no key is needed.
-
-    cryptsetup destroys the slots of the old master key first, and only then takes the re-encryption
-    out of the header (reencrypt_teardown_ok(), its lib/luks2/luks2_reencrypt.c). Killed between
-    these writes it never opens the device again, as it asks for the old master key, too. Stopped
-    anywhere, it can be repeated: one copy is whole at each moment. Raises OSError, which is EBUSY
-    while cryptsetup is at it, and ValueError for any other header.
-    """
-    with kernel.opened(device, to_write=True) as opened:
-        newest = _newest(opened.read)
-        if newest is None or not newest.header.is_renewed:
-            raise ValueError(f"{device} does not lack the end of a re-encryption alone")
-        for area in _end(newest.metadata):
-            opened.zero_out(int(area["offset"]), int(area["size"]))
-        opened.flush()
-        for number in range(len(_MAGICS)):
-            opened.write(number * METADATA_BYTES, newest.next(number))
-            opened.flush()
-
-
-def _end(metadata: dict[str, Any]) -> list[Mapping[str, Any]]:
-    """Take a re-encryption out of what a header says; the areas of the slots of the old key."""
-    slots, segments, digests = (metadata[one] for one in ("keyslots", "segments", "digests"))
-    old = digests[_digest_of(metadata, _BEFORE)]["keyslots"]
-    areas = [slots[one]["area"] for one in old]
-    for name in [one for one, how in slots.items() if how["type"] == _REENCRYPTION or one in old]:
-        del slots[name]
-    for name in [one for one, how in segments.items() if not _is_data(how)]:
-        del segments[name]
-    for how in (*digests.values(), *metadata.get("tokens", {}).values()):
-        for kept, names in (("keyslots", slots), ("segments", segments)):
-            if kept in how:
-                how[kept] = [one for one in how[kept] if one in names]
-    for name in [one for one, how in digests.items() if not how["keyslots"] + how["segments"]]:
-        del digests[name]
-    config = metadata["config"]
-    every = config.pop("requirements", {}).get("mandatory", [])
-    if left := [one for one in every if not one.startswith(_REQUIREMENT)]:
-        config["requirements"] = {"mandatory": left}
-    return areas
 
 
 def digest(data: bytes, kind: str) -> bytes:
@@ -196,42 +116,17 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
     slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
     digests = [one for one in metadata["digests"].values() if one["segments"]]
     bound = {int(number) for one in digests for number in one["keyslots"]} & slots.keys()
-    is_reencrypting = any(one["type"] == _REENCRYPTION for one in areas.values())
-    # From the first byte on; before it begins, one segment reaches to the end.
-    is_begun = is_reencrypting and first["size"] != "dynamic" and not _flags(first)
+    required = metadata.get("config", {}).get("requirements", {}).get("mandatory", ())
     return Header(
         uuid,
         tuple(sorted(bound)),
-        tuple(sorted(slots.keys() - bound)),
         int(first["offset"]),
         str(first["encryption"]),
         int(first["sector_size"]),
         tuple(sorted({str(one["kdf"]["type"]) for one in slots.values()})),
-        is_reencrypting,
-        int(first["size"]) if is_begun else 0,
-        any(_TORN in _flags(one) for one in data),
-        is_reencrypting and _is_renewed(metadata),
+        any(one.startswith(_REENCRYPTION) for one in required),
         _reading(data, digests),
     )
-
-
-def _is_renewed(metadata: Mapping[str, Any]) -> bool:
-    """Whether the one segment of the data is as it will be after a re-encryption."""
-    data = [one for one, how in metadata["segments"].items() if _is_data(how)]
-    before, afterwards = (_digest_of(metadata, one) for one in (_BEFORE, _AFTERWARDS))
-    return (
-        len(data) == 1
-        and not _flags(metadata["segments"][data[0]])
-        and afterwards not in (None, before)
-        and data[0] in metadata["digests"][afterwards]["segments"]
-    )
-
-
-def _digest_of(metadata: Mapping[str, Any], flag: str) -> str | None:
-    """The digest of the master key of the segment with a flag."""
-    flagged = {one for one, how in metadata["segments"].items() if flag in _flags(how)}
-    every = metadata["digests"].items()
-    return next((one for one, how in every if flagged & set(how["segments"])), None)
 
 
 def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:
@@ -241,13 +136,10 @@ def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[st
 
 
 def _is_data(segment: Mapping[str, Any]) -> bool:
-    # Backup segments lie nowhere: they say how all of it was before, and how it will be.
-    nowhere = any(one.startswith("backup-") for one in _flags(segment))
+    # The backup segments of a re-encryption lie nowhere: they say how all of the data was before
+    # the re-encryption, and will be after it.
+    nowhere = any(one.startswith("backup-") for one in segment.get("flags", ()))
     return segment["type"] == "crypt" and not nowhere
-
-
-def _flags(segment: Mapping[str, Any]) -> Sequence[str]:
-    return list(segment.get("flags", ()))
 
 
 def _text(field: bytes) -> str:
@@ -416,45 +308,6 @@ class Cryptsetup:
     def kill(self, device: str, key: bytearray, slot: int) -> None:
         """Remove the key of a slot; `key` must open another. Raises WrongKey."""
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
-
-    def reencrypt(
-        self,
-        stream: Stream,
-        device: str,
-        key: bytearray,
-        slot: int | None,
-        turn: Turn,
-    ) -> None:
-        """Give what a device holds, which is not open, another master key: as long as that takes.
-
-        The key is that of a slot, the only one that is left then; of None, one goes on that was
-        ended. It works in turns, and what `turn` raises ends it at a safe point, as SIGTERM does
-        (cryptsetup-reencrypt(8)). What a kill left is recovered first. The key is overwritten as
-        soon as cryptsetup has it. Raises what `stream` does.
-        """
-        begin = ("--key-slot", str(slot or 0), *_PBKDF, "--use-random")
-        words = (
-            # After each hot zone it reports, and can be ended.
-            *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", "64M"),
-            # Not --batch-mode, in which it reports nothing; it asks nothing either.
-            *("--progress-frequency", "1"),
-            *(("--resume-only",) if slot is None else begin),
-        )
-        with ExitStack() as until_open:
-            until_open.enter_context(_turn(device))
-            called = (*self._prefix, "cryptsetup", "reencrypt", *words, "--", device)
-            with stream(*called, stdin=key, turn=turn) as lines:
-                key[:] = bytes(len(key))
-                for _ in lines:
-                    until_open.close()
-
-    def recover(self, device: str, key: bytearray) -> None:
-        """Mend what a re-encryption was at when it was killed. Raises CryptFailed."""
-        self._with_key("repair", device, key, "--", device)
-
-    def name(self, device: str, uuid: str) -> None:
-        """Have a header bear another UUID."""
-        self._plain("luksUUID", device, "--uuid", uuid)
 
     def back_up(self, device: str, file: str) -> None:
         """Write the header, key slots and all, to a file that is not there."""

@@ -26,7 +26,6 @@ from mount.command import (
     ConversationOver,
     Finished,
     Result,
-    Turn,
     remaining_seconds,
 )
 
@@ -178,10 +177,6 @@ ENVIRONMENT = {
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
-# For a program that is stopped at times, and would stay so if its parent were killed. The signal
-# comes when the thread ends that forked it (PR_SET_PDEATHSIG, prctl(2)), and execve(2) keeps that.
-_MORTAL = ("setpriv", "--pdeathsig", "KILL", "--")
-
 # How long a program has to end after SIGTERM; lvm2 completes its present step within that.
 _GRACE_SECONDS = 10.0
 
@@ -228,39 +223,26 @@ class Programs:
         return Terminal(start, prompt.encode(), {**ENVIRONMENT, **environment}, report)
 
     @contextmanager
-    def stream(
-        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-    ) -> Iterator[BinaryIO]:
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
         """Read what a program prints, as it comes: the real `Stream`."""
         remaining, started = remaining_seconds(), time.monotonic()
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
         problem: errors.CommandError | None = None
-        # Unbuffered where it reads a secret: nothing between keeps a copy of what is written.
-        bufsize = -1 if stdin is None else 0
-        called = words if turn is None else (*_MORTAL, *words)
         with (
             TemporaryFile() as stderr,
-            _started(called, stdin, stderr, bufsize) as running,
+            _started(words, None, stderr) as running,
             _ended_in(running),
         ):
-            if running.stdin is not None and stdin is not None:
-                with suppress(BrokenPipeError), running.stdin:  # it says itself why it ended
-                    running.stdin.write(stdin)
             output = cast("BinaryIO", running.stdout)
-            if turn is not None:
-                output = cast("BinaryIO", io.BufferedReader(_InTurns(running, output, turn)))
             try:
                 yield output
             except errors.CommandError as error:
                 # Output that is cut off is explained by how the program ended.
                 problem = error
             is_read = not output.read(1)
-            if is_read:
-                # It may have closed its output in its last turn, and have been stopped since.
-                running.send_signal(signal.SIGCONT)
-            else:
-                _terminate(running)
+            if not is_read:
+                running.terminate()
             code = running.wait()
             self._observe(Finished(words, code, time.monotonic() - started))
             stderr.seek(0)
@@ -286,13 +268,12 @@ def _execute(
 
 
 def _started(
-    words: Sequence[str], stdin: bytearray | None, stderr: BinaryIO | int, bufsize: int = -1
+    words: Sequence[str], stdin: bytearray | None, stderr: BinaryIO | int
 ) -> "subprocess.Popen[bytes]":
     """A program whose output is a pipe, and its input where there is something to read."""
     try:
         return subprocess.Popen(
             words,
-            bufsize,
             env=ENVIRONMENT,
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -328,56 +309,18 @@ def _by_subprocess(
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
 
 
-class _InTurns(io.RawIOBase):
-    """What a program prints that runs in turns: a read has it take as many as that needs."""
-
-    def __init__(self, running: "subprocess.Popen[bytes]", output: BinaryIO, turn: Turn) -> None:
-        self._running, self._turn, self._output = running, turn, output.fileno()
-        self._poll = select.poll()
-        self._poll.register(self._output, select.POLLIN)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._poll.poll(0):
-            with self._turn() as seconds:
-                self._running.send_signal(signal.SIGCONT)
-                self._poll.poll(None if seconds is None else seconds * 1000)
-                if seconds is not None:
-                    self._stop()
-        piece = os.read(self._output, len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-    def _stop(self) -> None:
-        """Stop it, and wait until it is: a system call that it is in ends first."""
-        name = Path(f"/proc/{self._running.pid}/comm")
-        with suppress(FileNotFoundError, ChildProcessError):  # it has ended
-            if name.read_text().strip() == _MORTAL[0]:
-                return  # it does not die with Carver yet
-            self._running.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self._running.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-
-def _terminate(running: "subprocess.Popen[bytes]") -> None:
-    """SIGTERM, and SIGCONT, as one that is stopped does not get it before (signal(7))."""
-    running.terminate()
-    running.send_signal(signal.SIGCONT)
-
-
 @contextmanager
 def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
     """End a program when its reader fails, or at the deadline."""
     remaining = remaining_seconds()
-    timer = threading.Timer(remaining or 0.0, _terminate, [running])
+    timer = threading.Timer(remaining or 0.0, running.terminate)
     timer.daemon = True
     if remaining is not None:
         timer.start()
     try:
         yield
     except BaseException:
-        _terminate(running)
+        running.terminate()
         raise
     finally:
         timer.cancel()

@@ -55,7 +55,6 @@ def add_volume(commands: Commands) -> Commands:
         Argument(
             "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
         ),
-        flag("--reencrypt", "give an encrypted copy its own master key"),
         flag("--block", "a raw block volume"),
         (
             name_of("snapshot", "--from-snapshot", "to copy"),
@@ -318,7 +317,6 @@ def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
         "class": parsed.device_class,
         "fsType": parsed.fs_type,
         "encryption": parsed.encryption,
-        "reencrypt": "true" if parsed.reencrypt else "",
     }
     return {key: value for key, value in given.items() if value}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agent.cli import terminal
 from agent.core import errors
-from agent.core.luks_devices import HeaderCopies, own_uuid, progress
+from agent.core.luks_devices import HeaderCopies, own_uuid
 from agent.core.secret import MOST_BYTES, Key, Keys, of_text
 from agent.operations import encrypt
 from lvm.devices import Device
@@ -48,7 +48,7 @@ class Headers:
         made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
         made.add_row("key derivation", ", ".join(header.key_derivation))
         if header.is_reencrypting:
-            made.add_row("its own master key", progress(self._kernel, self._device))
+            made.add_row("re-encryption", "begun, and not ended: cryptsetup must end it")
         terminal.console().print(made)
 
     def back_up(self, file: str) -> None:
@@ -66,7 +66,7 @@ class Headers:
         if not confirmed:
             if not terminal.confirmed(asked):
                 raise errors.NotConfirmed(self._name, "changed")
-            # Meanwhile it may have been staged, or a copy may get its own master key.
+            # Meanwhile it may have been staged, or be re-encrypted.
             if self._doubt_of(file, is_open) != doubt:
                 raise errors.NotConfirmed(self._name, "changed")
         self._forget_key()
@@ -89,6 +89,9 @@ class Headers:
             self._require_settled(present)
         if present is not None and kept.uuid != own:
             raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
+        # A copy that 0.2.0 had re-encrypted may have the UUID of its source's header.
+        if present is not None and kept.reading != present.reading:
+            raise errors.BadField("FILE", "it is of another master key, or of data elsewhere")
         return "" if kept.uuid == own else " This volume was made with another header."
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
@@ -120,7 +123,7 @@ class Headers:
     def _require_settled(self, header: Header) -> None:
         """Raise Reencrypting: a header kept during re-encryption is soon outdated."""
         if header.is_reencrypting:
-            raise errors.Reencrypting(self._name, "stage it, and wait until it is there")
+            raise errors.Reencrypting(self._name, self._device.path)
 
     def _header(self) -> Header:
         header = luks.read(self._kernel, self._device.path)

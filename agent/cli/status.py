@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from agent.core import errors, group_definitions, ids, luks_devices, records, sockets, tag, users
+from agent.core import errors, group_definitions, ids, records, sockets, tag, users
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
@@ -84,8 +84,7 @@ class Volume:
 
     `claim` is namespace/name of its claim, if the caller gave that. `contents`
     is the file system, `raw block`, or empty if it was never formatted. `encryption` is empty
-    if it is not encrypted; `renewal` is the progress of a copy that gets its own master key, else
-    empty.
+    if it is not encrypted.
     """
 
     id: str
@@ -101,7 +100,6 @@ class Volume:
     used_bytes: int | None
     health: tuple[Health, ...]
     encryption: str = ""
-    renewal: str = ""
     # The limits of its I/O at its size, as the kernel gets them; empty for none.
     limits: str = ""
     # How far it is erased or filled, where the service answers; empty where it is not.
@@ -279,7 +277,6 @@ def _volume(
         used_bytes=use.used_bytes if use else None,
         health=tuple(_health(found_wrong)),
         encryption=own_tags.get(tag.ENCRYPTION, ""),
-        renewal=_renewal(kernel, one, device),
         limits=io_max.words() if io_max else "",
     )
 
@@ -290,16 +287,6 @@ def _layout(one: records.Volume) -> str:
         return one.layout.kind
     except errors.LayoutUnknown:
         return ",".join(sorted(one.group.volume(one.name).layout))
-
-
-def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
-    if tag.SHARED_KEY not in one.own_tags:
-        return ""
-    if device is None:
-        return "not active"
-    with suppress(OSError):  # its disk does not answer, as its health reports
-        return luks_devices.progress(kernel, device.logical)
-    return "unknown"
 
 
 def _health(found: Iterable[Condition]) -> Iterator[Health]:

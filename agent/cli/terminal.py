@@ -133,8 +133,6 @@ def _volumes(seen: Overview) -> Table:
             contents += f", {one.progress}"
         if one.encryption:
             contents = ", ".join(filter(None, (contents, one.encryption)))
-        if one.renewal:
-            contents += f", its own master key: {one.renewal}"
         size = human(one.size_bytes)
         made.add_row(one.name, one.group, size, one.layout, contents, used, one.claim)
     return made

@@ -54,13 +54,11 @@ class DeviceClass:
     repair: str = MANUAL
     repair_after_seconds: int = 600
     # Empty for none. Of an encrypted volume: whether dm-crypt passes discards on; how it is erased;
-    # the file with the key for calls without one; whether a copy gets a master key of its own;
-    # which of dm-crypt's work queues are bypassed.
+    # the file with the key for calls without one; which of dm-crypt's work queues are bypassed.
     encryption: str = ""
     discard: bool = False
     erase: str = ERASE_ZERO
     key_file: Path | None = None
-    reencrypt: bool = False
     bypass_workqueue: str = "none"
 
 
@@ -92,16 +90,20 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "discard": values.parse_flag,
     "erase": values.choice(*ERASURES),
     "key_file": values.parse_absolute_path,
-    "reencrypt": values.parse_flag,
     "bypass_workqueue": values.choice(*BYPASSES),
 }
+# Keys of classes and StorageClasses that were removed, each with what is to be done about it.
+REMOVED: Mapping[str, str] = {
+    tag.REENCRYPT: "was removed after version 0.2.0: leave it out. A clone or restore has the"
+    " master key of its source; for another master key copy the data into a new volume",
+}
 # Keys for classes with encryption only.
-_OF_ENCRYPTED = {"discard", "erase", "key_file", "reencrypt", "bypass_workqueue"}
+_OF_ENCRYPTED = {"discard", "erase", "key_file", "bypass_workqueue"}
 
 
 def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
     """Read the tables [[classes]]; raises BadConfig."""
-    checked = values.read(source, "classes", listed, CLASS_KEYS, ("name", "group"))
+    checked = values.read(source, "classes", listed, CLASS_KEYS, ("name", "group"), REMOVED)
     classes = [_class(source, where, table) for where, table in checked]
     if len({one.name for one in classes}) != len(classes):
         raise errors.BadConfig(source, "classes", "two classes have the same name")

@@ -25,7 +25,6 @@ class Work(StrEnum):
     COPIED = "another volume is filled from it, by a temporary snapshot"
     GROWTH = "the extents that it grows by are zeroed"
     LEFT_GROWTH = "extents that an earlier process reserved for its growth are overwritten"
-    REENCRYPT = "it is given a master key of its own"
     FORMAT = "mkfs of an earlier call makes its file system"
     SWEEP = "free extents of its group are overwritten"
     EMPTY_POOL = "the empty pool of its class is overwritten, to be removed"
@@ -97,13 +96,6 @@ TABLE: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
         Work.LEFT_GROWTH: _row(
             EXPAND=Outcome.HALTS,
             EXPAND_OTHER=Outcome.HALTS,
-            DELETE=Outcome.HALTS,
-        ),
-        Work.REENCRYPT: _row(
-            COPY_FROM=Outcome.REFUSED,
-            SNAPSHOT=Outcome.REFUSED,
-            USE=Outcome.WAITS,
-            UNSTAGE=Outcome.HALTS,
             DELETE=Outcome.HALTS,
         ),
         # A snapshot of half a file system stays that, while its volume becomes a whole one.

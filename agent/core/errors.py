@@ -457,11 +457,17 @@ class Copying(AgentError):
 
 
 class Reencrypting(AgentError):
-    """The copy is being re-encrypted with its own master key, and cannot be opened before."""
+    """The volume's LUKS2 header says that a re-encryption was begun, and has not ended.
 
-    def __init__(self, volume_id: str, progress: str) -> None:
+    Versions up to 0.2.0 had cryptsetup re-encrypt a copy before its first use.
+    """
+
+    def __init__(self, volume_id: str, device: str) -> None:
         super().__init__(
-            f"volume {volume_id!r} is given a master key of its own: {progress}; call again"
+            f"volume {volume_id!r} cannot be opened: its LUKS2 header says that a re-encryption was"
+            " begun and has not ended; finish the re-encryption on this node with the volume's key:"
+            f" `cryptsetup reencrypt --resume-only {device}`, and before it `cryptsetup repair"
+            f" {device}` where cryptsetup asks for a repair; then stage the volume again"
         )
 
 

@@ -141,7 +141,7 @@ class Mappings:
 
 
 def own_uuid(device: Device) -> str:
-    """The UUID of a header with its own master key; a copied header has the source's."""
+    """The UUID of a header that was made on this volume; a copied header has the source's."""
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
@@ -151,13 +151,3 @@ def header(kernel: Kernel, path: str, volume_id: str) -> Header:
     if found is None:
         raise errors.HeaderDamaged(volume_id, "its header is not whole")
     return found
-
-
-def progress(kernel: Kernel, device: Device) -> str:
-    """The progress of a re-encryption by the header on the volume's device; no command."""
-    found = luks.read(kernel, device.path)
-    if found is None or not found.is_reencrypting:
-        return "not begun"
-    size_bytes = kernel.device_size_bytes(device.path) - found.offset_bytes
-    renewed_bytes = size_bytes if found.is_renewed else found.renewed_bytes
-    return f"{100 * renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"

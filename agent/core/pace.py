@@ -9,9 +9,6 @@ none of the group's background I/O is on its way, so what is in flight then, or 
 the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
 is followed by a pause twice as long: others wait little, and the work keeps a third of the disks'
 time. What was written is flushed within its turn, or others' next fsync(2) would pay for it.
-
-A program that does the work itself, as cryptsetup does, runs for slices of time, each as long as a
-piece takes it, and is stopped between them. What it did counts, which may be more.
 """
 
 import math
@@ -26,7 +23,6 @@ from typing import Protocol
 
 from agent.core.settings import Config
 from lvm.layout import NO_RESERVE, Reserve
-from mount.command import Turn
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
@@ -55,9 +51,6 @@ _LONG_SECONDS = 0.5
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 # Pieces under a limit, in seconds of it.
 _LIMITED_SECONDS = 0.1
-# The slices of a program: the least, in which it gets anywhere; the longest, after which it is seen
-# that it is called off; and where it is not known yet how fast it is.
-_LEAST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS, _FIRST_SLICE_SECONDS = 0.01, 0.5, 0.05
 # What a piece takes at least, for its rate.
 _LEAST_SECONDS = 1e-5
 # How soon a worker that waits finds that it is called off.
@@ -173,38 +166,6 @@ class Work:
             yield
         self.progress.add(length_bytes)
 
-    def slices(self, done: Callable[[], int]) -> Turn:
-        """Make turns for a program (mount.command.Stream); `done` counts the bytes that it did.
-
-        What it does before its first turn counts in that. Raises what `check` and `done` raise.
-        """
-        return _Slices(self, done).turn
-
-
-class _Slices:
-    """The turns of one program."""
-
-    def __init__(self, work: Work, done: Callable[[], int]) -> None:
-        self._work, self._done, self._done_bytes = work, done, done()
-        # Bytes a second while it runs; 0 where that is not known yet.
-        self._rate = 0.0
-
-    @contextmanager
-    def turn(self) -> Iterator[float | None]:
-        """Wait for a turn; yield how many seconds it has, None where it is not limited."""
-        pace = self._work.pace
-        with pace.turn(self._work, MOST_BYTES) as piece:
-            seconds = piece.length_bytes / self._rate if self._rate else _FIRST_SLICE_SECONDS
-            seconds = min(max(seconds, _LEAST_SLICE_SECONDS), _LONGEST_SLICE_SECONDS)
-            begun_at = pace.clock()
-            yield None if pace.is_unlimited else seconds
-            took_seconds = max(pace.clock() - begun_at, _LEAST_SECONDS)
-            before, self._done_bytes = self._done_bytes, self._done()
-            # Less is counted where its device was made anew.
-            piece.length_bytes = max(0, self._done_bytes - before)
-            # Also of nothing: where it computes and does no I/O, slices become long.
-            self._rate = _mean(self._rate, piece.length_bytes / took_seconds)
-
 
 @dataclass(eq=False)
 class _Shared:
@@ -272,7 +233,7 @@ class _GivingWay:
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
         is_alone = not self.is_beside_others
-        # Beside others a piece waits for theirs. A program may have done nothing in its turn.
+        # Beside others a piece waits for theirs. A worker may have done nothing in its turn.
         rate = _mean(rate, measured) if is_alone and measured else max(rate, measured)
         self._rates[work.kind, work.disks] = rate
         self._length_bytes, self._took_seconds = length_bytes, seconds

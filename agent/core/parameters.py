@@ -21,8 +21,6 @@ MUTABLE_FIELD = "mutable_parameters"
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 CACHE_SIZE = "cacheSize"
 SIZE = "size"
-# The one value of a parameter that is set or left out.
-_YES = "true"
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,6 @@ def _set_encryption(one: DeviceClass, encryption: str) -> DeviceClass:
     return replace(one, encryption=encryption or one.encryption)
 
 
-def _set_reencrypt(one: DeviceClass, reencrypt: str) -> DeviceClass:
-    if reencrypt and not one.encryption:
-        raise ValueError(f"is for encrypted volumes; ask for {PREFIX}{tag.ENCRYPTION}, too")
-    return replace(one, reencrypt=bool(reencrypt) or one.reencrypt)
-
-
 def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     """A parameter that overrides a field of the class's layout."""
 
@@ -134,7 +126,6 @@ STORAGE_CLASS: Sequence[Parameter] = (
         *(tag.ENCRYPTION, _optional(*classes.ENCRYPTIONS), tag.ENCRYPTION, str),
         apply=_set_encryption,
     ),
-    Parameter(tag.REENCRYPT, _optional(_YES), tag.REENCRYPT, str, apply=_set_reencrypt),
     *LIMITS,
 )
 # A pod's, of its inline volume.
@@ -149,8 +140,12 @@ MUTABLE: Sequence[Parameter] = (
 )
 # A VolumeSnapshotClass's or VolumeGroupSnapshotClass's.
 SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_part),)
-# In a volume_context, and each in a tag of its own.
-IN_CONTEXT = tuple(row for row in STORAGE_CLASS if row.text is not None)
+# In a volume_context, and each in a tag of its own. The last one is in those that versions up to
+# 0.2.0 made, and in their streams: it has no effect any more.
+IN_CONTEXT = (
+    *(row for row in STORAGE_CLASS if row.text is not None),
+    Parameter(tag.REENCRYPT, _optional("true"), tag.REENCRYPT, str),
+)
 
 # CSI spec, "Size Limits".
 _MAXIMUM_MAP_BYTES = 4096
@@ -280,7 +275,6 @@ class Parameters:
             tag.FS_TYPE: fs_type,
             tag.MKFS_OPTIONS: one.mkfs_options if inherits else self.mkfs_options,
             tag.ENCRYPTION: one.encryption,
-            tag.REENCRYPT: _YES if one.encryption and one.reencrypt else "",
         }
         return replace(self, given={**self.given, **own})
 
@@ -358,6 +352,8 @@ def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dic
     given: dict[str, Any] = {}
     for key, text in wire.items():
         name = key.removeprefix(PREFIX)
+        if name not in known and name in classes.REMOVED:
+            raise errors.BadField(f"{field}[{key}]", classes.REMOVED[name])
         if name not in known:
             raise errors.NotAllowed(field, key, [PREFIX + one for one in known])
         if name in given:

@@ -16,7 +16,7 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
-# Parameters that it was created with (agent/core/parameters.py); also ENCRYPTION and REENCRYPT.
+# Parameters that it was created with (agent/core/parameters.py); also ENCRYPTION.
 CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
@@ -38,14 +38,15 @@ FULLY = "fully"
 ENCRYPTION = "encryption"
 HEADER = "header"
 SEALED = "sealed"
-# "true": copies get a master key of their own;
-REENCRYPT = "reencrypt"
 # the name of the only valid key but those for recovery; and ROTATING from before a change of the
 # key until the new one is proved.
 KEY_GENERATION = "keyGeneration"
 ROTATING = "rotating"
 OF_KEYS = (KEY_GENERATION, ROTATING)
-# Of a copy that is to be re-encrypted, since it has its source's master key.
+# Of volumes that versions up to 0.2.0 made. REENCRYPT is "true" where the StorageClass asked for
+# copies with a master key of their own; it has no effect any more. A copy that was to be
+# re-encrypted before its first use has SHARED_KEY until it is opened.
+REENCRYPT = "reencrypt"
 SHARED_KEY = "sharedKey"
 # Of a copied btrfs: it has a UUID of its own.
 RENEWED = "renewed"

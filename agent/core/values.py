@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from agent.core import errors
@@ -317,13 +318,19 @@ def read(
     tables: object,
     keys: Mapping[str, Callable[[Any], Any]],
     required: Sequence[str],
+    removed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parse a list of tables such as [[classes]]; yields each with its position as text."""
+    """Parse a list of tables such as [[classes]]; yields each with its position as text.
+
+    `removed` has keys of earlier versions, with the problem that each is now.
+    """
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
     for index, table in enumerate(tables):
         where = f"{name}[{index}]"
         for key in table:
+            if key in removed:
+                raise errors.BadConfig(source, f"{where}.{key}", removed[key])
             if key not in keys:
                 allowed = ", ".join(keys)
                 raise errors.BadConfig(

@@ -40,7 +40,7 @@ from lvm.thin import Pool
 from mount import command
 from mount import errors as mount_errors
 from mount.cgroups import UNLIMITED
-from mount.command import Finished, Result, Runner, Stream, Turn
+from mount.command import Finished, Result, Runner, Stream
 
 # Times of creation would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -110,10 +110,8 @@ class Metrics:
         """Count each program whose output `stream` reads as it comes."""
 
         @contextmanager
-        def counting(
-            *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-        ) -> Iterator[BinaryIO]:
-            with self._counted(words), stream(*words, stdin=stdin, turn=turn) as output:
+        def counting(*words: str) -> Iterator[BinaryIO]:
+            with self._counted(words), stream(*words) as output:
                 yield output
 
         return counting
@@ -338,8 +336,6 @@ OF_PROCESS: tuple[Row, ...] = (
         lambda service: service.eraser.jobs.counts()),
     _by_state("carver_copies", "Volumes whose contents are not copied completely yet.",
         lambda service: service.copier.jobs.counts()),
-    _by_state("carver_reencryptions", "Copies of encrypted volumes that get their own master key.",
-        lambda service: service.reencrypter.jobs.counts()),
     Row("carver_extensions", "Automatic extensions of pools and snapshots.", ("kind", "outcome"),
         lambda scrape: scrape.service.autoextender.counts().items(), CounterMetricFamily),
     Row("carver_background_bytes", "What background I/O did, by the kind of work.",

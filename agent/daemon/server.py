@@ -46,7 +46,6 @@ from agent.operations.inline import InlineVolumes
 from agent.operations.listing import Listing
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.publish import Publisher
-from agent.operations.reencrypt import Reencrypter
 from agent.operations.remove_pool import PoolRemover
 from agent.operations.repair import AutoRepair, Repairer
 from agent.operations.replace_disk import Replacement
@@ -130,14 +129,13 @@ class Service:
         )
         self.group_snapshotter = GroupSnapshotter(context, snapshotter, self.eraser)
         self.copier = Copier(context, snapshotter)
-        self.reencrypter = Reencrypter(context)
         deleter = self.deleter = VolumeDeleter(context, self.eraser, self.pool_remover, self.copier)
         creator = VolumeCreator(context, self.eraser, self.pool_remover, self.copier, deleter)
         listing = Listing(context)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.growth_zeroer = GrowthZeroer(context)
         node_volumes = NodeVolumes(context)
-        encrypted = EncryptedDevices(context, self.reencrypter)
+        encrypted = EncryptedDevices(context)
         expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
         stager = Stager(context, node_volumes, encrypted, expander)
         publisher = Publisher(context, node_volumes, encrypted, stager)
@@ -218,7 +216,6 @@ class Service:
             "zeroing": self.growth_zeroer.jobs.stop,
             "copying": self.copier.stop,
             "the undoing of group snapshots": self.group_snapshotter.undone.stop,
-            "re-encryption": self.reencrypter.jobs.stop,
             "wiping": self.eraser.jobs.stop,
             "the removal of pools": self.pool_remover.jobs.stop,
             "the sweeping of groups": self.freed_eraser.jobs.stop,

@@ -32,7 +32,7 @@ from agent.core.report_age import Every, Known
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase_policy import ErasePolicy, Purpose
-from agent.operations.snapshot import INHERITED, Snapshotter, require_settled
+from agent.operations.snapshot import INHERITED, Snapshotter
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
 from lvm.tuning import Tuning
@@ -68,9 +68,7 @@ def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
         if found.problem:
             raise errors.SourceLost(source.id, found.problem)
         return found
-    volume = within.usable(known, source.id)
-    require_settled(volume)
-    return volume
+    return within.usable(known, source.id)
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:

@@ -30,7 +30,6 @@ from agent.core.luks_devices import Mappings, own_uuid
 from agent.core.records import Volume
 from agent.core.secret import MOST_BYTES, PASSPHRASE, Key, Keys
 from agent.core.settings import Config
-from agent.operations.reencrypt import Reencrypter
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
 from mount import errors as mount_errors
@@ -48,12 +47,11 @@ _USUAL = tuple(one for one in luks.SLOTS if one != luks.RECOVERY)
 class EncryptedDevices:
     """Opens encrypted volumes and changes their keys. The caller overwrites a call's keys."""
 
-    def __init__(self, context: Context, reencrypter: Reencrypter) -> None:
+    def __init__(self, context: Context) -> None:
         self._config: Config = context.config
         self._kernel = context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._mappings = Mappings(context)
-        self._reencrypter = reencrypter
         self._cryptsetup = self._mappings.cryptsetup
         # Digests of the keys that each open volume has, as far as this process knows.
         self._known: dict[str, tuple[object, ...]] = {}
@@ -82,8 +80,7 @@ class EncryptedDevices:
 
         For a volume that is not encrypted that is its own device. Two commands at most, without a
         change of keys. A volume that is open and not used is closed first: what opened it is not
-        known. Raises KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents, and Reencrypting for
-        a copy until it has a master key of its own.
+        known. Raises KeyMissing, WrongKey, HeaderDamaged, Reencrypting, UnexpectedContents.
         """
         self.check(volume, keys)
         if not volume.is_encrypted:
@@ -91,19 +88,19 @@ class EncryptedDevices:
         mapping = self._inventory.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
-        # A cryptsetup that is re-encrypting has such devices, too.
-        if not self._reencrypter.is_at_work(str(volume.id)):
-            self._inventory.close_leftovers(volume)
+        # An operator's cryptsetup may be at the re-encryption now: nothing of it is closed.
+        header = luks.read(self._kernel, device.path)
+        if header is not None and header.is_reencrypting:
+            raise errors.Reencrypting(str(volume.id), device.path)
+        self._inventory.close_leftovers(volume)
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
             # Crash point: a header without the tag `sealed`; its UUID is the volume's own.
-            tags = self._sealed(volume, device, key)
-            every = [key] if keys.previous is None else [key, keys.previous]
-            header = self._header(volume, device)
-            if self._reencrypter.ensure(volume, device, header, every):
-                tags = {}  # they are written by then
+            tags = self._sealed(volume, device, key, header)
             self._unlock(volume, device, keys, key)
+        if tag.SHARED_KEY in volume.own_tags:
+            self._settle(volume, device)
         self._mappings.copies.keep(device)
         mapping = self._inventory.mapping(volume)
         if mapping is None:
@@ -173,9 +170,24 @@ class EncryptedDevices:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
         return True
 
-    def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
-        """Make or check a volume's header, by the table above; the tags to be written."""
-        header = luks.read(self._kernel, device.path)
+    def _settle(self, volume: Volume, device: Device) -> None:
+        """Have the tags of a copy say that the header that is there is the copy's for good.
+
+        Versions up to 0.2.0 were to re-encrypt a copy that has the tag `sharedKey`.
+        """
+        sealed = {tag.SEALED: self._header(volume, device).uuid}
+        with self._inventory.logging_refusals(str(volume.id), tag.SHARED_KEY):
+            self._inventory.replace_tags(
+                volume.group.name, volume.name, (tag.SHARED_KEY, tag.SEALED), sealed
+            )
+
+    def _sealed(
+        self, volume: Volume, device: Device, key: Key, header: Header | None
+    ) -> dict[str, str]:
+        """Make a volume's header, or check the one that is there; return the tags to be written.
+
+        The table above says which.
+        """
         sealed, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
         may_be_new = not sealed and tag.FORMATTED not in volume.own_tags
         if header is None or (may_be_new and not header.slots and header.uuid == own):
@@ -196,7 +208,8 @@ class EncryptedDevices:
                 sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
             return {tag.SEALED: own}
-        # Crash point: a re-encryption has given the header the volume's UUID, not the tag.
+        # Versions up to 0.2.0 gave the header of a copy that they had re-encrypted the volume's own
+        # UUID, and wrote the tag `sealed` after that.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
             expected = sealed or ("" if volume.is_copied else own)
             if expected and header.uuid != expected:

@@ -100,8 +100,6 @@ def new(
     own_tags.pop(tag.REQUESTED, None)
     own_tags |= records.requested(asked_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
-    if one.encryption and one.reencrypt:
-        own_tags |= {tag.SHARED_KEY: "yes"}
     return size, own_tags
 
 

@@ -158,7 +158,6 @@ class Snapshotter:
 
         `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
         """
-        require_settled(volume)
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
             raise errors.NotSnapshotted(
@@ -315,12 +314,3 @@ def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
     if found.problem:
         _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)
     return found
-
-
-def require_settled(volume: Volume) -> None:
-    """Raise NotSnapshotted for a copy that still has the master key of its source."""
-    if tag.SHARED_KEY in volume.own_tags:
-        raise errors.NotSnapshotted(
-            str(volume.id),
-            "it is to get a master key of its own, which it does when it is staged first",
-        )

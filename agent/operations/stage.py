@@ -368,8 +368,7 @@ class Stager:
     def unstage(self, call: VolumeAt) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error.
 
-        An encrypted volume is closed by one command, unless it is published still. A re-encryption
-        stops, and goes on when the volume is staged next.
+        An encrypted volume is closed by one command, unless it is published still.
         """
         path = self._volumes.place(call.path)
         with self._limiter.leaving(call.volume_id, is_last=True):

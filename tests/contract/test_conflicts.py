@@ -1,6 +1,5 @@
 """Calls that meet background work do as the table says (agent/core/conflicts.py): each cell.
 
-Those of a re-encryption are in test_reencryption.py: it needs keys, and runs a program of its own.
 Those of mkfs are in tests/fast/core/test_detached_tasks.py: it can be made to last there alone.
 """
 
@@ -248,7 +247,7 @@ def call_of(node: Node, call: Call, client: Client, staging: Path) -> Callable[[
 
 
 def test_all_work_is_tried() -> None:
-    assert {*SETUPS, Work.REENCRYPT, Work.FORMAT} == set(Work)
+    assert {*SETUPS, Work.FORMAT} == set(Work)
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)

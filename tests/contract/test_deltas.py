@@ -395,14 +395,14 @@ def made_anew(disk: Disk, host: AnyHost, offset_bytes: int) -> None:
     program.make(device, key, uuid=own, offset_bytes=offset_bytes, sector_bytes=512)
 
 
-def says(disk: Disk, host: AnyHost, offset_bytes: int, *areas: str) -> None:
+def says(disk: Disk, host: AnyHost, offset_bytes: int, *requirements: str) -> None:
     """A header that cryptsetup could have written."""
     shape = {"type": "crypt", "offset": str(offset_bytes), "size": "dynamic", "sector_size": 512}
-    slots = [{"type": one, "kdf": {"type": "argon2id"}} for one in ("luks2", *areas)]
     header = {
         "segments": {"0": {**shape, "encryption": "aes-xts-plain64", "iv_tweak": "0"}},
-        "keyslots": {str(number): one for number, one in enumerate(slots)},
+        "keyslots": {"0": {"type": "luks2", "kdf": {"type": "argon2id"}}},
         "digests": {"0": {"keyslots": ["0"], "segments": ["0"]}},
+        "config": {"requirements": {"mandatory": list(requirements)}},
     }
     put(disk, host, *copies(str(uuid.uuid4()), header))
 
@@ -421,7 +421,7 @@ SPOILT: dict[str, tuple[Spoil, str, bool]] = {
     "data elsewhere": (lambda disk, host, at: made_anew(disk, host, 2 * at), "elsewhere", True),
     "inside a block": (lambda disk, host, at: says(disk, host, at + 512), "inside a block", False),
     "during a re-encryption": (
-        lambda disk, host, at: says(disk, host, at, "reencrypt"),
+        lambda disk, host, at: says(disk, host, at, "online-reencrypt-v2"),
         "during a re-encryption",
         False,
     ),

@@ -67,7 +67,6 @@ _any_use = st.one_of(_usual, _usual, _uses)
 _sizes = st.sampled_from((16 * MIB, 16 * MIB, 17 * MIB, 0, 64 * MIB, 320 * MIB, 700 * MIB))
 _limits = st.sampled_from((0, 0, 0, 16 * MIB, 18 * MIB, 400 * MIB))
 _ENCRYPTED = (("carver/encryption", "luks2"),)
-_REENCRYPTED = (*_ENCRYPTED, ("carver/reencrypt", "true"))
 _parameters = st.sampled_from(
     (
         *((), (), (), _ENCRYPTED, _ENCRYPTED),
@@ -259,17 +258,13 @@ class Node(RuleBasedStateMachine):
         use=_usual,
         key=_keys,
         snapshot=_snapshot_names,
-        reencrypts=st.booleans(),
     )
-    def copy_encrypted(
-        self, pair: list[str], use: Use, key: str, snapshot: str, reencrypts: bool
-    ) -> None:
+    def copy_encrypted(self, pair: list[str], use: Use, key: str, snapshot: str) -> None:
         """Clone a volume in use, and take a snapshot of the clone before its first use."""
         source, made = pair[:2]
-        parameters = _REENCRYPTED if reencrypts else _ENCRYPTED
         self._do(do.Create(source, 16 * MIB, 0, use, _ENCRYPTED))
         self._do(do.Stage(source, _STAGING[source], use, "right"))
-        self._do(do.Create(made, 0, 0, use, parameters, source=(do.OF_VOLUME, source)))
+        self._do(do.Create(made, 0, 0, use, _ENCRYPTED, source=(do.OF_VOLUME, source)))
         self._do(do.Snapshot(made, snapshot))
         self._do(do.Stage(made, _STAGING[made], use, key))
         self._do(do.Snapshot(made, snapshot))

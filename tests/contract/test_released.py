@@ -54,7 +54,7 @@ def client(host: AnyHost, group: str, tmp_path: Path) -> Iterator[Client]:
         DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2)),
         DeviceClass(name="mirrored", group=group, layout=Layout("raid1", mirrors=1)),
         DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
-        DeviceClass(name="sealed", group=group, encryption="luks2", reencrypt=True),
+        DeviceClass(name="sealed", group=group, encryption="luks2"),
     )
     config: Config = configured.carver(tmp_path, group, classes=classes)
     with serving.served(host, config), Client(config.endpoint) as caller:

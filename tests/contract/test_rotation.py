@@ -21,7 +21,6 @@ from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
-from agent.daemon.server import Service
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import errors as mount_errors
@@ -44,7 +43,6 @@ def config(host: AnyHost, tmp_path: Path) -> Config:
     every = (
         DeviceClass("linear", group, default=True, encryption="luks2"),
         DeviceClass("thin", group, layout=thin, pool=Policy(), encryption="luks2"),
-        DeviceClass("own", group, encryption="luks2", reencrypt=True),
     )
     return configured.carver(tmp_path, group, classes=every)
 
@@ -281,31 +279,6 @@ def test_without_tags_a_volume_is_used_by_the_key_that_it_has(
     used.publish("b", NAMED)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.unpublish("a", "b")
-    used.opens_by(NEW)
-
-
-@pytest.mark.variation
-def test_a_re_encrypted_copy_has_the_new_key(
-    client: Client, host: AnyHost, config: Config, service: Service
-) -> None:
-    source = client.create("source", 48 * MIB, block(), parameters={"class": "own"})
-    staging = host.directory / "staging"
-    client.stage(source, staging, block(), OLD)
-    client.unstage(source.volume_id, staging)
-    copy = client.create(
-        "pvc-1", 0, block(), parameters={"class": "own"}, source=of_volume(source.volume_id)
-    )
-    service.reencrypter.grace_seconds = 0.0
-    used = Used(client, host.directory, copy, block(), host, config)
-    with host.slow_reencryption():
-        with expect.code("ABORTED"):
-            used.stage(NAMED)
-        with expect.code("ABORTED"):
-            used.publish("a", NAMED)
-        assert used.own_tags() == {}
-    expect.soon(lambda: not service.reencrypter.jobs.counts()["running"])
-    used.stage(NAMED)
-    assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.opens_by(NEW)
 
 

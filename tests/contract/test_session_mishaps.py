@@ -40,8 +40,7 @@ STOPPED = {"stopped before", "stopped after"}
 STARVED = {"starved", "starved within"}
 _PATIENCE_SECONDS = 200
 
-# Re-encryption is not lvm2's.
-NAMES = [name for name, case in CASES.items() if not (case.long_wipe or "own master key" in name)]
+NAMES = [name for name, case in CASES.items() if not case.long_wipe]
 USUAL = ("delete",)
 
 

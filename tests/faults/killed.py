@@ -30,7 +30,7 @@ def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
         step = bench.random.randrange(len(steps(case, Path(directory))))
     # Given
     for one in case.before:
-        # What takes its time, such as a re-encryption, is asked for again.
+        # What takes its time is asked for again.
         trial.patiently(one)
     # What went on behind those answers is not what is to be made good.
     trial.compare()

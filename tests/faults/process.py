@@ -164,7 +164,6 @@ class Trial:
 
     def patiently(self, call: do.Call) -> None:
         """Repeat a call, as a CO does, until it is as the model says."""
-        # A re-encryption takes more than a minute in an emulated machine.
         deadline = time.monotonic() + 300
         expected = self.model.apply(call)
         while not self.machine.same(call, answer := self.machine.call(call), expected):

@@ -5,25 +5,19 @@ import agent  # noqa: F401  isort: skip
 
 import hashlib
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 from csi_client import Asking, wait_until_served
 from lab import forged
-from real.host import reencrypting
 from vm import pods
 
-from agent.core import ids
 from agent.core.settings import DEFAULT_SOCKET
-from agent.csi.client import Client, block, mounted, of_volume
-from mount import luks, table
+from agent.csi.client import Client, block, mounted
+from mount import table
 from mount.cgroups import Cgroups, IoMax
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel
@@ -116,106 +110,6 @@ class Kept:
             self.staging.rmdir()
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy that is being given a master key of its own when the machine ends.
-
-    Where the machine `is_cut`, its cryptsetup is stopped until then, and the service, which has it
-    run in turns: however fast the machine is, the copy does not come to its end before.
-    """
-
-    source: Kept
-    is_cut: bool
-    name: str = "across-reboot-copy"
-    staging: Path = PLACE / "staging-copy"
-    target: Path = PLACE / "target-copy"
-
-    def create(self, client: Client) -> tuple[csi.Volume, str, str]:
-        """The copy, and the logical volumes that it and its source are, active."""
-        encrypted = {"carver/encryption": "luks2"}
-        of = client.create(self.source.name, self.source.size_bytes, block(), parameters=encrypted)
-        parameters = {**encrypted, "carver/reencrypt": "true"}
-        what = of_volume(of.volume_id)
-        made = client.create(self.name, 0, block(), parameters=parameters, source=what)
-        group = ids.group_of(made.volume_id)
-        paths = f"/dev/{group}/vol-{self.name}", f"/dev/{group}/vol-{self.source.name}"
-        activate = ("lvchange", "--activate", "y", "--ignoreactivationskip", *paths)
-        subprocess.run(activate, check=True, capture_output=True)
-        return made, *paths
-
-    def before(self, volume: csi.Volume, path: str) -> None:
-        """Have it begun by calls that end with how far it is, or in vain."""
-        with ThreadPoolExecutor(1) as pool, Client(DEFAULT_SOCKET, CALL_SECONDS) as caller:
-            calls = [pool.submit(self._is_staged, caller, volume)]
-
-            def is_over() -> bool:
-                call = calls[-1]
-                if not call.done():
-                    return False
-                if not call.result():
-                    # It may have ended before it began anything; kubelet calls again.
-                    calls.append(pool.submit(self._is_staged, caller, volume))
-                return call.result()
-
-            self._until(lambda: is_over() or any(reencrypting(path)))
-            workers = list(reencrypting(path))
-            self._until(lambda: is_over() or header(path).is_reencrypting)
-            if self.is_cut:
-                assert workers
-                for process in (service(), *workers):
-                    os.kill(process, signal.SIGSTOP)
-            assert not (self.is_cut and calls[-1].result()), "it came to its end"
-
-    def after(self, client: Client) -> None:
-        """Have it finished, find the data by another master key, and let go of it."""
-        volume, path, source = self.create(client)
-        found = header(path)
-        assert found.is_reencrypting or not self.is_cut, found
-        self._until(lambda: self._is_staged(client, volume))
-        client.publish(volume, self.staging, self.target, block())
-        with self.target.open("rb") as file:
-            assert file.read(MIB) == self.source.data
-        assert not header(path).is_reencrypting
-        assert header(path).uuid != header(source).uuid
-        assert beneath(path) != beneath(source)
-        client.unpublish(volume.volume_id, self.target)
-        client.unstage(volume.volume_id, self.staging)
-        client.delete(volume.volume_id)
-
-    def _is_staged(self, client: Client, volume: csi.Volume) -> bool:
-        try:
-            client.stage(volume, self.staging, block(), self.source.secret)
-        except grpc.RpcError as error:
-            if error.code() not in (grpc.StatusCode.ABORTED, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise
-            return False
-        return True
-
-    @staticmethod
-    def _until(is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not is_so():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-
-def header(path: str) -> luks.Header:
-    found = luks.read(Kernel(), path)
-    assert found is not None, path
-    return found
-
-
-def beneath(path: str) -> bytes:
-    """How the first sector of what an encrypted volume holds lies on the disk."""
-    return Kernel().read(path, header(path).offset_bytes, SECTOR_BYTES)
-
-
-def service() -> int:
-    """The process id of the installed service."""
-    words = ("systemctl", "show", "--property", "MainPID", "--value", "carver")
-    return int(subprocess.run(words, check=True, capture_output=True).stdout)
-
-
 FS_TYPES = ("ext4", "ext4", "ext4", *FILE_SYSTEMS)
 SIZES = {key: max(16 * MIB, one.minimum_bytes) for key, one in FILE_SYSTEMS.items()}
 
@@ -236,26 +130,21 @@ def opened() -> list[str]:
     return [str(one) for name in names for one in Path("/dev/mapper").glob(name)]
 
 
-def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
+def before(client: Client, volumes: Sequence[Kept]) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
-    # Before lvm2 sees the forged disks, which it refuses.
-    volume, path, _ = copy.create(client)
     forged.before(client, PLACE)
-    # The last: it may stop the service.
-    copy.before(volume, path)
 
 
-def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
+def after(client: Client, volumes: Sequence[Kept]) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
     assert not Cgroups().limits()
     assert opened() == [], "left open"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
-    names = [*(one.name for one in volumes), copy.name]
+    names = [one.name for one in volumes]
     names += [one.name for one in forged.tenants(PLACE)]
     assert there == {f"vol-{one}" for one in names}
-    copy.after(client)
     tenants = forged.begin_again(client, PLACE)
     _at_once(lambda one: one.after(client), volumes)
     forged.after(client, PLACE, tenants)
@@ -271,12 +160,10 @@ def _at_once(do: Callable[[Kept], None], volumes: Iterable[Kept]) -> None:
 
 
 def main() -> None:
-    step, is_cut, volumes = sys.argv[1], sys.argv[2] == "cut", kept(int(sys.argv[3]))
-    # The last is raw, and encrypted.
-    copy = Copy(volumes[-1], is_cut)
+    step, volumes = sys.argv[1], kept(int(sys.argv[2]))
     wait_until_served(DEFAULT_SOCKET)
     with Asking(DEFAULT_SOCKET, timeout_seconds=300) as client, pods.pod(pods.SYSTEMD):
-        {"before": before, "after": after}[step](client, volumes, copy)
+        {"before": before, "after": after}[step](client, volumes)
 
 
 main()

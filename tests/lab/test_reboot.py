@@ -23,19 +23,19 @@ def in_guest(*words: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("restart", "kind", "volumes"),
+    ("restart", "volumes"),
     [
         # A cut leaves more to be set right than an orderly reboot does.
-        pytest.param(lab.reboot, "reboot", 4, id="reboot", marks=pytest.mark.long),
-        pytest.param(lab.reset, "cut", 8, id="power cut"),
+        pytest.param(lab.reboot, 4, id="reboot", marks=pytest.mark.long),
+        pytest.param(lab.reset, 8, id="power cut"),
     ],
 )
 def test_volumes_in_use_come_back_with_their_data_after(
-    restart: Callable[[], None], kind: str, volumes: int
+    restart: Callable[[], None], volumes: int
 ) -> None:
-    in_guest("before", kind, str(volumes))
+    in_guest("before", str(volumes))
     restart()
-    in_guest("after", kind, str(volumes))
+    in_guest("after", str(volumes))
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ HARMLESS = frozenset(
         *("device_number", "device_title", "device_partitions", "device_holders"),
         *("device_is_swap", "logical_block_bytes", "stack", "zeroing"),
         *("is_distrusted", "distrust"),
-        *("disks_below", "disk_load", "transferred_bytes", "error_counters"),
+        *("disks_below", "disk_load", "error_counters"),
         # They name their devices, and ask the driver alone.
         *("loop_devices", "loop_free", "loop_status"),
         # It opens a device, so that it stays, and reads nothing yet.

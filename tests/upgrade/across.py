@@ -46,7 +46,7 @@ _CLASSES: Mapping[str, str] = {
     "thin": 'layout = "thin"',
     "zeroed": 'zero = "fully"',
     "sealed": 'encryption = "luks2"',
-    "own": 'encryption = "luks2"\nreencrypt = true',
+    "own": 'encryption = "luks2"',
 }
 
 
@@ -131,9 +131,12 @@ def _let_go(place: Path) -> None:
 @contextmanager
 def served(tree: Path, place: Path) -> Iterator[Client]:
     """A version of Carver, as a process that ends with the `with`."""
+    lines_of = dict(_CLASSES)
+    if (tree / "agent/operations/reencrypt.py").exists():  # up to 0.2.0
+        lines_of["own"] += "\nreencrypt = true"
     classes = "".join(
         f'[[classes]]\nname = "{name}"\ngroup = "{GROUP}"\n{lines}\n\n'
-        for name, lines in _CLASSES.items()
+        for name, lines in lines_of.items()
     )
     text = (
         f'node_id = "upgrade"\nendpoint = "{place}/csi.sock"\nregistration = "none"\n'

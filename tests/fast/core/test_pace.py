@@ -12,7 +12,6 @@ import pytest
 from agent.core import pace
 from agent.core.pace import LEAST_BYTES, MOST_BYTES, Pace, Progress, Work
 from lvm.layout import NO_RESERVE, Reserve
-from mount.command import Turn
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
@@ -72,21 +71,6 @@ class Disk:
         self._milliseconds += latency * 1000
         self._submitted = self._due + self.pause_seconds
         self._due = self._submitted + self.neighbour_seconds
-
-    def run(self, turn: Turn, size_bytes: int) -> float:
-        """A program that writes so much, a MiB at a time, in turns; returns how long it took."""
-        begun, done_bytes = self.now, 0
-        while done_bytes < size_bytes:
-            with turn() as seconds:
-                until = self.now + (1.0 if seconds is None else seconds)
-                while self.now < until and done_bytes < size_bytes:
-                    self.write(MIB)
-                    done_bytes += MIB
-        return self.now - begun
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(length for _, length in self.pieces)
 
     def load(self) -> DiskLoad:
         in_flight = int(bool(self.neighbour_seconds) and self._submitted <= self.now)
@@ -299,97 +283,6 @@ def test_two_workers_have_the_same_share(disk: Disk) -> None:
     shared = order[first:last]
     assert len(shared) > 10
     assert all(this != after for this, after in pairwise(shared))
-
-
-def slices(disk: Disk, one: Pace, check: Callable[[], None] = lambda: None) -> Turn:
-    return work_of(one, check, "reencrypt").slices(lambda: disk.written_bytes)
-
-
-@pytest.mark.parametrize("rate", [8 * MIB, 200 * MIB])
-def test_a_program_keeps_to_a_limit(disk: Disk, rate: int) -> None:
-    seconds = disk.run(slices(disk, paced(disk, Reserve(size_bytes=rate))), 400 * MIB)
-    assert seconds == pytest.approx(400 * MIB / rate, rel=0.1)
-
-
-def test_what_a_program_does_before_its_first_turn_counts(disk: Disk) -> None:
-    one = paced(disk, Reserve(size_bytes=8 * MIB))
-    turn, begun = slices(disk, one), disk.now
-    for _ in range(80):
-        disk.write(MIB)
-    disk.run(turn, 80 * MIB)
-    assert disk.now - begun == pytest.approx(20.0, rel=0.1)
-    assert one.done_bytes == {"reencrypt": 160 * MIB}
-
-
-def test_a_part_of_the_fastest_slice_is_kept(disk: Disk) -> None:
-    seconds = disk.run(slices(disk, paced(disk, Reserve(percent=25.0))), 1024 * MIB)
-    assert seconds == pytest.approx(8.0, rel=0.1)
-
-
-def test_alone_a_program_has_nearly_all_of_the_time(disk: Disk) -> None:
-    seconds = disk.run(slices(disk, paced(disk)), 4096 * MIB)
-    assert seconds < 16 / 15 * 4096 * MIB / disk.bytes_per_second
-
-
-def test_a_program_gives_way_to_a_neighbour(disk: Disk) -> None:
-    one, alone = paced(disk), 512 * MIB / disk.bytes_per_second
-    disk.begin_neighbour(0.002)
-    seconds = disk.run(slices(disk, one), 512 * MIB)
-    # Slices are long beside the neighbour's writes, and so are the pauses.
-    assert 2 * alone < seconds < 6 * alone
-    assert one.paused_seconds > seconds / 3
-    assert len(disk.latencies) > seconds / 3 / 0.002
-
-
-def test_a_program_that_does_nothing_yet_has_its_turns(disk: Disk) -> None:
-    one = paced(disk)
-    turn = slices(disk, one)
-    for _ in range(20):
-        with turn() as seconds:
-            assert seconds
-            disk.sleep(seconds)
-    assert disk.run(turn, 1024 * MIB) < 1.1 * 1024 * MIB / disk.bytes_per_second
-
-
-@pytest.mark.parametrize("bandwidth", [None, Reserve(size_bytes=200 * MIB)])
-def test_a_program_that_computes_for_long_is_seldom_stopped(
-    disk: Disk, bandwidth: Reserve | None
-) -> None:
-    turn, count = slices(disk, paced(disk, bandwidth)), 0
-    disk.run(turn, 64 * MIB)
-    begun = disk.now
-    while disk.now < begun + 4:
-        with turn() as seconds:
-            assert seconds
-            disk.sleep(seconds)
-        count += 1
-    assert count < 40
-    assert disk.run(turn, 64 * MIB) < 1.5
-
-
-def test_without_a_limit_a_program_is_never_stopped(disk: Disk) -> None:
-    disk.begin_neighbour(0.002)
-    one = paced(disk, NO_RESERVE)
-    with slices(disk, one)() as seconds:
-        assert seconds is None
-        disk.write(MIB)
-    assert one.done_bytes == {"reencrypt": MIB}
-
-
-def test_a_program_is_called_off_while_it_is_stopped(disk: Disk) -> None:
-    left = iter(range(5))
-
-    def check() -> None:
-        if next(left, None) is None:
-            raise KeyError
-
-    turn = slices(disk, paced(disk, Reserve(size_bytes=MIB)), check)
-    with turn():
-        disk.write(3600 * MIB)
-    begun = disk.now
-    with pytest.raises(KeyError), turn():
-        pass
-    assert disk.now - begun < 1
 
 
 @pytest.fixture

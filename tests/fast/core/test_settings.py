@@ -127,8 +127,8 @@ def test_grpc_can_listen_on_an_address_without_a_host(tmp_path: Path, key: str) 
             {"encryption": "luks2", "erase": "crypto", "discard": True, "key_file": Path("/k")},
         ),
         (
-            "encryption = 'luks2'\nreencrypt = true\nbypass_workqueue = 'both'",
-            {"reencrypt": True, "bypass_workqueue": "both"},
+            "encryption = 'luks2'\nbypass_workqueue = 'both'",
+            {"bypass_workqueue": "both"},
         ),
         (
             "encryption = 'luks2'",
@@ -136,7 +136,6 @@ def test_grpc_can_listen_on_an_address_without_a_host(tmp_path: Path, key: str) 
                 "erase": "zero",
                 "discard": False,
                 "key_file": None,
-                "reencrypt": False,
                 "bypass_workqueue": "none",
             },
         ),
@@ -321,7 +320,8 @@ def test_an_invalid_value_in_a_class_is_refused_with_what_is_allowed(
         ("erase = 'crypto'", "erase", "encryption"),
         ("discard = true", "discard", "encryption"),
         ("key_file = '/k'", "key_file", "encryption"),
-        ("reencrypt = true", "reencrypt", "encryption"),
+        ("encryption = 'luks2'\nreencrypt = true", "reencrypt", "removed after version 0.2.0"),
+        ("reencrypt = false", "reencrypt", "leave it out"),
         ("bypass_workqueue = 'read'", "bypass_workqueue", "encryption"),
         ("cache_size = '1G'", "cache", "only for a class with a cache"),
         ("cache = 'cache'\nlayout = 'raid1'", "cache", "linear and thin, this is raid1"),

@@ -1,15 +1,13 @@
 """How cryptsetup is run: keys at standard input only, and what its exit codes mean."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import BinaryIO, cast
 
 import pytest
 
 from mount import errors, luks
-from mount.command import Result, Runner, Turn
+from mount.command import Result, Runner
 from mount.luks import Cryptsetup
 
 KEY = bytearray(b"correct horse battery staple")
@@ -40,7 +38,6 @@ ACTIONS: dict[str, Callable[[Cryptsetup], object]] = {
     "resize": lambda one: one.grow("/dev/x", KEY, "name"),
     "luksAddKey": lambda one: one.add("/dev/x", KEY, bytearray(b"another"), 1),
     "luksKillSlot": lambda one: one.kill("/dev/x", KEY, 1),
-    "repair": lambda one: one.recover("/dev/x", KEY),
 }
 
 
@@ -71,56 +68,6 @@ def test_what_a_header_is_made_with() -> None:
     assert "--type luks2 --cipher aes-xts-plain64 --key-size 512 --hash sha256" in said
     assert "--pbkdf argon2id --pbkdf-memory 65536 --pbkdf-parallel 4" in said
     assert "--sector-size 4096 --offset 8192 --uuid u" in said
-
-
-class Streamed:
-    """Prints two lines, each in a turn, and remembers what it was given."""
-
-    def __init__(self) -> None:
-        self.words: tuple[str, ...] = ()
-        self.stdin = b""
-        self.is_ended = False
-
-    @contextmanager
-    def __call__(
-        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-    ) -> Iterator[BinaryIO]:
-        self.words, self.stdin = words, bytes(stdin or b"")
-        assert turn is not None
-
-        def lines() -> Iterator[bytes]:
-            for line in (b"one\n", b"two\n"):
-                with turn():
-                    yield line
-
-        try:
-            yield cast("BinaryIO", lines())
-        finally:
-            self.is_ended = True
-
-
-def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> None:
-    program, key, turns = Streamed(), bytearray(b"sesame"), [nullcontext()]
-    with pytest.raises(IndexError):
-        cryptsetup(Program()).reencrypt(program, "/dev/x", key, 1, turns.pop)
-    assert program.is_ended
-    assert program.stdin == b"sesame"
-    assert key == bytes(6), "it is overwritten once cryptsetup has it"
-    said = " ".join(program.words)
-    assert "sesame" not in said
-    assert said.startswith("cryptsetup reencrypt ")
-    assert "--key-slot 1" in said
-    assert "--pbkdf-memory 65536" in said
-    assert "--batch-mode" not in said, "in which it does not report how far it is"
-
-
-def test_one_that_was_ended_goes_on_by_the_key_of_any_slot() -> None:
-    program = Streamed()
-    device = cryptsetup(Program(), waits_for_udev=False)
-    device.reencrypt(program, "/dev/x", bytearray(b"sesame"), None, nullcontext)
-    assert program.words[:4] == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "reencrypt")
-    assert "--resume-only" in program.words
-    assert "--key-slot" not in program.words
 
 
 @pytest.mark.parametrize("bypass", [set(), {"write", "read"}])

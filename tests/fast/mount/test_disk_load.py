@@ -28,12 +28,3 @@ def test_all_kinds_of_requests_count(
     files = {"/sys/block/sda/stat": text}
     monkeypatch.setattr(disk_load, "attribute", files.__getitem__)
     assert Kernel().disk_load("sda") == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [(FLUSHES, 240 * 512), ("", 0)])
-def test_what_was_read_and_written_is_told_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, text: str, expected: int
-) -> None:
-    monkeypatch.setattr(Kernel, "device_number", lambda _self, _path: (253, 7))
-    monkeypatch.setattr(disk_load, "attribute", {"/sys/dev/block/253:7/stat": text}.__getitem__)
-    assert Kernel().transferred_bytes("/dev/data/a") == expected

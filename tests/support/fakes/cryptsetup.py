@@ -9,35 +9,25 @@ import hashlib
 import json
 import secrets
 import struct
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from fakes import filesystems
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
-from lvm import errors
 from mount import luks
-from mount.command import Result, Turn
+from mount.command import Result
 from mount.filesystem import Signature
 
 _SECTOR_BYTES = 512
-# How often a re-encryption that is slow tells of itself.
-_TELLING_SECONDS = 0.01
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 # What a key makes of a device that is blank below, in the worst case.
 NOISE = Signature("hfsplus", "filesystem")
 _DONE = Result(0, "", "")
 _NO_PERMISSION = Result(2, "", "No key available with this passphrase.\n")
-_NO_SLOT = Result(1, "", "No usable keyslot is available.\n")
 _NO_DEVICE = Result(4, "", "Device does not exist or access denied.\n")
-
-
-class Died(BaseException):
-    """cryptsetup is killed by SIGKILL."""
 
 
 @dataclass
@@ -96,12 +86,6 @@ class FakeCryptsetup:
         self._devices = devices
         # What is in a device, by the UUID of the header that was backed up.
         self._inner: dict[str, Media | None] = {}
-        # In so many pieces a device is re-encrypted.
-        self.pieces = 4
-        # Before the last of them it waits, or dies.
-        self.is_slow = self.dies = False
-        # It dies between its last two writes of the header, which it cannot open then.
-        self.dies_at_end = False
 
     def __call__(self, words: Sequence[str], stdin: bytearray | None) -> Result:
         """Carry out `cryptsetup ACTION …`."""
@@ -110,8 +94,6 @@ class FakeCryptsetup:
         assert not any(key.decode() in one for one in words if key), "a key among the words"
         at = given.index("--")
         options, rest = given[:at], given[at + 1 :]
-        if action in ("open", "repair", "luksAddKey", "luksKillSlot") and self._lacks_end(rest[0]):
-            return Result(1, "", "")
         return {
             "luksFormat": self._format,
             "open": self._open,
@@ -119,7 +101,7 @@ class FakeCryptsetup:
             "resize": self._resize,
             "luksAddKey": self._add,
             "luksKillSlot": self._kill,
-            "repair": self._repair,
+            "reencrypt": self._reencrypt,
             "luksUUID": self._rename,
             "luksHeaderBackup": self._back_up,
             "luksHeaderRestore": self._restore,
@@ -159,13 +141,11 @@ class FakeCryptsetup:
         if header is None:
             return Result(1, "", f"Device {path} is not a valid LUKS device.\n")
         slot = _option(options, "--key-slot") if "--key-slot" in options else None
+        assert "next" not in header, "a volume that is being re-encrypted is opened"
         if not _opens(header, key, slot):
-            return _NO_SLOT if "next" in header and slot is None else _NO_PERMISSION
-        if "next" in header and slot is not None:
-            return _NO_SLOT  # it takes another one as well
+            return _NO_PERMISSION
         if "--test-passphrase" in options:
             return _DONE
-        assert "next" not in header, "a volume that is being re-encrypted is opened"
         if self._devices.knows(f"/dev/mapper/{name[0]}"):
             return Result(5, "", f"Device {name[0]} already exists.\n")
         if device.mounted or device.held:
@@ -207,99 +187,19 @@ class FakeCryptsetup:
         self._devices.add(f"{LEFTOVER}{device.minor}", device.size_bytes).of = device
         device.held += 1
 
-    @contextmanager
-    def reencrypting(
-        self, words: Sequence[str], stdin: bytearray | None, turn: Turn | None = None
-    ) -> Iterator[BinaryIO]:
-        """Carry out `cryptsetup reencrypt …`: a line for each piece, before it is done."""
-        given, key = list(words[2:]), bytes(stdin or b"")
-        assert not any(key.decode() in one for one in words), "a key among the words"
-        at = given.index("--")
-        options, (path,) = given[:at], given[at + 1 :]
-        device = self._devices.get(path)
-        result = self._begin(options, device, key)
-        own = self._devices.add(f"{LEFTOVER}{device.minor}", device.size_bytes)
-        own.of = device
-        device.held += 1
-        try:
-            pieces = self._pieces(device) if result.exit_code == 0 else iter(())
-            if turn is not None:
-                pieces = _in_turns(pieces, turn)
-            yield cast(BinaryIO, pieces)
-            # To the end, where the reader does not end it.
-            for _ in pieces:
-                pass
-        except Exception:  # it is ended, at a safe point
-            self._devices.remove(own.path)
-            device.held -= 1
-            raise
-        except GeneratorExit:
-            raise
-        except BaseException as death:  # and so is the caller, except where it died alone
-            _tear(device)
-            if isinstance(death, Died):
-                raise errors.classify(words, -9, "") from death
-            raise
-        self._devices.remove(own.path)
-        device.held -= 1
-        if result.exit_code:
-            raise errors.classify(words, result.exit_code, result.stderr)
-
-    def _begin(self, options: list[str], device: FakeDevice, key: bytes) -> Result:
-        header = _header(device)
-        if self._devices.is_open(device.path):
-            return Result(1, "", f"Device {device.path} is still in use.\n")
-        if "--resume-only" in options:
-            if "next" not in header:
-                return Result(1, "", "Device reencryption not in progress.\n")
-            if header["segments"]["0"].get("flags"):
-                return Result(1, "", "Device requires reencryption recovery. Run repair first.\n")
-            return _DONE if _opens(header, key, None) else _NO_SLOT
-        assert "next" not in header
-        slot = _option(options, "--key-slot")
-        if not _opens(header, key, slot):
-            return _NO_PERMISSION
-        free = [str(one) for one in range(8) if str(one) not in header["keyslots"]]
-        # Both keys are in it from now on, and the new one's slot alone is left at the end.
-        header["keyslots"] |= {free[0]: _slot(key), free[1]: {"type": "reencrypt"}}
-        header |= {"next": secrets.token_hex(32), "left": free[0]}
-        _put(device, _uuid(device), header)
-        return _DONE
-
-    def _pieces(self, device: FakeDevice) -> Iterator[bytes]:
-        header = _header(device)
-        offset = int(header["segments"]["0"]["offset"])
-        size_bytes = device.size_bytes - offset
-        done_bytes = header["segments"]["0"]["size"]
-        first = 0 if done_bytes == "dynamic" else self.pieces * int(done_bytes) // size_bytes
-        for number in range(first, self.pieces):
-            yield b"{}\n"
-            while self.is_slow and number == self.pieces - 1:
-                time.sleep(_TELLING_SECONDS)
-                yield b"{}\n"
-            if self.dies and number == self.pieces - 1:
-                raise Died
-            header["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
-            # Read and written.
-            device.transferred_bytes += 2 * size_bytes // self.pieces
-            _put(device, _uuid(device), header)
-        _renew(device, offset, header)
-        if self.dies_at_end:
-            _leave_end(device)
-            raise Died
-
-    def _lacks_end(self, path: str) -> bool:
-        header = _read(self._devices.get(path)) or {"keyslots": {}}
-        kinds = [one["type"] for one in header["keyslots"].values()]
-        return "reencrypt" in kinds and "next" not in header
-
-    def _repair(self, options: list[str], rest: list[str], key: bytes) -> Result:
+    def _reencrypt(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        """What an operator says: `--init-only` begins it, `--resume-only` brings it to its end."""
         device = self._devices.get(rest[0])
         header = _header(device)
         if not _opens(header, key, None):
-            return _NO_SLOT
-        header["segments"]["0"].pop("flags", None)
-        _put(device, _uuid(device), header)
+            return _NO_PERMISSION
+        if "--init-only" in options:
+            header["next"] = secrets.token_hex(32)
+            header["config"] = {"requirements": {"mandatory": ["online-reencrypt-v2"]}}
+            _put(device, _uuid(device), header)
+            return _DONE
+        assert "--resume-only" in options
+        _renew(device, header)
         return _DONE
 
     def _rename(self, options: list[str], rest: list[str], key: bytes) -> Result:
@@ -356,43 +256,9 @@ class FakeCryptsetup:
         return _DONE
 
 
-def _in_turns(pieces: Iterator[bytes], turn: Turn) -> Iterator[bytes]:
-    """What a program prints that is stopped between turns."""
-    while True:
-        with turn():
-            line = next(pieces, None)
-        if line is None:
-            return
-        yield line
-
-
-def _tear(device: FakeDevice) -> None:
-    """Have a piece be half done."""
-    header = _header(device)
-    if "next" in header:
-        header["segments"]["0"]["flags"] = ["in-reencryption"]
-        _put(device, _uuid(device), header)
-
-
-def _leave_end(device: FakeDevice) -> None:
-    """Have a header as it is before the last write: without the slots of the old master key."""
-    header = _header(device)
-    [left] = header["keyslots"]
-    header["keyslots"]["7"] = {"type": "reencrypt"}
-    data, digest = header["segments"]["0"], header["digests"]["0"]
-    for name, flag in (("1", "backup-previous"), ("2", "backup-final")):
-        header["segments"][name] = {**data, "flags": [flag]}
-    header["digests"] = {
-        "0": {**digest, "keyslots": [], "segments": ["1"], "digest": "of the old master key"},
-        "1": {**digest, "keyslots": [left], "segments": ["0", "2"]},
-        "2": {"type": "pbkdf2", "keyslots": ["7"], "segments": [], "digest": "of its parameters"},
-    }
-    header["config"] = {"requirements": {"mandatory": ["online-reencrypt-v2"]}}
-    _write(device, _uuid(device), header)
-
-
-def _renew(device: FakeDevice, offset_bytes: int, header: dict[str, Any]) -> None:
-    """Have what is in a device lie there by the next master key, and by no other slot."""
+def _renew(device: FakeDevice, header: dict[str, Any]) -> None:
+    """Have what is in a device lie there by the next master key."""
+    offset_bytes = int(header["segments"]["0"]["offset"])
     first, length = offset_bytes // BLOCK_BYTES, device.size_bytes - offset_bytes
     old, new = (
         Sealed(outer=device.media, first_block=first, master=bytes.fromhex(header[one]))
@@ -402,9 +268,8 @@ def _renew(device: FakeDevice, offset_bytes: int, header: dict[str, Any]) -> Non
     plain = {one: old.read((one - first) * BLOCK_BYTES, BLOCK_BYTES) for one in numbers}
     for number, data in plain.items():
         new.write((number - first) * BLOCK_BYTES, data)
-    header["master"], left = header.pop("next"), header.pop("left")
-    header["keyslots"] = {left: header["keyslots"][left]}
-    header["segments"]["0"]["size"] = "dynamic"
+    header["master"] = header.pop("next")
+    del header["config"]
     _put(device, _uuid(device), header)
 
 
@@ -436,11 +301,10 @@ def copies(uuid: str, header: dict[str, Any]) -> Iterator[bytes]:
 
 def _put(device: FakeDevice, uuid: str, header: dict[str, Any]) -> None:
     """Both copies of a header, as they stand on a disk."""
-    slots = [one for one, how in header["keyslots"].items() if how["type"] == "luks2"]
-    bound = [one for one in slots if one not in header.get("unbound", ())]
+    slots = list(header["keyslots"])
     # Made of nothing else, so it is as good as a master key's own name.
     master = hashlib.sha256(header["master"].encode()).hexdigest()
-    digest = {"type": "pbkdf2", "keyslots": bound, "segments": ["0"], "digest": master}
+    digest = {"type": "pbkdf2", "keyslots": slots, "segments": ["0"], "digest": master}
     _write(device, uuid, {**header, "digests": {"0": digest}})
 
 

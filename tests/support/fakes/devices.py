@@ -125,8 +125,6 @@ class FakeDevice:
     partitions: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     media: Media = field(default_factory=Media)
-    # What was read of it and written, by programs that the kernel's statistics are read for.
-    transferred_bytes: int = 0
     # What of it lies on a missing disk: offset and length.
     missing: list[tuple[int, int]] = field(default_factory=list)
     # It stands on a disk that went away; none of it can be read or written.

@@ -31,7 +31,7 @@ from lvm.session import Session
 from mount import table
 from mount.blocks import By
 from mount.cgroups import Cgroups
-from mount.command import Result, Turn
+from mount.command import Result
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 from mount.stacks import Stack
@@ -115,17 +115,10 @@ class FakeHost:
         return Result(ended.exit_code, ended.stdout, ended.stderr)
 
     @contextmanager
-    def stream(
-        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-    ) -> Iterator[BinaryIO]:
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
         """The seam `mount.command.Stream`."""
         if (answer := self.intercept(words)) is None:
             self.commands.append(words)
-            called = words[2:] if words[0] == "env" else words
-            if called[0] == "cryptsetup":
-                with self.cryptsetup.reencrypting(called, stdin, turn) as told:
-                    yield told
-                return
             answer = thin_tools.run(words, self.lvm2)
         yield io.BytesIO(answer.stdout.encode())
         if answer.exit_code:
@@ -299,23 +292,6 @@ class FakeHost:
     def partition(self, device: str) -> None:
         """Put a partition table on a device; the kernel has not read it."""
         self.block.get(device).contents = Signature("dos", "partition table", "12345678")
-
-    @contextmanager
-    def slow_reencryption(self) -> Iterator[None]:
-        """Inside, what is re-encrypted does not come to its end."""
-        self.cryptsetup.is_slow = True
-        yield
-        self.cryptsetup.is_slow = False
-
-    @contextmanager
-    def killed_reencryption(self, _device: str, *, at_end: bool = False) -> Iterator[None]:
-        """Inside, a cryptsetup that re-encrypts a device is killed in its midst.
-
-        Or `at_end`, between its last two writes of the header.
-        """
-        self.cryptsetup.dies, self.cryptsetup.dies_at_end = not at_end, at_end
-        yield
-        self.cryptsetup.dies = self.cryptsetup.dies_at_end = False
 
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""

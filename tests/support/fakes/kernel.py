@@ -65,7 +65,7 @@ LOOKING = frozenset(
         "physical_block_bytes",
         *("logical_block_bytes", "reader", "has_new_mount_calls", "has_selinux"),
         *("loop_devices", "loop_free", "loop_status", "error_counters"),
-        *("disks_below", "disk_load", "transferred_bytes"),
+        *("disks_below", "disk_load"),
         *("stack", "discard_doubts", "are_zero", *DECIDING),
         # Opened by commands, which the trials of streams kill.
         "opened",
@@ -296,9 +296,6 @@ class FakeKernel(Kernel):
 
     def disk_load(self, disk: str) -> DiskLoad:
         raise NotImplementedError(disk)  # no device stands on a disk here
-
-    def transferred_bytes(self, device: str) -> int:
-        return self._block_device(device).transferred_bytes
 
     def device_holders(self, device: str) -> list[str]:
         return self._block_device(device).holders

@@ -37,12 +37,10 @@ RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
 RAW_WRITER = do.Publish("a", "staging", "other", BLOCK)
 
 SEALED = (("carver/encryption", "luks2"),)
-REENCRYPTED = (*SEALED, ("carver/reencrypt", "true"))
 SEALED_CREATE = replace(CREATE, parameters=SEALED)
 SEALED_STAGE = replace(STAGE, key="sesame")
 SEALED_RAW = replace(RAW, parameters=SEALED)
 SEALED_CLONE = replace(CLONE, parameters=SEALED)
-REENCRYPTED_CLONE = replace(CLONE, parameters=REENCRYPTED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
 EXPAND = do.Expand("a", 400 * MIB)
@@ -220,12 +218,6 @@ CASES = {
     "snapshot, encrypted": Case(SNAPSHOT, SEALED_STAGED),
     "create of an encrypted volume": Case(SEALED_CLONE, SEALED_STAGED),
     "stage an encrypted copy": Case(STAGE_SEALED_COPY, (*SEALED_USED, SEALED_CLONE)),
-    "stage an encrypted copy that gets its own master key": Case(
-        STAGE_SEALED_COPY, (*SEALED_USED, REENCRYPTED_CLONE)
-    ),
-    "unstage an encrypted copy that has its own master key": Case(
-        do.Unstage("copy", "staging"), (*SEALED_USED, REENCRYPTED_CLONE, STAGE_SEALED_COPY)
-    ),
     "delete, encrypted": Case(do.Delete("a"), SEALED_USED),
     "delete, encrypted and open": Case(do.Delete("a"), (SEALED_RAW, SEALED_RAW_STAGE)),
     "list snapshots": Case(do.Snapshots(), (CREATE, SNAPSHOT)),

@@ -17,7 +17,7 @@ EXTENT_BYTES = 4 * MIB
 DEFAULT_BYTES = 1 << 30
 CLASS = "plain"
 DEFAULT_FS_TYPE = "ext4"
-ENCRYPTION, REENCRYPT = "carver/encryption", "carver/reencrypt"
+ENCRYPTION = "carver/encryption"
 HEADER_BYTES = 4 * MIB
 AHEAD, LIMIT = "carver/readAhead", "carver/writeIOPS"
 RATE = "carver/maximumRecoveryRate"
@@ -55,10 +55,6 @@ class Volume:
     # What was asked for, where it was rounded up, and to which size.
     asked_bytes: tuple[int, int] = (0, 0)
     open_bytes: int = 0
-    # Whether, where it is a copy, it was to get a master key of its own. Until it has it, which is
-    # when it is opened first, nothing is made of it.
-    reencrypts: bool = False
-    awaits_own: bool = False
     # How it is attached; empty where it is not.
     attached: str = ""
 
@@ -259,9 +255,8 @@ class Model:
     def _create(self, call: do.Create) -> object:
         _refuse_if(0 < call.limit_bytes < call.required_bytes, "INVALID_ARGUMENT")
         parameters = dict(call.parameters)
-        if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION, REENCRYPT}:
+        if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION}:
             _refuse("INVALID_ARGUMENT")
-        _refuse_if(REENCRYPT in parameters and ENCRYPTION not in parameters, "INVALID_ARGUMENT")
         _refuse_if(parameters.get("carver/class", CLASS) != CLASS, "INVALID_ARGUMENT")
         read_ahead, write_iops = _tuning(call.mutable)
         _refuse_rates(call.mutable)
@@ -288,12 +283,11 @@ class Model:
             _refuse("OUT_OF_RANGE")
         _refuse_if(was is not None and encrypted != bool(header), "INVALID_ARGUMENT")
         made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
-        made.made_bytes, made.reencrypts = planned, REENCRYPT in parameters
+        made.made_bytes = planned
         made.note(call.required_bytes)
         if there is None:
             if was is not None:
                 self._fill(made, was)
-                made.awaits_own = made.reencrypts
             bridge = 0
             if call.source[0] == do.OF_VOLUME and was is not None:
                 bridge = _area(was.size_bytes, 20)
@@ -307,15 +301,12 @@ class Model:
         is_said = bool(call.use.fs_type or parameters.get("carver/fsType"))
         _refuse_if(is_said and there.fs_type != made.fs_type, "ALREADY_EXISTS")
         _refuse_if(encrypted and not there.header_bytes, "ALREADY_EXISTS")
-        _refuse_if(made.reencrypts and not there.reencrypts, "ALREADY_EXISTS")
         self._tune(call.volume, read_ahead, write_iops)
         context = {"carver/class": CLASS}
         if there.fs_type:
             context["carver/fsType"] = there.fs_type
         if there.header_bytes:
             context[ENCRYPTION] = "luks2"
-        if there.reencrypts:
-            context[REENCRYPT] = "true"
         return there.capacity_bytes, context
 
     def _modify(self, call: do.Modify) -> None:
@@ -340,14 +331,9 @@ class Model:
         if not kind:
             return None
         if kind == do.OF_VOLUME:
-            return self._require_own_key(name)
+            return self._require(name)
         _refuse_if(name not in self.snapshots, "NOT_FOUND")
         return self.snapshots[name].was
-
-    def _require_own_key(self, name: str) -> Volume:
-        volume = self._require(name)
-        _refuse_if(volume.awaits_own, "FAILED_PRECONDITION")
-        return volume
 
     def _volume_of(self, source: tuple[str, str]) -> str:
         kind, name = source
@@ -365,7 +351,7 @@ class Model:
         _refuse_if(call.volume == do.MALFORMED or do.is_inline(call.volume), "NOT_FOUND")
         there = self.snapshots.get(call.snapshot)
         if there is None:
-            was = self._require_own_key(call.volume)
+            was = self._require(call.volume)
             _refuse_if(was.size_bytes > self.free_bytes, "RESOURCE_EXHAUSTED")
             there = Snapshot(call.volume, copy.deepcopy(was), was.size_bytes)
             self.snapshots[call.snapshot] = there
@@ -527,7 +513,6 @@ class Model:
         volume.open_bytes = 0
         _refuse_if(volume.key not in ("", key), "UNAUTHENTICATED")
         volume.key, volume.open_bytes = key, volume.capacity_bytes
-        volume.awaits_own = False
 
     def _close(self, name: str) -> None:
         """What is nowhere in use is not open either."""

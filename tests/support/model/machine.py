@@ -82,7 +82,7 @@ class Machine:
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         service = self.service
-        for one in (service.eraser, service.copier, service.reencrypter):
+        for one in (service.eraser, service.copier):
             one.grace_seconds = self.grace_seconds
         # What is put off is to be seen, and a refusal is not to take its time.
         service.context.locks.grace_seconds = 0

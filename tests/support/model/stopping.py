@@ -16,7 +16,7 @@ from fakes.kernel import CHANGING
 
 from lvm.devices import Devices
 from mount.cgroups import Cgroups
-from mount.command import Conversation, Converse, Result, Runner, Stream, Turn
+from mount.command import Conversation, Converse, Result, Runner, Stream
 from mount.errors import CommandTimedOut
 from mount.kernel import Kernel
 
@@ -110,11 +110,9 @@ class Switch:
         """The seam `mount.command.Stream`, through the switch: what is read of it is no step."""
 
         @contextmanager
-        def through(
-            *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-        ) -> Iterator[BinaryIO]:
+        def through(*words: str) -> Iterator[BinaryIO]:
             with ExitStack() as ending:
-                begin = stream(*words, stdin=stdin, turn=turn)
+                begin = stream(*words)
                 yield self._step(_named(words), lambda: ending.enter_context(begin))
 
         return through

@@ -4,10 +4,8 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,9 +25,9 @@ from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import errors as mount_errors
-from mount import loop, luks, table
+from mount import loop, table
 from mount.cgroups import Cgroups
-from mount.command import Result, Runner, Turn
+from mount.command import Result, Runner
 from mount.errors import CommandError, MountError
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -192,48 +190,12 @@ class RealHost:
         return self._lab.programs(*words, stdin=stdin)
 
     @contextmanager
-    def stream(
-        self, *words: str, stdin: bytearray | None = None, turn: Turn | None = None
-    ) -> Iterator[BinaryIO]:
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
         """The seam `mount.command.Stream`."""
         assert self.intercept(words) is None, "what is streamed has no other answer"
         self.commands.append(words)
-        with self._lab.programs.stream(*words, stdin=stdin, turn=turn) as printed:
+        with self._lab.programs.stream(*words) as printed:
             yield printed
-
-    @contextmanager
-    def slow_reencryption(self) -> Iterator[None]:
-        """Inside, what is re-encrypted does not come to its end: it takes long enough by itself."""
-        yield
-
-    @contextmanager
-    def killed_reencryption(self, device: str, *, at_end: bool = False) -> Iterator[None]:
-        """Inside, a cryptsetup that re-encrypts a device is killed in its midst.
-
-        Or `at_end`, between its last two writes of the header.
-        """
-        over = threading.Event()
-        killer = threading.Thread(target=self._kill, args=(device, over, at_end))
-        killer.start()
-        try:
-            yield
-        finally:
-            over.set()
-            killer.join()
-
-    def _kill(self, device: str, over: threading.Event, at_end: bool) -> None:
-        while not over.wait(_STEP_SECONDS if at_end else _LOOK_SECONDS):
-            header = luks.read(self.kernel, device)
-            if header is None or not header.is_reencrypting:
-                continue
-            for process in reencrypting(device):
-                with suppress(ProcessLookupError):
-                    # It is stopped while it is looked at, so that it does not get past the place.
-                    os.kill(process, signal.SIGSTOP)
-                    header = luks.read(self.kernel, device)
-                    is_there = header and header.is_renewed and len(header.slots) == 1
-                    is_over = is_there or not at_end
-                    os.kill(process, signal.SIGKILL if is_over else signal.SIGCONT)
 
     def new_device(self, size_bytes: int) -> str:
         self._own.append(self._lab.new_device(size_bytes))
@@ -591,16 +553,6 @@ class RealHost:
         for mount in reversed(table.read(self.kernel).mounts):
             if mount.path.startswith(own):
                 self.kernel.unmount(mount.path)
-
-
-def reencrypting(path: str) -> Iterator[int]:
-    """The processes of a cryptsetup that re-encrypts a device."""
-    device = os.path.realpath(path)
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            words = [os.fsdecode(word) for word in one.read_bytes().split(b"\0")]
-            if "reencrypt" in words and device in map(os.path.realpath, words):
-                yield int(one.parent.name)
 
 
 @contextmanager
