@@ -14,7 +14,7 @@ from typing import Any
 
 from agent.core import errors
 from agent.core.background import DetachedTasks
-from agent.core.task_queue import Job, TaskQueue
+from agent.core.group_worker import Job, Jobs
 
 
 class Work(StrEnum):
@@ -122,7 +122,7 @@ class _Queue:
     """
 
     find: Callable[[str], Any]
-    jobs: TaskQueue[Any] | None
+    jobs: Jobs[Any] | None
     key_of: Callable[[str], str]
     aborted: Aborted
 
@@ -143,7 +143,7 @@ class Conflicts:
     def add(
         self,
         work: Work,
-        jobs: TaskQueue[Any],
+        jobs: Jobs[Any],
         *,
         key_of: Callable[[str], str] = str,
         aborted: Aborted = _pending,

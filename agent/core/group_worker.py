@@ -122,9 +122,10 @@ class Jobs(Generic[J]):
     `steps` does a job; what needs one step alone is a plain function. `due` gives the jobs that are
     due in a group by its fresh state, each of which is taken before the next one is asked for, so
     that a lock may be held meanwhile. It raises where the state cannot tell, as where the group is
-    not here. Without `due`, a failed job is repeated as it was. `failure` is the log line of an
-    error, with %s for the key and for the error. What is `urgent` goes before all else; what is
-    `last` is still done when the service ends.
+    not here. `gone` gets a failed job that the state does not have any more; without `due` a failed
+    job is repeated as it was. `failure` is the log line of an error, with %s for the key and for
+    the error. What is `urgent` goes before all else; what is `last` is still done when the service
+    ends.
     """
 
     def __init__(
@@ -135,13 +136,14 @@ class Jobs(Generic[J]):
         failure: str,
         *,
         due: Callable[[str], Iterable[J]] | None = None,
+        gone: Callable[[J], None] = lambda _job: None,
         urgent: bool = False,
         last: bool = False,
         retry_seconds: float = 60.0,
         level: int = logging.ERROR,
     ) -> None:
         self.kind, self.steps, self.urgent, self.last = kind, steps, urgent, last
-        self._workers, self._due = workers, due
+        self._workers, self._due, self._gone = workers, due, gone
         self._failure, self._level = failure, level
         # How long after a failure a job is retried; and after an outcome that is unknown, which the
         # fresh state shows.
@@ -178,6 +180,19 @@ class Jobs(Generic[J]):
                 worker.wake(self, running, time.monotonic() + after_seconds)
             except RuntimeError as error:
                 self._log(running, error)
+
+    def wait(self, job: J, seconds: float) -> bool:
+        """Wait so long for the end of a job; whether it has ended.
+
+        A step of the same group, for which that would wait in vain, does the job itself meanwhile.
+        """
+        worker = self._worker(job.key)
+        if not worker.is_own_thread:
+            return bool(wait([job.ended], seconds).done)
+        until_seconds = time.monotonic() + seconds
+        while time.monotonic() < until_seconds and worker.do_now(self, job):
+            pass
+        return job.ended.done()
 
     def has(self, key: str) -> bool:
         """Whether a job for the key has not succeeded yet."""
@@ -241,14 +256,6 @@ class Jobs(Generic[J]):
             job = worker.jobs.pop((self.kind, key), None)
         if job is not None:
             worker.call_off(job)
-
-    def retry(self, failed: J) -> None:
-        """Have a job that failed before it was on record retried as one that was on record."""
-        worker = self._worker(failed.key)
-        with worker.guard:
-            if self._of(worker, failed.key) is failed:
-                failed.due_seconds = time.monotonic() + self.retry_seconds
-                worker.guard.notify()
 
     def look(self, group: str) -> int:
         """Start all jobs that are due in a group by its fresh state; return how many are.
@@ -332,6 +339,7 @@ class Jobs(Generic[J]):
         else:
             for one in left.values():
                 worker.drop(self, one)
+                self._gone(one)
 
     def _replace(self, worker: "GroupWorker", before: J, job: J) -> None:
         """Put a job in the place of a failed one; not where a call halted that, and forgets it."""
@@ -340,6 +348,7 @@ class Jobs(Generic[J]):
             if worker.jobs.get(place) is before and place not in worker.barred:
                 job.due_seconds = -math.inf
                 worker.put(self, job)
+                worker.guard.notify()
 
     def _log(self, job: J, error: BaseException) -> None:
         if job.logged != (problem := reasons(error)):
@@ -426,6 +435,7 @@ class GroupWorker:
         self._kinds: dict[str, Jobs[Any]] = {}
         # The kinds of the steps that are under way: of more than one, all but the last may hang.
         self._under_way: list[str] = []
+        self._threads: set[threading.Thread] = set()
         self._is_ending = False
         # The thread that goes on with the loop, and since when it does a step (monotonic, seconds).
         self._leader: threading.Thread | None = None
@@ -435,7 +445,6 @@ class GroupWorker:
     def add(self, kind: Jobs[J], job: J) -> None:
         """Add a job; raises RuntimeError, with nothing added, where no thread can be had."""
         if self._is_ending:
-            job.cancelled.set()
             job.end(Stopping(job.key))
             return
         self._ensure_thread()
@@ -530,15 +539,48 @@ class GroupWorker:
             with suppress(RuntimeError):
                 self._lead()
 
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a step of this loop."""
+        return threading.current_thread() in self._threads
+
+    def do_now(self, kind: Jobs[J], job: J) -> bool:
+        """Do the next step of a job if it is due, and no thread does it; whether it was done."""
+        with self.guard:
+            is_here = self.jobs.get((kind.kind, job.key)) is job and not job.ended.done()
+            if not is_here or job.at_work or job.due_seconds > time.monotonic():
+                return False
+            self._begin(found := _Found(kind, job))
+        self._do(found)
+        return True
+
     def _run(self) -> None:
         me = threading.current_thread()
+        with self.guard:
+            self._threads.add(me)
         while (found := self._next(me)) is not None:
+            try:
+                self._do(found)
+            except BaseException:
+                # A mistake of the loop itself; it goes on with the other jobs.
+                _log.exception("%s %s is not seen to", found.kind.kind, found.job.key)
+        with self.guard:
+            self._threads.discard(me)
+
+    def _begin(self, found: _Found) -> None:
+        found.job.at_work, found.job.due_seconds = True, math.inf
+        self._under_way.append(found.kind.kind)
+
+    def _do(self, found: _Found) -> None:
+        try:
             found.kind.do_step(self, found.job)
+        finally:
             with self.guard:
                 found.job.at_work = False
                 self._under_way.remove(found.kind.kind)
-                is_called_off = found.job.cancelled.is_set()
-                # The leader, which is another by now, may wait for just that job.
+                if is_called_off := found.job.cancelled.is_set():
+                    found.job.due_seconds = math.inf
+                # The leader, which may be another by now, may wait for just that job.
                 self.guard.notify_all()
             if is_called_off:
                 found.job.end(Stopping(found.job.key))
@@ -550,8 +592,7 @@ class GroupWorker:
                 now_seconds = time.monotonic()
                 if ready := self._ready(now_seconds):
                     found = self._most_urgent(ready)
-                    found.job.at_work, found.job.due_seconds = True, math.inf
-                    self._under_way.append(found.kind.kind)
+                    self._begin(found)
                     self._since_seconds = now_seconds
                     return found
                 self._since_seconds = math.inf

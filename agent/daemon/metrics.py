@@ -306,8 +306,8 @@ def _storage_health(scrape: Scrape) -> Samples:
 def _failures(scrape: Scrape) -> Samples:
     service = scrape.service
     for one in (service.autoextender, service.auto_repair, service.inline_volumes):
-        for group, count in one.tasks.failures().items():
-            yield (one.tasks.kind, group), count
+        for group, count in one.looks.failures().items():
+            yield (one.looks.kind, group), count
 
 
 def _io_limits(scrape: Scrape) -> Samples:

@@ -16,12 +16,12 @@ from agent.core import errors, ids, records, tag, users
 from agent.core.background import Attempts
 from agent.core.conflicts import Call
 from agent.core.context import Context
+from agent.core.group_worker import Job, Jobs
 from agent.core.ids import VolumeId
 from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Fresh, Known
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
-from agent.core.task_queue import Job, TaskQueue
 from agent.core.volume_groups import HeldGroups
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
@@ -78,13 +78,7 @@ class GroupSnapshotter:
         # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
         self.quiesce_seconds = 20.0
         # What failed calls could not undo at once.
-        self.undone = TaskQueue(
-            "undo",
-            self._undo_again,
-            self._find_undo,
-            _NOT_UNDONE,
-            workers=1,
-        )
+        self.undone: Jobs[_Undo] = Jobs(context.workers, "undo", self._undo_again, _NOT_UNDONE)
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -408,12 +402,6 @@ class GroupSnapshotter:
         """Whether a failed call of this process left them: perhaps all, and not of one moment."""
         is_recorded = any(tag.COMMITTED in one.own_tags for one in found)
         return self.undone.has(found[0].group_snapshot_id) and not is_recorded
-
-    def _find_undo(self, group_snapshot_id: str) -> _Undo:
-        failed = self.undone.of(group_snapshot_id)
-        if failed is None:
-            raise errors.NoSuchVolume(group_snapshot_id)
-        return _Undo(key=group_snapshot_id, groups=failed.groups)
 
     def _discard(self, known: Known, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)

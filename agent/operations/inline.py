@@ -19,8 +19,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from agent.core import codes, errors, ids, tag, users
-from agent.core.background import GroupTasks
 from agent.core.context import Context
+from agent.core.group_worker import Looks
 from agent.core.parameters import SIZE
 from agent.core.records import Volume
 from agent.core.report_age import Every, Known
@@ -112,7 +112,8 @@ class InlineVolumes:
         self._admitted = _Admitted()
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}
-        self.tasks = GroupTasks(
+        self.looks = Looks(
+            context.workers,
             "inline",
             context.config.groups,
             self.sweep,

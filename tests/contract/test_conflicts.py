@@ -14,6 +14,7 @@ from typing import Any
 
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -21,10 +22,9 @@ from real.any import AnyHost, device, names
 
 from agent.core.classes import DeviceClass
 from agent.core.conflicts import TABLE, Call, Outcome, Work
+from agent.core.group_worker import Jobs
 from agent.core.settings import Config
-from agent.core.task_queue import TaskQueue
 from agent.csi.client import block, of_snapshot, of_volume
-from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
@@ -72,7 +72,7 @@ class Node:
         self.go = threading.Event()
         # The end of the name of the device that is waited at.
         self.at, self.began = "", threading.Event()
-        self.queue: TaskQueue[Any] | None = None
+        self.queue: Jobs[Any] | None = None
         uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
         self.volume_id = f"{group}@{uuid}/vol-v"
         self.name = "v"
@@ -98,7 +98,7 @@ class Node:
         self.service.stop()
         self.service = self._serve()
 
-    def block(self, at: str, queue: TaskQueue[Any]) -> None:
+    def block(self, at: str, queue: Jobs[Any]) -> None:
         self.at, self.queue = at, queue
 
     def pause(self, path: str) -> None:
@@ -186,7 +186,7 @@ def left_growth(node: Node, call: Call) -> None:
     node.restart()
     node.began.clear()
     node.block("grow-vol-v", node.service.eraser.jobs)
-    server.resume(node.service)
+    in_background.resume(node.service)
 
 
 def sweep(node: Node, call: Call) -> None:

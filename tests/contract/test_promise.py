@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configured
+import in_background
 import left_behind
 import pytest
 from csi_client import Client
@@ -21,7 +22,6 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
-from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout
@@ -61,7 +61,7 @@ def client(host: AnyHost, config: Config) -> Iterator[Client]:
     """Today's version, that went on with what was left."""
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
-    server.resume(running)
+    in_background.resume(running)
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:
         yield caller

@@ -10,11 +10,11 @@ from typing import BinaryIO
 
 from agent.core import errors, ids, records, tag
 from agent.core.context import Context
+from agent.core.group_worker import Stopping
 from agent.core.ids import VolumeId
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Fresh
-from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
 from agent.extras.changed_blocks.comparing import Spool

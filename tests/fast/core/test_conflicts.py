@@ -11,13 +11,9 @@ import pytest
 
 from agent.core import errors
 from agent.core.conflicts import TABLE, Call, Conflicts, Outcome, Work
-from agent.core.task_queue import Job, Stopping, TaskQueue
+from agent.core.group_worker import AGAIN, GroupWorkers, Job, Jobs, Steps, Stopping
 
 VOLUME = "data@20000000/vol-a"
-
-
-def missing(key: str) -> Job:
-    raise errors.NoSuchVolume(key)
 
 
 class Working:
@@ -25,14 +21,15 @@ class Working:
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
-        self.jobs = TaskQueue("test", self._work, missing, "%s: %s", workers=1)
+        self.workers = GroupWorkers()
+        self.jobs: Jobs[Job] = Jobs(self.workers, "test", self._work, "%s: %s")
         self.job = self.jobs.start(Job(VOLUME, on_record=False))
         assert self.began.wait(20)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: Job) -> Steps:
         self.began.set()
         expect.soon(lambda: job.cancelled.is_set() or self.go.is_set())
-        self.jobs.check(job)
+        yield AGAIN
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def working() -> Iterator[Working]:
     made = Working()
     yield made
     made.go.set()
-    made.jobs.stop()
+    made.workers.stop()
 
 
 def test_the_table_is_whole() -> None:

@@ -278,6 +278,24 @@ def test_a_step_may_be_due_later_and_others_go_on_meanwhile(work: Work) -> None:
     assert work.done == ["data/waits", "data/b", "waited"]
 
 
+def test_a_step_that_waits_for_a_job_of_its_group_does_it(work: Work) -> None:
+    inner: Jobs[Job] = Jobs(
+        work.workers, "inner", lambda job: work.done.append(job.key), "%s failed: %s"
+    )
+    slow: Jobs[Job] = Jobs(work.workers, "slow", lambda _job: iter([600.0]), "%s failed: %s")
+
+    def do(job: Job) -> None:
+        assert inner.wait(inner.start(Job("data/inner")), 20)
+        assert inner.wait(inner.start(Job("other/inner")), 20)
+        assert not slow.wait(slow.start(Job("data/slow")), 20), "it is due later"
+        work.done.append(job.key)
+
+    work.do = do
+    job = work.jobs.start(Job("data/outer"))
+    assert work.jobs.wait(job, 20)
+    assert work.done == ["data/inner", "other/inner", "data/outer"]
+
+
 def test_a_job_without_a_thread_is_refused_and_begun_by_the_next_call(work: Work) -> None:
     work.fails = False
     with expect.no_threads(), pytest.raises(RuntimeError):

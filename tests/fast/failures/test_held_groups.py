@@ -6,7 +6,7 @@ That is: no device is read or written, no program runs but lvm2, and no other gr
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import configured
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 import unheld
@@ -98,7 +99,7 @@ def copied(fake: FakeHost) -> bytes:
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
-        wait([job.ended for job in list(jobs._jobs.values())], 200)
+        in_background.ended(jobs)
 
 
 class Gate:
@@ -262,7 +263,7 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
     state = service.inventory.state
 
     def hangs(*groups: str, **more: Any) -> Any:
-        if groups == ("a",) and threading.current_thread().name.startswith("copy"):
+        if groups == ("a",) and threading.current_thread().name.startswith("work"):
             gate.wait()
         return state(*groups, **more)
 
@@ -505,15 +506,15 @@ def test_a_source_that_hangs_when_its_blocks_are_read_holds_up_no_group(
 def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
     client: Client, fake: FakeHost, source: csi.Volume, service: Service
 ) -> None:
-    work, begin, copying = service.copier.jobs._work, threading.Event(), Gate()
+    work, begin, copying = service.copier.jobs.steps, threading.Event(), Gate()
     # A job begins a moment before its call has left the source's name.
     service.context.locks.grace_seconds = 60
 
-    def waits(job: Any) -> None:
+    def waits(job: Any) -> Any:
         assert begin.wait(200)
-        work(job)
+        return work(job)
 
-    service.copier.jobs._work = waits
+    service.copier.jobs.steps = waits
     fake.kernel.override(copy=copying.before(fake.kernel.copy))  # type: ignore[attr-defined]
     of, logical = of_volume(source.volume_id), fake.kernel.logical_block_bytes
 

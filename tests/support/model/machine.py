@@ -9,6 +9,7 @@ from typing import Any
 
 import configured
 import grpc
+import in_background
 from csi_client import Client
 from fakes import kubelet
 from model import operations as do
@@ -18,9 +19,9 @@ from real.any import AnyHost
 from real.host import RealHost
 
 from agent.core import quiesce
+from agent.core.group_worker import Jobs
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.core.task_queue import TaskQueue
 from agent.csi import client
 from agent.daemon.server import Service
 from lvm import report
@@ -91,11 +92,11 @@ class Machine:
             quiesce.resume_left(host.devices, [self.group]) as held,
             service.inventory.keep_suspended(held),
         ):
-            service.eraser.resume()
-            service.pool_remover.resume()
-            service.freed_eraser.resume()
+            in_background.look(service, service.eraser.jobs)
+            in_background.look(service, service.pool_remover.jobs)
+            in_background.look(service, service.freed_eraser.jobs)
             service.group_snapshotter.resume()
-            service.copier.resume()
+            service.copier.resume(self.group)
             for extra in service.extras.values():
                 for resume in extra.recoveries().values():
                     resume()
@@ -429,11 +430,8 @@ def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     # A look a minute later would be met by whatever test is under way by then.
-    service.inline_volumes.tasks.stop()
-    for jobs in behind(service):
-        with jobs._fails:
-            jobs._stopping.set()
-            jobs._fails.notify_all()
+    service.inline_volumes.looks.stop()
+    service.context.workers.halt()
 
 
 def bury(service: Service) -> None:
@@ -443,8 +441,7 @@ def bury(service: Service) -> None:
     """
     service._server.stop(0).wait()
     service.interceptor._streams.shutdown(wait=True)
-    for jobs in _overwriting(service):
-        jobs.shutdown(cancel_futures=True)
+    service.context.workers.stop(60)
 
 
 def try_soon(service: Service) -> None:
@@ -453,13 +450,13 @@ def try_soon(service: Service) -> None:
         jobs.retry_seconds = jobs.soon_seconds = 0.05
 
 
-def behind(service: Service) -> list[TaskQueue[Any]]:
+def behind(service: Service) -> list[Jobs[Any]]:
     """What goes on behind answers: copies, their bridges, what is undone or overwritten."""
     bridges, undone = service.copier.bridges, service.group_snapshotter.undone
     return [service.copier.jobs, bridges, undone, *_overwriting(service)]
 
 
-def _overwriting(service: Service) -> list[TaskQueue[Any]]:
+def _overwriting(service: Service) -> list[Jobs[Any]]:
     workers = (service.eraser, service.growth_zeroer, service.freed_eraser, service.pool_remover)
     return [one.jobs for one in workers]
 
