@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import errors, luks_devices, tag
-from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid, progress
 from agent.core.records import Volume
 from agent.core.secret import Key, Keys
 from agent.core.task_queue import Job, TaskQueue
+from agent.core.volume_states import Work
 from lvm import volumes
 from lvm.devices import Device
 from mount import command, luks
