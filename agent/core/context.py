@@ -32,10 +32,10 @@ class Context:
     allocators: Allocators
     limiter: Limiter
     paces: Paces
+    holds: Holds
+    conflicts: Conflicts
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
-    holds: Holds = field(default_factory=Holds)
-    conflicts: Conflicts = field(default_factory=Conflicts)
     detached: DetachedTasks = field(default_factory=DetachedTasks)
 
     @property

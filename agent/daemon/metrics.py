@@ -269,7 +269,7 @@ def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
 
 def _key_generations(scrape: Scrape) -> Samples:
     encrypted: list[records.Volume | records.Snapshot] = [
-        one for one in scrape.volumes if one.is_encrypted and not one.wiping
+        one for one in scrape.volumes if one.is_encrypted and not one.is_doomed
     ]
     encrypted += (one for one in scrape.snapshots if one.is_encrypted)
     found = ((one.group.name, records.key_generation(one.own_tags)) for one in encrypted)

@@ -13,8 +13,10 @@ import grpc
 from agent.core import errors, extras, group_definitions, locks, trace
 from agent.core.allocation import Allocators
 from agent.core.background import reasons
+from agent.core.conflicts import Conflicts
 from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
+from agent.core.holds import Holds
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.limiter import Limiter
@@ -100,6 +102,7 @@ class Service:
             refused=lambda: known.refused,
             ignored=lambda: known.ignored,
         )
+        holds = Holds()
         context = self.context = Context(
             config,
             host.run,
@@ -111,6 +114,8 @@ class Service:
             Allocators(config.classes, known),
             Limiter(host.cgroups, known, host.kernel),
             Paces(config, host.kernel, volume_groups.changed_at),
+            holds,
+            Conflicts(holds),
         )
         self.readiness = Readiness(known, self.node, context.admission)
         self.freed_eraser = FreedSpaceEraser(context)
@@ -137,7 +142,7 @@ class Service:
         expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
         stager = Stager(context, node_volumes, encrypted, expander)
         publisher = Publisher(context, node_volumes, encrypted, stager)
-        health = VolumesHealth(context, diagnosis, node_volumes.check)
+        health = VolumesHealth(context, diagnosis)
         self.storage = StorageHealth(context, diagnosis, self.node)
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)

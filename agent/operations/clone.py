@@ -22,9 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import errors, ids, locks, records, tag
+from agent.core import errors, ids, locks, records, tag, volume_states
 from agent.core.background import Attempts
-from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.group_worker import AGAIN, Job, Jobs, Steps
 from agent.core.ids import VolumeId
@@ -32,6 +31,7 @@ from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Known
 from agent.core.requests import SNAPSHOT, VOLUME, Source
+from agent.core.volume_states import Call, Ender
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import INHERITED, Snapshotter
 from lvm import names, report, thin, volumes
@@ -69,7 +69,7 @@ def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
         if found.problem:
             raise errors.SourceLost(source.id, found.problem)
         return found
-    return within.usable(known, source.id)
+    return within.usable(known, source.id, Call.COPY_FROM)
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
@@ -104,7 +104,7 @@ def share(
     group = origin.group
     present_bytes = group.volume(origin.name).size_bytes
     if present_bytes == size_bytes and not may_hold_btrfs(own_tags):
-        own_tags = {**own_tags, tag.STATE: tag.READY}
+        own_tags = {**own_tags, **volume_states.tags_for(Ender.CALLER)}
     thin.snapshot(
         lvm, group.name, name, origin=origin.name, own_tags=own_tags, read_only=False, tuning=tuning
     )
@@ -160,7 +160,7 @@ class Copier:
             gone=self._clear_failed,
         )
         context.conflicts.add(
-            Work.COPY, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
+            Ender.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
         # The removal of bridges that may be unused; it has no caller, and so no deadline.
         self.bridges: Jobs[Job] = Jobs(
@@ -263,7 +263,7 @@ class Copier:
             raise errors.Copying(job.key, str(job))
         job.ended.result()
         volume = job.volume
-        own_tags = {**volume.own_tags, tag.STATE: tag.READY}
+        own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
@@ -296,7 +296,7 @@ class Copier:
         """
         if not (bridge_id := _bridge_id(volume)):
             return
-        if volume.copying:
+        if volume.ended_by is Ender.COPIER:
             self.dismiss(bridge_id)
         elif self._is_seen(bridge_id):
             self.bridges.start(Job(bridge_id))
@@ -334,7 +334,7 @@ class Copier:
             known = self._inventory.state(group)
             known.group(group)
             for volume in self._inventory.present(known):
-                if volume.copying:
+                if volume.ended_by is Ender.COPIER:
                     yield self._copy_of(volume, _source_id(volume))
 
     def _clear_failed(self, job: Copy) -> None:
@@ -382,8 +382,8 @@ class Copier:
         job.check()
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            old, new = ({tag.STATE: one} for one in (tag.COPYING, tag.READY))
-            volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
+            lvm = self._volume_groups.lvm(group)
+            volume_states.hand_over(lvm, group, name, job.volume.own_tags, Ender.CALLER)
         return source
 
     def _renew(self, volume: Volume) -> None:
@@ -479,7 +479,7 @@ class Copier:
 
     def _wanted(self, known: Every) -> set[str]:
         """The ids of the bridges from which volumes are being copied."""
-        left = [one for one in self._inventory.shown(known) if one.copying]
+        left = list(self._inventory.copies(known))
         found = {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
         # Of one that lost its tag `from`, which may be put back, only the name tells.
         lost = {

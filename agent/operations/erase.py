@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import classes, errors, ids, records, tag, users
+from agent.core import classes, errors, ids, records, tag, users, volume_states
 from agent.core.background import Attempts
-from agent.core.conflicts import Work
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.volume_states import Ender, Work
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
@@ -123,7 +123,7 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
     """Whether its tags say that it was deleted and only its removal is left."""
-    return logical.own_tags.get(tag.STATE) == tag.WIPING
+    return volume_states.is_recorded(logical.own_tags, Ender.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
@@ -195,7 +195,7 @@ class Eraser:
             due=self._due,
         )
         conflicts = context.conflicts
-        conflicts.add(Work.ERASE, self.jobs, aborted=_being_erased)
+        conflicts.add(Ender.ERASER, self.jobs, aborted=_being_erased)
         conflicts.add(Work.LEFT_GROWTH, self.jobs, key_of=reservation_id)
 
     def delete(self, volume: Volume) -> None:
@@ -203,7 +203,7 @@ class Eraser:
 
         Raises VolumeInUse.
         """
-        if volume.wiping:
+        if volume.is_doomed:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
@@ -213,7 +213,8 @@ class Eraser:
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(self._wipe_of(volume))
-            self._start(replace(volume, own_tags={**volume.own_tags, tag.STATE: tag.WIPING}))
+            own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.ERASER)}
+            self._start(replace(volume, own_tags=own_tags))
             return
         job = self._start(volume)
         self.jobs.wait(job, self.grace_seconds)
@@ -237,9 +238,8 @@ class Eraser:
             # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
             if job.removed or name not in self._inventory.state(group).group(group).volumes:
                 return False
-            old = {tag.STATE: job.volume.own_tags.get(tag.STATE, tag.READY)}
-            new = {tag.STATE: tag.WIPING}
-            volumes.mark(self._lvm(group), group, name, old=old, new=new)
+            own_tags = job.volume.own_tags
+            volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
             job.on_record = True
         if job.ended.done():
             # It failed before it was on record, so the loop does not retry it by itself.
@@ -289,7 +289,7 @@ class Eraser:
             key=str(volume.id),
             volume=volume,
             size_bytes=self.policy.zeroed_bytes(volume, volume.size_bytes) * is_overwritten,
-            on_record=volume.wiping,
+            on_record=volume.is_doomed,
         )
 
     def _steps(self, job: _Wipe) -> Steps:

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, records, tag
+from agent.core import errors, ids, records, tag, volume_states
 from agent.core.allocation import Allocator, is_own_pool
-from agent.core.conflicts import Call, Work
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs, Steps
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.volume_states import Call, Ender, Work
 from agent.operations import erase
 from agent.operations.erase import (
     erase_marks,
@@ -142,7 +142,8 @@ class GrowthZeroer:
         # As much of each disk as the volume takes there, parity and copies included.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
-        own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
+        deleted = volume_states.tags_for(Ender.ERASER)
+        own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
         new = New(records.reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
         return self._inventory.state(group.name).group(group.name).volume(new.name)
@@ -297,7 +298,7 @@ class FreedSpaceEraser:
             size_bytes += group.volume(ids.SWEEP).size_bytes
             volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
         else:
-            new = New(ids.SWEEP, size_bytes, {tag.STATE: tag.WIPING})
+            new = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
             volumes.create(lvm, group.name, new, disks=own)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from agent.core import errors, ids, records, tag, users
 from agent.core.background import Attempts
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs
 from agent.core.ids import VolumeId
@@ -23,6 +22,7 @@ from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Fresh, Known
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.core.volume_groups import HeldGroups
+from agent.core.volume_states import Call
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
 from lvm import names, tags, volumes
@@ -193,7 +193,7 @@ class GroupSnapshotter:
         self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
-        sources = [self._inventory.usable(known, one) for one in call.source_ids]
+        sources = [self._inventory.usable(known, one, Call.SNAPSHOT) for one in call.source_ids]
         for source_id in call.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
         own = self.logical_name(call.name)

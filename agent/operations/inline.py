@@ -249,7 +249,7 @@ class InlineVolumes:
         """
         try:
             volume = self._find(volume_id)
-            if volume is None or volume.wiping:
+            if volume is None or volume.is_doomed:
                 return
             if attempt.began or self._is_blank(volume):
                 self._deleter.delete(str(volume.id))
@@ -308,7 +308,7 @@ class InlineVolumes:
         The pod's directory is in the directory of all pods, and the target is in it.
         """
         place = volume.own_tags.get(tag.TARGET, "")
-        if volume.wiping or not volume.is_ephemeral or not place:
+        if volume.is_doomed or not volume.is_ephemeral or not place:
             return False
         for one in self._inside:
             root = self._kernel.real_path(one).rstrip("/") + "/"

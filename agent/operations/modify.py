@@ -12,6 +12,7 @@ from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
 from agent.core.settings import Config
+from agent.core.volume_states import Call
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -26,7 +27,7 @@ def modify(context: Context, call: ModifyVolume) -> None:
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
-        volume = context.inventory.require(call.volume_id)
+        volume = context.inventory.require(call.volume_id, Call.MANAGE)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)

@@ -20,12 +20,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
-from agent.core import ids, records, tag
+from agent.core import ids, records, tag, volume_states
 from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
-from agent.core.conflicts import Call, Work
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.records import Snapshot, Volume
+from agent.core.volume_states import Call, Ender, Work
 from agent.operations import erase
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
@@ -87,7 +87,7 @@ class PoolRemover:
         """
         pool = removed.group.volume(removed.name).pool
         others = [one for one in removed.group.in_pool(pool) if one.name != removed.name]
-        if all(_is_wiping(one) for one in others):
+        if all(_fills_pool(one) for one in others):
             self.give_back(removed.group.name, pool)
             if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
@@ -154,7 +154,7 @@ class PoolRemover:
         The pool is `kept`. The caller holds the group, and read the report since.
         """
         for one in group.in_pool(pool):
-            if _is_wiping(one):
+            if _fills_pool(one):
                 volumes.remove(self._lvm(group.name), group.name, one.name)
 
     def _due(self, group: str) -> Iterator[Job]:
@@ -209,7 +209,7 @@ class PoolRemover:
             volumes.remove(self._lvm(group_name), group_name, pool)
         if made is None or not is_own_pool(made):
             return None
-        wipes = [one for one in group.in_pool(pool) if _is_wiping(one)]
+        wipes = [one for one in group.in_pool(pool) if _fills_pool(one)]
         if len(wipes) == len(group.in_pool(pool)):
             return group
         for one in wipes:
@@ -222,7 +222,7 @@ class PoolRemover:
         name = wipe_name(device_class)
         # The pool holds nothing else. If the name is taken outside the pool, lvm2 refuses.
         if not group.in_pool(pool.name):
-            own_tags = {tag.STATE: tag.WIPING, tag.CLASS: device_class}
+            own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
             new = New(name, pool.size_bytes, own_tags)
             thin.create(self._lvm(group.name), group.name, pool.name, new)
         return self._inventory.ensure_active(group.name, name).path
@@ -276,12 +276,12 @@ class PoolRemover:
         )
 
 
-def _is_wiping(logical: report.LogicalVolume) -> bool:
+def _fills_pool(logical: report.LogicalVolume) -> bool:
     """Whether it is the volume that zeroes a pool, and no user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
-    is_wiping = tag.NAME not in own_tags and own_tags.get(tag.STATE) == tag.WIPING
-    return is_named_so and is_wiping and not records.unknown_needs(logical)
+    is_own = tag.NAME not in own_tags and erase.is_deleted(logical)
+    return is_named_so and is_own and not records.unknown_needs(logical)
 
 
 def _abandoned(group: report.Group) -> list[str]:
@@ -289,4 +289,4 @@ def _abandoned(group: report.Group) -> list[str]:
     every = list(records.usable(group))
     half_made = [one.name for one in every if is_half_made_pool(one)]
     own = ((one.name, group.in_pool(one.name)) for one in every if is_own_pool(one))
-    return half_made + [name for name, held in own if not held or any(map(_is_wiping, held))]
+    return half_made + [name for name, held in own if not held or any(map(_fills_pool, held))]

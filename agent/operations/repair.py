@@ -16,6 +16,7 @@ from agent.core.context import Context
 from agent.core.group_worker import Looks
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
+from agent.core.volume_states import Call
 from agent.operations.erase import mark_for_erase
 from agent.operations.erase_policy import ErasePolicy
 from lvm import groups, report, thin, volumes
@@ -66,7 +67,7 @@ class Repairer:
         NotRepairable, NoRoom, VolumeInUse.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            volume = self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
+            volume = self._inventory.require(volume_id, Call.MANAGE)
             logical = volume.group.volume(volume.name)
             if "raid" in logical.layout and not logical.pool:
                 if any(volume.group.lost_images(logical)) and volume.group.survives(logical):

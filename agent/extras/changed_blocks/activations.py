@@ -284,8 +284,7 @@ class Activations:
         # A copy, which may be in another group, opens it only for moments.
         everywhere = self._inventory.everywhere(known)
         everywhere.require_read()
-        every = self._inventory.shown(everywhere)
-        copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
+        copied = {one.own_tags.get(tag.FROM) for one in self._inventory.copies(everywhere)}
         return [
             one.name
             for one in unread

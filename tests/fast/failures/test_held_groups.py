@@ -28,6 +28,7 @@ from agent.core import locks
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.core.volume_group import VolumeGroup, begin_states
+from agent.core.volume_states import Call
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import replace_disk
@@ -471,7 +472,7 @@ def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
         call(lambda: client.node_expand(one, staging, 3 * SIZE))
     client.unstage(one, staging)
     call(lambda: client.stage(volume, staging))
-    assert service.inventory.require(one).size_bytes == 3 * SIZE
+    assert service.inventory.require(one, Call.USE).size_bytes == 3 * SIZE
     client.unstage(one, staging)
     call(lambda: client.create("copy", 0, parameters=THERE, source=of_snapshot(taken)))
     call(lambda: client.delete_snapshot(taken))

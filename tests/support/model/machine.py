@@ -96,7 +96,8 @@ class Machine:
             in_background.look(service, service.pool_remover.jobs)
             in_background.look(service, service.freed_eraser.jobs)
             service.group_snapshotter.resume()
-            service.copier.resume(self.group)
+            for name in service.volume_groups.names:
+                service.copier.resume(name)
             for extra in service.extras.values():
                 for resume in extra.recoveries().values():
                     resume()
