@@ -28,7 +28,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from agent.core import errors
 from agent.core.background import Attempts, reasons
@@ -415,8 +415,7 @@ class Looks:
             yield AGAIN if is_due else self._interval_seconds
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """A job with its kind."""
 
     kind: Jobs[Any]
@@ -457,7 +456,9 @@ class GroupWorker:
 
         Until the end of the service, also what is done last is woken.
         """
-        job.due_seconds = min(job.due_seconds, due_seconds)
+        if due_seconds >= job.due_seconds:
+            return
+        job.due_seconds = due_seconds
         if (kind.kind, job.key) not in self.jobs:
             self.put(kind, job)
         if not self._is_ending:
