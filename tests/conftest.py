@@ -5,7 +5,9 @@ import agent  # isort: skip
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import chosen
@@ -18,7 +20,8 @@ from real.host import Lab, RealHost, lab, real_host
 
 import agent.core.locks
 import mount.programs
-from agent.core import background, users
+from agent.core import group_worker, users
+from agent.core.volume_group import VolumeGroup
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,12 +85,41 @@ def nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests that are about just that have a fixture of this name of their own.
     """
 
-    def do(self: background.DeferredWork) -> None:
-        thread = threading.Thread(target=self._succeeds, args=[True], name="behind")
+    def do(self: VolumeGroup) -> None:
+        thread = threading.Thread(target=try_it, args=[self], name="behind")
         thread.start()
         thread.join()
 
-    monkeypatch.setattr(background.DeferredWork, "wake", do)
+    def try_it(one: VolumeGroup) -> None:
+        # What fails is tried again by the next that asks for it.
+        with suppress(BaseException):
+            one.run_deferred(is_ending=True)
+
+    monkeypatch.setattr(VolumeGroup, "wake", do)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def overseen() -> Iterator[None]:
+    """All loops are overseen, as the service does: a step that waits holds up no other."""
+    every = weakref.WeakSet[group_worker.GroupWorkers]()
+    is_over = threading.Event()
+    init = group_worker.GroupWorkers.__init__
+
+    def add(self: group_worker.GroupWorkers) -> None:
+        init(self)
+        every.add(self)
+
+    def oversee() -> None:
+        while not is_over.wait(0.05):
+            for one in list(every):
+                one.oversee()
+
+    threading.Thread(target=oversee, name="overseer", daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_worker.GroupWorkers, "__init__", add)
+        patch.setattr(group_worker, "_SLOW_SECONDS", 0.2)
+        yield
+    is_over.set()
 
 
 @pytest.fixture(autouse=True)

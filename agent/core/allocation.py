@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import errors, ids, records, tag
+from agent.core import errors, ids, records, tag, volume_states
 from agent.core.classes import DeviceClass
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
+from agent.core.volume_states import Ender
 from lvm import caches, groups, layout, names, report, tags, thin, volumes
 from lvm import thin as pools
 from lvm.caches import Cache
@@ -45,7 +46,7 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 
     lvm2 commits it with its tags as a linear volume first; it has no data.
     """
-    is_ready = pool.own_tags.get(tag.STATE) == tag.READY
+    is_ready = volume_states.is_recorded(pool.own_tags, Ender.CALLER)
     return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
@@ -348,7 +349,7 @@ class Thin:
             extent_size_bytes=group.extent_size_bytes,
             chunk_size_bytes=pool.chunk_size_bytes,
             own_tags={
-                tag.STATE: tag.READY,
+                **volume_states.tags_for(Ender.CALLER),
                 tag.CLASS: self.device_class,
                 tag.CHUNK: str(pool.chunk_size_bytes),
                 **self._cache_tags(group),

@@ -1,7 +1,6 @@
-"""Background threads: periodic, deferred and detached work, and probes of what may hang.
+"""Work beside the loops of groups: tasks of the process, mkfs and fsck, probes of what may hang.
 
-Each volume group has its own threads, so one that hangs delays no other. Nothing that work raises
-ends a thread: it is logged once, counted and retried.
+Nothing that work raises ends a thread: it is logged once, counted and retried.
 """
 
 import contextvars
@@ -9,7 +8,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,88 +76,6 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
         ended = Future[object]()
         ended.set_exception(error)
         return ended
-
-
-# How long deferred work may come no further before it is cut off, and retried.
-_STALL_SECONDS = 60.0
-_RETRY_SECONDS = 60.0
-# Work begins so long after it is asked for: the call that asked is answered first, and what others
-# ask for by then, such as twenty volumes staged at once, is done with it.
-_SOON_SECONDS = 0.1
-# How long the end of the service waits for it; the next start finds and does the rest.
-_ENDING_SECONDS = 5.0
-
-
-class DeferredWork:
-    """Run `work` in the background after the RPC returns; retry on failure.
-
-    However often `wake` is called during a run, one more run follows. `work` receives whether the
-    service ends. An error is logged once, and the work is retried after a minute.
-    """
-
-    def __init__(self, name: str, work: Callable[[bool], None]) -> None:
-        self._name, self._work = name, work
-        self._guard = threading.Lock()
-        self._woken, self._ending = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._problem = ""
-
-    def wake(self) -> None:
-        """Have the work done soon. Where no thread can be had, `catch_up` tries again."""
-        self._woken.set()
-        with self._guard:
-            if self._thread is not None or self._ending.is_set():
-                return
-            thread = threading.Thread(target=self._run, name=f"deferred {self._name}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                # The caller's own work has succeeded all the same.
-                self._log(str(error))
-            else:
-                self._thread = thread
-
-    def catch_up(self) -> None:
-        """Begin work for which there was no thread; returns at once."""
-        if self._thread is None and self._woken.is_set():
-            self.wake()
-
-    def stop(self) -> None:
-        """Do the work that is left, for five seconds at most."""
-        self.catch_up()
-        with self._guard:
-            self._ending.set()
-            thread = self._thread
-        if thread is not None:
-            self._woken.set()
-            thread.join(_ENDING_SECONDS)
-
-    def _run(self) -> None:
-        patience: float | None = None
-        while True:
-            self._woken.wait(patience)
-            self._ending.wait(_SOON_SECONDS)
-            # Before the work, which may miss what comes up meanwhile.
-            self._woken.clear()
-            is_ending = self._ending.is_set()
-            patience = None if self._succeeds(is_ending) else _RETRY_SECONDS
-            if is_ending:
-                return
-
-    def _succeeds(self, is_ending: bool) -> bool:
-        try:
-            with command.stall_limit(_STALL_SECONDS):
-                self._work(is_ending)
-        except BaseException as error:
-            self._log(reasons(error))
-            return False
-        self._problem = ""
-        return True
-
-    def _log(self, problem: str) -> None:
-        if problem != self._problem:
-            _log.warning("volume group %s, deferred work: %s", self._name, problem)
-        self._problem = problem
 
 
 # Errors with a sentence of their own: their trace adds nothing.
@@ -242,55 +159,6 @@ class PeriodicTask:
         pause_seconds = self._first_seconds
         while not self._stopping.wait(pause_seconds):
             pause_seconds = self.run_once()
-
-
-class GroupTasks:
-    """One PeriodicTask for each volume group: one that hangs delays no other's.
-
-    `failure` is logged with %s for the group's name and for the error.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        groups: Iterable[str],
-        work: Callable[[str], bool | None],
-        interval_seconds: float,
-        failure: str,
-    ) -> None:
-        self.kind = kind
-        self._tasks = {
-            one: PeriodicTask(
-                f"{kind} {one}",
-                partial(work, one),
-                interval_seconds,
-                failure.replace("%s", one, 1),
-                first_seconds=interval_seconds,
-            )
-            for one in groups
-        }
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether any group's task runs."""
-        return any(one.is_alive for one in self._tasks.values())
-
-    def failures(self) -> Mapping[str, int]:
-        """How many runs failed until now, by the group."""
-        return {group: one.failures for group, one in self._tasks.items()}
-
-    def start(self) -> None:
-        """Begin, each after its interval."""
-        for one in self._tasks.values():
-            one.start()
-
-    def stop(self, wait_seconds: float = 0.0) -> None:
-        """Begin no further run, and wait so long at most until all have ended."""
-        for one in self._tasks.values():
-            one.stop()
-        until = time.monotonic() + wait_seconds
-        for one in self._tasks.values():
-            one.join(max(0.0, until - time.monotonic()))
 
 
 def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) -> None:

@@ -1,114 +1,20 @@
-"""What happens when a call meets background work: one table, which all calls go by.
+"""What this process has under way, and what a call gets that meets it, by the table of states.
 
 Work that tags record is also met where no job of this process knows it, as after a restart; then
 the operation finds it in the report, and answers as the table says. Work that failed and is not on
 record is over, and no call meets it, unless it left the volume in part erased.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
-from agent.core import errors
+from agent.core import errors, volume_states
 from agent.core.background import DetachedTasks
-from agent.core.task_queue import Job, TaskQueue
-
-
-class Work(StrEnum):
-    """Background work."""
-
-    ERASE = "the volume was deleted and is overwritten"
-    COPY = "the volume is filled, from its source or with zeroes"
-    COPIED = "another volume is filled from it, by a temporary snapshot"
-    GROWTH = "the extents that it grows by are zeroed"
-    LEFT_GROWTH = "extents that an earlier process reserved for its growth are overwritten"
-    FORMAT = "mkfs of an earlier call makes its file system"
-    SWEEP = "free extents of its group are overwritten"
-    EMPTY_POOL = "the empty pool of its class is overwritten, to be removed"
-
-
-class Call(StrEnum):
-    """Calls, and what Carver does by itself as one."""
-
-    CREATE = "CreateVolume of its name; for a pool, of its class"
-    COPY_FROM = "CreateVolume with it as the source"
-    SNAPSHOT = "CreateSnapshot, CreateVolumeGroupSnapshot"
-    EXPAND = "ControllerExpandVolume, NodeExpandVolume, a stage with a size on record"
-    EXPAND_OTHER = "an expansion to another size than the one under way"
-    USE = "NodeStageVolume, NodePublishVolume, NodeGetVolumeStats"
-    UNSTAGE = "NodeUnstageVolume"
-    DELETE = "DeleteVolume"
-    GROW = "a pool or a COW store must grow"
-
-
-class Outcome(StrEnum):
-    """What happens."""
-
-    BESIDE = "both go on"
-    JOINS = "the call waits a moment, and is OK: the work is on record"
-    WAITS = "the call waits for the work, and is ABORTED with the progress where that takes longer"
-    ABORTED = "the call is ABORTED with the progress"
-    ABSENT = "the call does not find the volume, or is ABORTED until its deletion is on record"
-    REFUSED = "the call is FAILED_PRECONDITION"
-    HALTS = "the work ends at its next safe point, and then the call goes on"
-
-
-def _row(**others: Outcome) -> Mapping[Call, Outcome]:
-    """The outcomes of a work; both go on where nothing else is said."""
-    return MappingProxyType({one: others.get(one.name, Outcome.BESIDE) for one in Call})
-
-
-TABLE: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
-    {
-        Work.ERASE: _row(
-            CREATE=Outcome.ABORTED,
-            COPY_FROM=Outcome.ABSENT,
-            SNAPSHOT=Outcome.ABSENT,
-            EXPAND=Outcome.ABSENT,
-            EXPAND_OTHER=Outcome.ABSENT,
-            USE=Outcome.ABSENT,
-            DELETE=Outcome.JOINS,
-        ),
-        Work.COPY: _row(
-            CREATE=Outcome.WAITS,
-            COPY_FROM=Outcome.ABORTED,
-            SNAPSHOT=Outcome.ABORTED,
-            EXPAND=Outcome.ABORTED,
-            EXPAND_OTHER=Outcome.ABORTED,
-            USE=Outcome.ABORTED,
-            DELETE=Outcome.HALTS,
-        ),
-        Work.COPIED: _row(
-            # In use it grows once the temporary snapshot is gone. A pod starts meanwhile: to
-            # kubelet it is FAILED_PRECONDITION, and the next stage grows it.
-            EXPAND=Outcome.ABORTED,
-            EXPAND_OTHER=Outcome.ABORTED,
-            DELETE=Outcome.REFUSED,
-        ),
-        Work.GROWTH: _row(
-            EXPAND=Outcome.WAITS,
-            EXPAND_OTHER=Outcome.HALTS,
-            DELETE=Outcome.HALTS,
-        ),
-        Work.LEFT_GROWTH: _row(
-            EXPAND=Outcome.HALTS,
-            EXPAND_OTHER=Outcome.HALTS,
-            DELETE=Outcome.HALTS,
-        ),
-        # A snapshot of half a file system stays that, while its volume becomes a whole one.
-        Work.FORMAT: _row(
-            COPY_FROM=Outcome.ABORTED,
-            SNAPSHOT=Outcome.ABORTED,
-            USE=Outcome.WAITS,
-            DELETE=Outcome.ABORTED,
-        ),
-        Work.SWEEP: _row(GROW=Outcome.HALTS),
-        Work.EMPTY_POOL: _row(CREATE=Outcome.HALTS),
-    }
-)
+from agent.core.group_worker import Job, Jobs
+from agent.core.holds import Holds
+from agent.core.volume_states import Call, Ender, Outcome, Recorded, Work
 
 # The error of a call that is ABORTED by a job.
 Aborted = Callable[[Any], errors.AgentError]
@@ -122,7 +28,7 @@ class _Queue:
     """
 
     find: Callable[[str], Any]
-    jobs: TaskQueue[Any] | None
+    jobs: Jobs[Any] | None
     key_of: Callable[[str], str]
     aborted: Aborted
 
@@ -132,33 +38,50 @@ def _pending(job: Job) -> errors.AgentError:
 
 
 class Conflicts:
-    """Applies the table to the jobs of this process.
+    """Applies the table to the jobs and the holds of this process.
 
     A call is about a volume's id, or for Call.GROW a group.
     """
 
-    def __init__(self) -> None:
-        self._queues: dict[Work, _Queue] = {}
+    def __init__(self, holds: Holds) -> None:
+        self._holds = holds
+        self._queues: dict[Ender | Work, _Queue] = {}
 
     def add(
         self,
-        work: Work,
-        jobs: TaskQueue[Any],
+        work: Ender | Work,
+        jobs: Jobs[Any],
         *,
         key_of: Callable[[str], str] = str,
         aborted: Aborted = _pending,
     ) -> None:
-        """Have the jobs of a queue met; `key_of` gives the key of one from what a call is about."""
+        """Have the jobs of a queue met: those that end a state, or other work.
+
+        `key_of` gives the key of one from what a call is about.
+        """
         self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
 
     def add_mkfs(self, detached: DetachedTasks) -> None:
         """Have each mkfs met that outlives its call."""
         self._queues[Work.FORMAT] = _Queue(detached.mkfs_of, None, str, lambda task: task.problem())
 
+    def require(self, call: Call, volume: Recorded) -> None:
+        """Raise the error of a call that a volume stops: by its record, or by this process."""
+        volume_states.require(call, volume)
+        self.check(call, str(volume.id))
+
     def check(self, call: Call, subject: str) -> None:
-        """Raise NoSuchVolume, or what says that work is under way, where the table says so."""
+        """Raise the error of a call that this process knows to be stopped, without a command.
+
+        Raises NoSuchVolume, Receiving, Moved, or what says that work is under way.
+        """
+        self._holds.check(call, subject)
+        self.check_jobs(call, subject)
+
+    def check_jobs(self, call: Call, subject: str) -> None:
+        """As `check`, by the jobs alone: what is held may not be there, or is made anew."""
         for work, queue in self._queues.items():
-            outcome = TABLE[work][call]
+            outcome = volume_states.outcome(call, work)
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
                 continue
             job = queue.find(queue.key_of(subject))
@@ -170,13 +93,15 @@ class Conflicts:
 
     @contextmanager
     def enter(self, call: Call, subject: str) -> Iterator[None]:
-        """As `check`; within the `with`, what the table halts is halted, and does not begin.
+        """Within the `with`, what the table halts is halted, and does not begin.
 
-        No group is held to enter. Raises Stopping where a job does not end within ten seconds.
+        Raises as `check_jobs`, and Stopping where a job does not end within ten seconds. No group
+        is held to enter.
         """
-        self.check(call, subject)
+        self.check_jobs(call, subject)
         with ExitStack() as halted:
             for work, queue in self._queues.items():
-                if queue.jobs is not None and TABLE[work][call] is Outcome.HALTS:
+                is_halted = volume_states.outcome(call, work) is Outcome.HALTS
+                if queue.jobs is not None and is_halted:
                     halted.enter_context(queue.jobs.halted(queue.key_of(subject)))
             yield

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
 from agent.core.conflicts import Conflicts
+from agent.core.group_worker import GroupWorkers
 from agent.core.holds import Holds
 from agent.core.inventory import Inventory
 from agent.core.limiter import Limiter
@@ -31,8 +32,13 @@ class Context:
     allocators: Allocators
     limiter: Limiter
     paces: Paces
+    holds: Holds
+    conflicts: Conflicts
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
-    holds: Holds = field(default_factory=Holds)
-    conflicts: Conflicts = field(default_factory=Conflicts)
     detached: DetachedTasks = field(default_factory=DetachedTasks)
+
+    @property
+    def workers(self) -> GroupWorkers:
+        """The loops that do the groups' background work."""
+        return self.volume_groups.workers

@@ -3,10 +3,12 @@
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from agent.core import errors, tag
+from agent.core import errors, tag, volume_states
 from agent.core.inventory import Inventory
+from agent.core.volume_states import Call, Ender, Outcome
 
 
 @dataclass(frozen=True)
@@ -23,34 +25,38 @@ class _Lease:
 
 
 class Holds:
-    """Volumes that are being received, were moved away, or are held for some seconds.
+    """Notes of volumes that are not this node's yet, or any more, and of those held for seconds.
 
-    Tags record the first two. A hold lasts as long as this process lives and the holder renews it;
+    Tags record the first. A hold lasts as long as this process lives and the holder renews it;
     then the volume may be used again.
     """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._why: dict[str, errors.AgentError] = {}
+        self._why: dict[str, tuple[Ender, errors.AgentError]] = {}
         self._held: dict[str, _Lease] = {}
 
-    def require_free(self, volume_id: str) -> None:
-        """Raise Receiving or Moved where the volume may not be used; no command."""
+    def check(self, call: Call, volume_id: str) -> None:
+        """Raise Receiving or Moved where a call may not have the volume; no command."""
         with self._guard:
-            lease = self._lease(volume_id)
-            why = self._why.get(volume_id) or (lease.why if lease is not None else None)
-        if why is not None:
-            raise why.with_traceback(None)
+            found = self._why.get(volume_id)
+            if found is None and (lease := self._lease(volume_id)) is not None:
+                found = Ender.MOVE, lease.why
+        if found is not None and volume_states.outcome(call, found[0]) is Outcome.NOT_OWN:
+            raise found[1].with_traceback(None)
 
     def receiving(self, volume_id: str) -> None:
         """Note that it is being received as a stream."""
-        with self._guard:
-            self._why[volume_id] = errors.Receiving(volume_id)
+        self._note(volume_id, Ender.RECEIVER, {})
 
     def moved(self, volume_id: str, node: str) -> None:
         """Note that it was moved to another node."""
+        self._note(volume_id, Ender.MOVER, {tag.MOVE_TO: node})
+
+    def _note(self, volume_id: str, ender: Ender, own_tags: Mapping[str, str]) -> None:
+        why = volume_states.row_of(ender).problem(volume_id, own_tags)
         with self._guard:
-            self._why[volume_id] = errors.Moved(volume_id, node)
+            self._why[volume_id] = ender, why
 
     def allow(self, volume_id: str) -> None:
         """Note that it is this node's and complete."""
@@ -66,7 +72,7 @@ class Holds:
         with self._guard:
             now, found = time.monotonic(), self._lease(volume_id)
             if final := self._why.get(volume_id):
-                raise final.with_traceback(None)
+                raise final[1].with_traceback(None)
             if (found.word if found else "") != word:
                 raise why
             if found is None:
@@ -99,14 +105,12 @@ class Holds:
             return snapshot_uuid not in found.before
 
     def resume(self, inventory: Inventory, *groups: str) -> int:
-        """Read from tags which volumes of these groups, or of all, are received or moved."""
-        every = list(inventory.present(inventory.state(*groups)))
-        for one in every:
-            if one.receiving:
-                self.receiving(str(one.id))
-            elif one.moved:
-                self.moved(str(one.id), one.own_tags.get(tag.MOVE_TO, "another node"))
-        return sum(one.receiving or one.moved for one in every)
+        """Note by tags which volumes of these groups, or of all, calls must know so; how many."""
+        every = inventory.present(inventory.state(*groups))
+        found = [one for one in every if volume_states.row_of(one.ended_by).is_noted]
+        for one in found:
+            self._note(str(one.id), one.ended_by, one.own_tags)
+        return len(found)
 
     def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
         """The hold of a volume, of that word if given, if it has not ended."""

@@ -10,14 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from agent.core import errors, group_definitions, ids, locks, records, tag
+from agent.core import errors, group_definitions, ids, locks, records, tag, volume_states
 from agent.core.background import Probes
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Newer, Snapshot, Volume
-from agent.core.states import Every, Fresh, Known, Seen
+from agent.core.report_age import Every, Fresh, Known, Seen
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
+from agent.core.volume_states import Call, Ender
 from lvm import devicemapper, devices, names, report, tags, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
@@ -576,6 +577,10 @@ class Inventory:
             for one in self._volumes_of(group):
                 yield one.shown if isinstance(one, Newer) else one
 
+    def copies(self, known: report.Report) -> Iterator[Volume]:
+        """Every volume that is being filled, also those that only newer versions use."""
+        return (one for one in self.shown(known) if one.ended_by is Ender.COPIER)
+
     def present(self, known: Known) -> Iterator[Volume]:
         """Every volume that this version uses, also those that are being erased."""
         yield from self._used(known)
@@ -589,9 +594,10 @@ class Inventory:
         return (one for one in self._snapshots(seen) if isinstance(one, Snapshot))
 
     def seen_volume(self, seen: Seen, volume_id: str) -> Volume:
-        """The volume of an id by a state that may be old; raises as `usable` does."""
+        """The volume of an id by a state that may be old; raises as `usable` for Call.USE."""
         # Its groups are asked as if they were fresh: this is for what is shown alone.
-        return self.usable(Fresh(seen.groups, asked=frozenset(seen.groups)), volume_id)
+        known = Fresh(seen.groups, asked=frozenset(seen.groups))
+        return self.usable(known, volume_id, Call.USE)
 
     def _used(self, known: report.Report) -> Iterator[Volume]:
         for group in self.own_groups(known):
@@ -805,8 +811,8 @@ class Inventory:
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
             known.require_read()
-        copying = (one for one in self.shown(known) if one.copying)
-        copies = [str(one.id) for one in copying if one.own_tags.get(tag.FROM) == source_id]
+        every = self.copies(known)
+        copies = [str(one.id) for one in every if one.own_tags.get(tag.FROM) == source_id]
         if copies:
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
@@ -817,7 +823,7 @@ class Inventory:
         """
         for group, logical in self._logical(known):
             volume = records.volume(group, logical) or records.remains(group, logical)
-            if isinstance(volume, Volume) and volume.wiping:
+            if isinstance(volume, Volume) and volume.is_doomed:
                 yield volume
 
     def require_repaired(self, known: Known, volume: Volume) -> None:
@@ -829,7 +835,7 @@ class Inventory:
         found = self._find(known, identity)
         either = None if found is None else records.volume(*found) or records.remains(*found)
         volume = None if either is None else _usable(either)
-        if volume is None or not volume.wiping:
+        if volume is None or not volume.is_doomed:
             raise errors.NoSuchVolume(identity)
         return volume
 
@@ -861,9 +867,9 @@ class Inventory:
         for group in self.own_groups(known):
             yield from ((group, logical) for logical in records.every(group))
 
-    def require(self, volume_id: str) -> Volume:
-        """The volume of an id by the fresh state; raises as `usable` does."""
-        return self.usable(self.state(ids.group_of(volume_id), resume=True), volume_id)
+    def require(self, volume_id: str, call: Call) -> Volume:
+        """The volume of an id by the fresh state, for a call; raises as `usable` does."""
+        return self.usable(self.state(ids.group_of(volume_id), resume=True), volume_id, call)
 
     def replace_tags(
         self, group: str, name: str, keys: Collection[str], new: Mapping[str, str]
@@ -897,17 +903,13 @@ class Inventory:
         except (errors.AgentError, mount_errors.CommandError) as error:
             _log.warning("volume %s: its tag `%s` is not changed: %s", volume_id, key, error)
 
-    def usable(self, known: Known, volume_id: str) -> Volume:
-        """The volume of that id, as CreateVolume made it; one that was deleted is not there.
+    def usable(self, known: Known, volume_id: str, call: Call) -> Volume:
+        """The volume of that id for a call, if its record lets the call have it.
 
-        Raises NoSuchVolume, OtherGroup, Copying for one that is not complete, Receiving, Moved.
+        Raises OtherGroup, and as `volume_states.require`.
         """
         volume = self.get(known, volume_id)
-        if volume.wiping or volume.is_ephemeral:
-            raise errors.NoSuchVolume(volume_id)
-        if volume.copying:
-            raise errors.Copying(volume_id, "it is not complete")
-        require_own(volume)
+        volume_states.require(call, volume)
         return volume
 
 
@@ -919,14 +921,6 @@ def _groups_of_copy(bridge: Snapshot) -> list[str]:
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:
     """Whether the cached state lacks something that Carver did, and a read may help."""
     return not volume_group.has_own_changes and volume_group.status != "refused"
-
-
-def require_own(volume: Volume) -> None:
-    """Raise Receiving or Moved for a volume that is not this node's yet, or any more."""
-    if volume.receiving:
-        raise errors.Receiving(str(volume.id))
-    if volume.moved:
-        raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
 
 
 def _require_repaired(known: Known, group: report.Group, logical: report.LogicalVolume) -> None:

@@ -15,8 +15,8 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -135,19 +135,22 @@ class Work:
 
     def chunks(
         self, end_bytes: int, begin_bytes: int = 0
-    ) -> Generator[tuple[int, int], None, None]:
-        """The offsets and lengths of pieces, in bytes; each is yielded when it is its turn.
+    ) -> Iterator[AbstractContextManager[tuple[int, int]]]:
+        """Pieces, one after the other, each of which is done within its `with`.
 
-        A piece has ended when the caller comes for the next one. Call it with no lock held: a turn
-        may take long. Raises what `check` raises.
+        That waits for a turn, as long as that takes, and gives the piece's offset and length in
+        bytes; no lock is held to enter it. Between two pieces there is no turn. Raises what `check`
+        raises.
         """
-        offset = begin_bytes
         self.progress.begin(end_bytes, begin_bytes)
-        while offset < end_bytes:
-            with self.pace.turn(self, end_bytes - offset) as piece:
-                yield offset, piece.length_bytes
-            offset += piece.length_bytes
-            self.progress.add(piece.length_bytes)
+        while (offset := self.progress.done_bytes) < end_bytes:
+            yield self._chunk(offset, end_bytes - offset)
+
+    @contextmanager
+    def _chunk(self, offset: int, left_bytes: int) -> Iterator[tuple[int, int]]:
+        with self.pace.turn(self, left_bytes) as piece:
+            yield offset, piece.length_bytes
+        self.progress.add(piece.length_bytes)
 
     @contextmanager
     def piece(self, most_bytes: int) -> Iterator[Piece]:

@@ -4,18 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
-from agent.core import errors, ids, tag
+from agent.core import errors, ids, tag, volume_states
 from agent.core.ids import VolumeId
 from agent.core.requests import BLOCK, MOUNT
+from agent.core.volume_states import Ender
 from lvm import caches, layout, names, report, tags
 from lvm.layout import Layout
 
 # The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
 UNKNOWN = "unknown"
-# States of what is no volume any more, or not yet.
-_UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
-_STATES = (tag.READY, *_UNLISTED)
-
 
 _READ_ONLY, _READ_WRITE = "ro", "rw"
 
@@ -123,7 +120,7 @@ class Volume:
     def kept_snapshots(self) -> list[str]:
         """The ids of its copy-on-write snapshots that were not deleted."""
         every = self.group.copy_on_write_of(self.name)
-        kept = (one for one in every if one.own_tags.get(tag.STATE) != tag.WIPING)
+        kept = (one for one in every if not volume_states.is_deleted_snapshot(one))
         return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
 
     @property
@@ -197,7 +194,22 @@ class Volume:
     @property
     def is_listed(self) -> bool:
         """Whether the Controller service knows it as a volume."""
-        return self.own_tags.get(tag.STATE) not in _UNLISTED and not self.is_ephemeral
+        return all(one.is_listed for one in volume_states.rows(self.own_tags))
+
+    @property
+    def ended_by(self) -> Ender:
+        """What ends the state that its tags record."""
+        return volume_states.ended_by(self.own_tags)
+
+    @property
+    def orphan(self) -> str:
+        """What `carver orphans` calls it; empty where only what ends its state may remove it."""
+        return volume_states.rows(self.own_tags)[0].orphan
+
+    @property
+    def is_doomed(self) -> bool:
+        """Whether nothing of it is needed any more: only its removal is left."""
+        return self.ended_by is Ender.ERASER
 
     @property
     def is_half_made(self) -> bool:
@@ -215,22 +227,8 @@ class Volume:
             return False
         if not shape.is_raid or not self.group.is_bare(self.name, shape.disks):
             return False
-        return self.copying or not {tag.FORMATTED, tag.SEALED} & self.own_tags.keys()
-
-    @property
-    def copying(self) -> bool:
-        """Whether its contents are being copied or zeroed; then it is no volume yet."""
-        return self.own_tags.get(tag.STATE) == tag.COPYING
-
-    @property
-    def receiving(self) -> bool:
-        """Whether it is being received as a stream; then it is no volume yet."""
-        return self.own_tags.get(tag.STATE) == tag.RECEIVING
-
-    @property
-    def moved(self) -> bool:
-        """Whether it was moved to another node, and is kept here until the move is final."""
-        return self.own_tags.get(tag.STATE) == tag.MOVED
+        is_filled = self.ended_by is Ender.COPIER
+        return is_filled or not {tag.FORMATTED, tag.SEALED} & self.own_tags.keys()
 
     @property
     def content_bytes(self) -> int:
@@ -241,11 +239,6 @@ class Volume:
     def offset_bytes(self) -> int:
         """While receiving: the bytes received so far."""
         return _number(self.own_tags, tag.OFFSET)
-
-    @property
-    def wiping(self) -> bool:
-        """Whether it was deleted and waits to be erased."""
-        return self.own_tags.get(tag.STATE) == tag.WIPING
 
 
 @dataclass(frozen=True)
@@ -377,21 +370,6 @@ _DECIDING = frozenset(
         *(tag.RELEASED, tag.MOVE_TO, tag.MOVE_WORD),
     }
 )
-# What only a volume that is made of another has, beside FROM.
-_OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
-# What volumes have that are not made, or not gone, in one step.
-_IN_STEPS = frozenset(
-    {
-        tag.FROM,
-        tag.ZERO,
-        tag.INTO,
-        tag.OFFSET,
-        tag.CHAIN,
-        tag.FINISHING,
-        tag.MOVE_TO,
-        tag.MOVE_ENDED,
-    }
-)
 
 
 def faults(logical: report.LogicalVolume) -> frozenset[str]:
@@ -404,16 +382,7 @@ def faults(logical: report.LogicalVolume) -> frozenset[str]:
     # Others' tags are few, and most volumes have none.
     if len(logical.tags) > len(own_tags):
         found = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
-    has_source = tag.FROM in own_tags
-    is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
-    if own_tags.get(tag.STATE) == tag.COPYING and not (has_source or is_zeroed):
-        found.add("`copying` without `from`")
-    state = own_tags.get(tag.STATE)
-    # Without a state a volume that is made in one step is whole, and another perhaps not.
-    is_known = state in _STATES or (state is None and _IN_STEPS.isdisjoint(own_tags))
-    if tag.NAME in own_tags and not is_known:
-        found.add("no `state`")
-    return frozenset(found)
+    return frozenset({*found, *volume_states.faults(own_tags)})
 
 
 def every(group: report.Group) -> Iterator[report.LogicalVolume]:
@@ -447,7 +416,8 @@ def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
     found = group.volumes.get(reservation_name(name))
     if found is None or not is_usable(group, found):
         return None
-    is_reserved = tag.NAME in found.own_tags and found.own_tags.get(tag.STATE) == tag.WIPING
+    own_tags = found.own_tags
+    is_reserved = tag.NAME in own_tags and volume_states.is_recorded(own_tags, Ender.ERASER)
     return found if is_reserved and not (found.origin or found.pool) else None
 
 
@@ -525,14 +495,10 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newe
     volume was to grow by. Its existence records that its data must be erased.
     """
     own_tags = logical.own_tags
-    is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
-    # Deleted while a disk was missing, and so not split.
-    is_deferred = own_tags.get(tag.STATE) == tag.WIPING
-    if tag.NAME not in own_tags or not is_left:
+    is_so = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
+    if tag.NAME not in own_tags or not is_so or not volume_states.is_deleted_snapshot(logical):
         return None
-    if (logical.origin or logical.pool) and not is_deferred:
-        return None
-    made = _as_volume(group, logical, {**own_tags, tag.STATE: tag.WIPING})
+    made = _as_volume(group, logical, {**own_tags, **volume_states.tags_for(Ender.ERASER)})
     return _guarded(group, logical, made)
 
 
@@ -543,7 +509,7 @@ def snapshot(
     own_tags = logical.own_tags
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
-    if not (logical.origin or logical.pool) or own_tags.get(tag.STATE) == tag.WIPING:
+    if volume_states.is_deleted_snapshot(logical):
         return None
     made = Snapshot(
         id=VolumeId.of(group, logical.name),
@@ -597,7 +563,7 @@ def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
 
 def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
     """A deleted snapshot as a read-only volume, to be erased once it is split from its origin."""
-    own_tags = {**snapshot.own_tags, tag.STATE: tag.WIPING}
+    own_tags = {**snapshot.own_tags, **volume_states.tags_for(Ender.ERASER)}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if parted and logical is not None:
         # The report is older than the split.

@@ -110,7 +110,7 @@ SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 # once all of the old one lies there, if no earlier move left data on it.
 FILLED = "filled"
 
-# Values of STATE.
+# Values of STATE (agent/core/volume_states.py).
 READY = "ready"
 COPYING = "copying"
 WIPING = "wiping"

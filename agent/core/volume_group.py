@@ -4,6 +4,7 @@ Nothing here knows another group, so a group whose disk hangs stops no other.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -14,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent.core import errors, trace
-from agent.core.background import Attempts, DeferredWork
+from agent.core.background import Attempts
+from agent.core.group_worker import GroupWorkers, Job, Jobs, Steps
 from agent.core.locks import MOST_READING, GroupLock
 from agent.core.metadata_cache import MetadataCache
 from lvm import errors as lvm_errors
@@ -42,6 +44,9 @@ _SILENCE = (
 # Those of a read to which neither lvm2 nor the disks had an answer.
 _NO_ANSWER = (errors.GroupSilent, mount_errors.OutcomeUnknown)
 _BACKGROUND_SECONDS = 60.0
+# Time from when deferred work is asked for until it begins: the call that asked is answered first,
+# and what others ask for by then, such as twenty volumes staged at once, is done with it.
+_SOON_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class _Stuck:
 class VolumeGroup:
     """The group that `metadata` reads, by commands that are watched from now on."""
 
-    def __init__(self, metadata: MetadataCache) -> None:
+    def __init__(self, metadata: MetadataCache, workers: GroupWorkers) -> None:
         self.metadata = metadata
         name = self.name = metadata.name
         self.lock = GroupLock(f"volume group {name}")
@@ -89,7 +94,16 @@ class VolumeGroup:
         self._stuck: tuple[_Stuck, ...] = ()
         # Tags that are still to be written, by the UUIDs of their volumes.
         self._unwritten_tags: dict[str, frozenset[str]] = {}
-        self.deferred = DeferredWork(name, self.run_deferred)
+        self._workers = workers
+        self._deferred: Jobs[Job] = Jobs(
+            workers,
+            "deferred",
+            self._deferred_steps,
+            "volume group %s, deferred work: %s",
+            urgent=True,
+            last=True,
+            level=logging.WARNING,
+        )
         # Whether a command that changes it ended since the last read began.
         self._changed = False
         # Whether `cached` lacks what such a command did: before the first read, all of it.
@@ -245,12 +259,23 @@ class VolumeGroup:
         with self._guard:
             before = self._unwritten_tags.get(found.uuid, frozenset())
             self._unwritten_tags[found.uuid] = before | frozenset(tags.encode(own_tags))
-        self.deferred.wake()
+        self.wake()
 
     def refresh_later(self) -> None:
         """Refresh a changed group in the background, so that the next call need not."""
         if self._changed:
-            self.deferred.wake()
+            self.wake()
+
+    def wake(self) -> None:
+        """Have the deferred work done soon, by the loop of the group."""
+        self._deferred.wake(Job(self.name), _SOON_SECONDS)
+
+    def _deferred_steps(self, job: Job) -> Steps:
+        while True:
+            with command.stall_limit(_BACKGROUND_SECONDS):
+                self.run_deferred(self._workers.is_ending)
+            job.logged = ""
+            yield math.inf
 
     def run_deferred(self, is_ending: bool = False) -> None:
         """Write the tags that are to be written, and refresh a changed group.

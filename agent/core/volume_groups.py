@@ -13,6 +13,7 @@ from functools import partial
 from agent.core import locks
 from agent.core.background import run_all
 from agent.core.disks import names_of, unknown
+from agent.core.group_worker import GroupWorkers
 from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup
 from lvm import blockdevices, lvm2
@@ -24,8 +25,7 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import command
 
-# How long the end of the service waits for deferred work, and for lvm2's shells.
-_STOPPING_SECONDS = 6.0
+# How long the end of the service waits for lvm2's shells.
 _CLOSING_SECONDS = 5.0
 
 
@@ -74,6 +74,8 @@ class VolumeGroups:
         listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
         self.names = tuple(names)
+        # The loops that do the groups' background work.
+        self.workers = GroupWorkers()
         self.node = node
         self._disks = disks
         self._devices = devices
@@ -234,9 +236,8 @@ class VolumeGroups:
             one.run_deferred()
 
     def catch_up(self) -> None:
-        """Begin deferred work for which there was no thread."""
-        for one in list(self._volume_groups.values()):
-            one.deferred.catch_up()
+        """Begin work for which there was no thread, and go on beside a step that takes long."""
+        self.workers.oversee()
 
     def outdate(self, written: str | None = None) -> None:
         """Have all disks scanned: one came or went, or may have, or `written` has other contents.
@@ -250,10 +251,11 @@ class VolumeGroups:
             one.metadata.is_outdated = True
 
     def stop(self) -> None:
-        """Do the deferred work that is left, in all groups at once; a group that hangs is left."""
-        every = list(self._volume_groups.values())
-        works = {f"volume group {one.name}": one.deferred.stop for one in every}
-        run_all(works, _STOPPING_SECONDS)
+        """End background work at its next safe points, and do the deferred work that is left.
+
+        A group that hangs is left to itself.
+        """
+        self.workers.stop()
 
     def rest(self) -> None:
         """Have idle sessions with lvm2 release the memory of earlier work."""
@@ -273,7 +275,7 @@ class VolumeGroups:
             node, renew = replace(node, run=session), session.renew
         listed = partial(self.listed, name)
         metadata = MetadataCache(name, node, self._disks, self._devices, self.scan, renew, listed)
-        made = self._volume_groups[name] = VolumeGroup(metadata)
+        made = self._volume_groups[name] = VolumeGroup(metadata, self.workers)
         return made
 
 

@@ -10,6 +10,7 @@ from agent.core import ids, requests
 from agent.core.context import Context
 from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
+from agent.core.volume_states import Call
 from agent.csi import answers
 from agent.operations import modify, validate
 from agent.operations.attach import Attacher
@@ -135,7 +136,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
-        volume = self._context.inventory.require(call.volume_id)
+        volume = self._context.inventory.require(call.volume_id, Call.MANAGE)
         if refusal := call.unsupported or validate.refusal(volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
@@ -193,7 +194,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
-        volume = self._context.inventory.require(requests.required(request, "volume_id"))
+        volume = self._context.inventory.require(
+            requests.required(request, "volume_id"), Call.MANAGE
+        )
         # The status must be set (CSI spec), though it may be empty.
         attached = self._attached_to(volume) if self._config.attach else ()
         status = csi.ControllerGetVolumeResponse.VolumeStatus(published_node_ids=attached)

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from agent.core import records, trace
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS
-from agent.core.states import Seen
+from agent.core.report_age import Seen
 from agent.core.trace import Trace
 from agent.daemon.extra import Gauge
 from agent.daemon.registration import Registration, State
@@ -269,7 +269,7 @@ def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
 
 def _key_generations(scrape: Scrape) -> Samples:
     encrypted: list[records.Volume | records.Snapshot] = [
-        one for one in scrape.volumes if one.is_encrypted and not one.wiping
+        one for one in scrape.volumes if one.is_encrypted and not one.is_doomed
     ]
     encrypted += (one for one in scrape.snapshots if one.is_encrypted)
     found = ((one.group.name, records.key_generation(one.own_tags)) for one in encrypted)
@@ -306,8 +306,8 @@ def _storage_health(scrape: Scrape) -> Samples:
 def _failures(scrape: Scrape) -> Samples:
     service = scrape.service
     for one in (service.autoextender, service.auto_repair, service.inline_volumes):
-        for group, count in one.tasks.failures().items():
-            yield (one.tasks.kind, group), count
+        for group, count in one.looks.failures().items():
+            yield (one.looks.kind, group), count
 
 
 def _io_limits(scrape: Scrape) -> Samples:

@@ -219,8 +219,8 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
 def _start_background(service: Service, watch: Watch) -> None:
     """Start background work, then log what the preflight finds; Probe refuses where it must."""
-    service.autoextender.tasks.start()
-    service.auto_repair.tasks.start()
+    service.autoextender.looks.start()
+    service.auto_repair.looks.start()
     service.context.limiter.task.start()
     watch.start()
     for extra in service.extras.values():

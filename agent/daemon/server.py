@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -12,9 +12,11 @@ import grpc
 
 from agent.core import errors, extras, group_definitions, locks, trace
 from agent.core.allocation import Allocators
-from agent.core.background import reasons, run_all
+from agent.core.background import reasons
+from agent.core.conflicts import Conflicts
 from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
+from agent.core.holds import Holds
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.limiter import Limiter
@@ -62,8 +64,6 @@ _log = logging.getLogger(__name__)
 
 # Together shorter than systemd's TimeoutStopSec and kubelet's grace period.
 _DRAIN_SECONDS = 25.0
-# Background work reaches a safe point within this, unless a disk hangs.
-_ENDING_SECONDS = 10.0
 
 
 class Service:
@@ -102,6 +102,7 @@ class Service:
             refused=lambda: known.refused,
             ignored=lambda: known.ignored,
         )
+        holds = Holds()
         context = self.context = Context(
             config,
             host.run,
@@ -113,6 +114,8 @@ class Service:
             Allocators(config.classes, known),
             Limiter(host.cgroups, known, host.kernel),
             Paces(config, host.kernel, volume_groups.changed_at),
+            holds,
+            Conflicts(holds),
         )
         self.readiness = Readiness(known, self.node, context.admission)
         self.freed_eraser = FreedSpaceEraser(context)
@@ -139,7 +142,7 @@ class Service:
         expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
         stager = Stager(context, node_volumes, encrypted, expander)
         publisher = Publisher(context, node_volumes, encrypted, stager)
-        health = VolumesHealth(context, diagnosis, node_volumes.check)
+        health = VolumesHealth(context, diagnosis)
         self.storage = StorageHealth(context, diagnosis, self.node)
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
@@ -194,7 +197,7 @@ class Service:
         finally:
             os.umask(umask)
         self._server.start()
-        self.inline_volumes.tasks.start()
+        self.inline_volumes.looks.start()
 
     def stop(self) -> None:
         """Let calls in flight end, then background work at its next safe point.
@@ -202,25 +205,13 @@ class Service:
         What has not ended in time is left behind: a disk that hangs must not keep the process from
         ending, nor another group's deferred tags from being written.
         """
-        self.inline_volumes.tasks.stop()
+        self.inline_volumes.looks.stop()
         self.context.limiter.task.stop()
         # Before waiting for calls: a stream may last for hours.
         for extra in self.extras.values():
             extra.stop()
         self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
-        # Before anything slow: writes the tags that calls deferred.
         self.volume_groups.stop()
-        works: Mapping[str, Callable[[], None]] = {
-            "growth": partial(self.autoextender.tasks.stop, _ENDING_SECONDS),
-            "repair": partial(self.auto_repair.tasks.stop, _ENDING_SECONDS),
-            "zeroing": self.growth_zeroer.jobs.stop,
-            "copying": self.copier.stop,
-            "the undoing of group snapshots": self.group_snapshotter.undone.stop,
-            "wiping": self.eraser.jobs.stop,
-            "the removal of pools": self.pool_remover.jobs.stop,
-            "the sweeping of groups": self.freed_eraser.jobs.stop,
-        }
-        run_all(works, _ENDING_SECONDS)
         self.volume_groups.close()
 
 
@@ -234,24 +225,26 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
     return begin
 
 
-def resume(service: Service, *groups: str) -> bool:
-    """Resume the work that is left in these groups, or in all, from their tags.
+def resume(service: Service, group: str) -> bool:
+    """Resume the work that is left in a group, from its tags.
 
-    Return whether all of it is resumed; else, as where a group is absent or refused, the caller
-    repeats it. Raises what reading the groups raises. No error of a volume, pool or snapshot keeps
+    Return whether all of it is resumed; else, as where the group is absent or refused, the caller
+    repeats it. Raises what reading the group raises. No error of a volume, pool or snapshot keeps
     another, or the next step, from being tried: it is logged, once.
     """
     try:
-        seen = service.inventory.state(*groups)
+        seen = service.inventory.state(group)
     except errors.GroupRefused:
         return False  # logged by the volume group, and reported by each call
-    steps: dict[str, Callable[..., int]] = {
+    if group not in seen.groups:
+        return False
+    steps: dict[str, Callable[[str], int]] = {
         "volumes that are received or were moved": partial(
             service.context.holds.resume, service.inventory
         ),
-        "wipes": service.eraser.resume,
-        "empty pools": service.pool_remover.resume,
-        "groups to be swept": service.freed_eraser.resume,
+        "wipes": service.eraser.jobs.look,
+        "empty pools": service.pool_remover.jobs.look,
+        "groups to be swept": service.freed_eraser.jobs.look,
         "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
@@ -260,11 +253,11 @@ def resume(service: Service, *groups: str) -> bool:
     }
     for extra in service.extras.values():
         steps |= extra.recoveries()
-    is_done = all(one in seen.groups for one in groups or service.volume_groups.names)
+    is_done = True
     for what, step in steps.items():
-        key, problem = (what, *groups), ""
+        key, problem = (what, group), ""
         try:
-            count = step(*groups)
+            count = step(group)
         except Exception as error:
             problem = reasons(error)
         else:

@@ -6,9 +6,10 @@ Only what callers use is refreshed, so an idle node runs no command.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from agent.core.background import PeriodicTask
+from agent.core.group_worker import Job, Jobs
 from agent.core.inventory import Inventory
 from agent.core.locks import Admission
 from agent.core.volume_groups import VolumeGroups
@@ -126,25 +127,32 @@ _SOON_SECONDS = 5.0
 class Recovery:
     """Recovers each group once it answers, and again each time that it comes back.
 
-    `recover` returns whether the group was present.
+    That is the first job of a group's loop, which finds the others. `recover` returns whether the
+    group was present.
     """
 
     def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:
         self._volume_groups = volume_groups
         self._recover = recover
-        # The groups to recover when they answer, and the last attempts.
+        # The groups to recover when they answer, and when each was tried.
         self._waiting = set(volume_groups.names)
-        self._tries: dict[str, Future[None]] = {}
-        # The last problem of each: the same again is not logged again.
-        self._problems: dict[str, str] = {}
         self._tried_at: dict[str, float] = {}
+        self.jobs: Jobs[Job] = Jobs(
+            volume_groups.workers,
+            "recover",
+            self._try,
+            "volume group %s is not recovered yet: %s",
+            urgent=True,
+            level=logging.WARNING,
+        )
 
     def begin(self) -> None:
         """Try all groups; return soon after one is recovered. Raises their error where none is.
 
-        A group that is absent or refused does not delay the start.
+        A group that is absent or refused does not delay the start. Raises RuntimeError where no
+        thread can be had.
         """
-        tries = [self._try(one) for one in self._volume_groups.names]
+        tries = [self.jobs.start(self._job(one)).ended for one in self._volume_groups.names]
         wait(tries, _OTHERS_SECONDS)
         pending = set(tries)
         while pending and not any(one.done() and not one.exception() for one in tries):
@@ -154,40 +162,29 @@ class Recovery:
             raise problems[0]
 
     def step(self) -> None:
-        """Retry the groups that are due, in the background; no command where all answer."""
+        """Have the groups that are due tried again; no command where all answer."""
         for one in self._volume_groups:
             if not one.answers:
                 self._waiting.add(one.name)
             age_seconds = time.monotonic() - self._tried_at.get(one.name, -_RETRY_SECONDS)
             due_seconds = _SOON_SECONDS if one.metadata.is_outdated else _RETRY_SECONDS
             if one.name in self._waiting and age_seconds >= due_seconds:
-                self._try(one.name)
+                self.jobs.wake(self._job(one.name), 0.0)
 
-    def _try(self, name: str) -> Future[None]:
-        """Recover a group in a thread: once at a time, however long it takes.
+    def _job(self, name: str) -> Job:
+        # `step` says when it is tried again.
+        return Job(name, on_record=False)
 
-        Raises RuntimeError where no thread can be had.
-        """
-        trying = self._tries.get(name)
-        if trying is None or trying.done():
-            trying = command.begin(f"recover {name}", lambda: self._run(name))
-            # Not before: where no thread can be had, the next step tries again.
-            self._tries[name], self._tried_at[name] = trying, time.monotonic()
-        return trying
-
-    def _run(self, name: str) -> None:
+    def _try(self, job: Job) -> None:
+        self._tried_at[job.key] = time.monotonic()
         # Before: a group that goes away meanwhile is waited for again.
-        self._waiting.discard(name)
+        self._waiting.discard(job.key)
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
-                was_there = self._recover(name)
-        except Exception as error:
-            self._waiting.add(name)
-            if self._problems.get(name) != (problem := str(error)):
-                _log.warning("volume group %s is not recovered yet: %s", name, problem)
-            self._problems[name] = problem
+                was_there = self._recover(job.key)
+        except BaseException:
+            self._waiting.add(job.key)
             raise
-        self._problems.pop(name, None)
         if not was_there:
             # It may have come since, and answered a call: then no step would find it silent.
-            self._waiting.add(name)
+            self._waiting.add(job.key)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.core import errors, ids, other_drivers, records, states, tag, users
+from agent.core import errors, ids, other_drivers, records, report_age, tag, users, volume_states
 from agent.core.allocation import is_own_pool, pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.inventory import require_own
 from agent.core.records import Volume
 from agent.core.requests import BLOCK, MOUNT
+from agent.core.volume_states import Call, Ender
 from agent.operations import plan
 from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
@@ -73,7 +73,7 @@ class Adopter:
     def __init__(self, context: Context) -> None:
         self._config, self._kernel = context.config, context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
-        self._holds = context.holds
+        self._holds, self._conflicts = context.holds, context.conflicts
 
     def adopt(self, asked: Asked) -> Adoption:
         """Tag and rename a logical volume; one that was adopted stays as it is.
@@ -170,7 +170,7 @@ class Adopter:
 
     def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
         """The adopted volume that had that name, or has it. Raises NeedsOther."""
-        known = states.fresh([group])
+        known = report_age.fresh([group])
         for one in self._inventory.shown(known):
             if (old := one.own_tags.get(tag.ADOPTED)) and asked.name in (old, one.name):
                 return self._inventory.get(known, str(one.id))
@@ -179,9 +179,9 @@ class Adopter:
     def _require_asked(self, asked: Asked, adopted: Volume) -> None:
         """Raise NotAdopted, Incompatible unless an adopted volume is the one that is asked for.
 
-        Raises Receiving, Moved as `require_own`.
+        Raises Receiving, Moved.
         """
-        require_own(adopted)
+        volume_states.require(Call.ADOPT, adopted)
         if not adopted.is_listed:
             raise errors.NotAdopted(asked.path, "it is being deleted")
         own_tags, name = adopted.own_tags, adopted.own_tags[tag.ADOPTED]
@@ -222,7 +222,7 @@ class Adopter:
             raise errors.NotAdopted(asked.path, why) from None
         own_tags = {
             tag.NAME: asked.name,
-            tag.STATE: tag.READY,
+            **volume_states.tags_for(Ender.CALLER),
             tag.SIZE: str(found.size_bytes),
             tag.LAYOUT: str(shape),
             tag.ACCESS: BLOCK if asked.is_block else MOUNT,
@@ -290,9 +290,8 @@ class Adopter:
 
     def _require_unneeded(self, asked: Asked, volume: Volume) -> None:
         """Raise NotAdopted, Receiving, Moved for a volume that Carver, or a user, still needs."""
-        require_own(volume)
+        self._conflicts.require(Call.ADOPT, volume)
         volume_id, why = str(volume.id), ""
-        self._holds.require_free(volume_id)
         if not volume.is_listed:
             why = "it is being deleted"
         elif made := volume.group.made_of(volume.name):
@@ -302,7 +301,7 @@ class Adopter:
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
         try:
-            every = self._inventory.everywhere(states.fresh([volume.group]))
+            every = self._inventory.everywhere(report_age.fresh([volume.group]))
             self._inventory.require_not_copied(every, volume_id)
             users.require_unused(self._kernel, self._inventory, volume)
         except errors.VolumeInUse as error:

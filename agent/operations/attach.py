@@ -12,6 +12,7 @@ from agent.core import errors, ids, tag
 from agent.core.context import Context
 from agent.core.records import Attachment
 from agent.core.requests import AttachVolume, DetachVolume
+from agent.core.volume_states import Call
 from agent.operations import validate
 
 
@@ -34,7 +35,7 @@ class Attacher:
         TooManyAttached, or GroupBusy where a silent group decides that, and BadField for a
         capability that the volume can never have.
         """
-        volume = self._inventory.require(call.volume_id)
+        volume = self._inventory.require(call.volume_id, Call.MANAGE)
         if call.node_id != self._node_id:
             raise errors.NoSuchNode(call.node_id, f"this is node {self._node_id!r}")
         if why := validate.unfit(volume, call.capability):

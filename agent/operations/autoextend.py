@@ -1,6 +1,6 @@
 """Extend thin pools and the COW stores of snapshots before they are full.
 
-A task of each group looks every two seconds, by ioctl only: an idle node runs no command, and a
+The loop of each group looks every two seconds, by ioctl only: an idle node runs no command, and a
 group that hangs delays no other's. Of many snapshots it asks those to whose COW stores something
 was written, by one file that has all of them. Past its threshold a pool's data or metadata, or a
 COW store, is extended by its share, or by as much more as brings it below the threshold, within the
@@ -20,8 +20,8 @@ from functools import partial
 
 from agent.core import errors, ids, tag
 from agent.core.allocation import pool_name
-from agent.core.background import GroupTasks
 from agent.core.context import Context
+from agent.core.group_worker import Looks
 from agent.operations import erase
 from agent.operations.erase_free import FreedSpaceEraser
 from lvm import layout, names, report, thin, volumes
@@ -92,7 +92,7 @@ class Autoextender:
         # When the retry of a part that could not grow is due (monotonic, seconds), by group.
         self._due: dict[str, dict[_Part, float]] = {one: {} for one in own}
         self._areas = {one: _Areas() for one in own}
-        self.tasks = GroupTasks("grow", own, self.look, _LOOK_SECONDS, _FAILURE)
+        self.looks = Looks(context.workers, "grow", own, self.look, _LOOK_SECONDS, _FAILURE)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed."""

@@ -18,21 +18,22 @@ tags record.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import errors, ids, locks, records, tag
-from agent.core.conflicts import Work
+from agent.core import errors, ids, locks, records, tag, volume_states
+from agent.core.background import Attempts
 from agent.core.context import Context
+from agent.core.group_worker import AGAIN, Job, Jobs, Steps
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Known
 from agent.core.requests import SNAPSHOT, VOLUME, Source
-from agent.core.states import Every, Known
-from agent.core.task_queue import Job, TaskQueue
+from agent.core.volume_states import Call, Ender
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import INHERITED, Snapshotter
 from lvm import names, report, thin, volumes
@@ -70,7 +71,7 @@ def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
         if found.problem:
             raise errors.SourceLost(source.id, found.problem)
         return found
-    return within.usable(known, source.id)
+    return within.usable(known, source.id, Call.COPY_FROM)
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
@@ -105,7 +106,7 @@ def share(
     group = origin.group
     present_bytes = group.volume(origin.name).size_bytes
     if present_bytes == size_bytes and not may_hold_btrfs(own_tags):
-        own_tags = {**own_tags, tag.STATE: tag.READY}
+        own_tags = {**own_tags, **volume_states.tags_for(Ender.CALLER)}
     thin.snapshot(
         lvm, group.name, name, origin=origin.name, own_tags=own_tags, read_only=False, tuning=tuning
     )
@@ -143,7 +144,7 @@ class Copy(Job):
 
 
 class Copier:
-    """Fills new volumes in the background, a few at a time."""
+    """Fills new volumes in the background."""
 
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -152,19 +153,23 @@ class Copier:
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
-        self.jobs = TaskQueue(
-            "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=2
+        self.jobs: Jobs[Copy] = Jobs(
+            context.workers,
+            "copy",
+            self._copy,
+            "cannot complete volume %s: %s",
+            due=self._due,
+            gone=self._clear_failed,
         )
         context.conflicts.add(
-            Work.COPY, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
+            Ender.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
         # The removal of bridges that may be unused; it has no caller, and so no deadline.
-        self.bridges = TaskQueue(
+        self.bridges: Jobs[Job] = Jobs(
+            context.workers,
             "bridge",
             self._sweep,
-            Job,
             "cannot remove the unused snapshot %s yet: %s",
-            workers=1,
         )
         # When this process took each bridge that has no volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
@@ -272,7 +277,7 @@ class Copier:
             raise errors.Copying(job.key, str(job))
         job.ended.result()
         volume = job.volume
-        own_tags = {**volume.own_tags, tag.STATE: tag.READY}
+        own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
@@ -305,7 +310,7 @@ class Copier:
         """
         if not (bridge_id := _bridge_id(volume)):
             return
-        if volume.copying:
+        if volume.ended_by is Ender.COPIER:
             self.dismiss(bridge_id)
         elif self._is_seen(bridge_id):
             self.bridges.start(Job(bridge_id))
@@ -316,25 +321,19 @@ class Copier:
         seen = None if found is None else found.cached
         return seen is not None and ids.logical_name(bridge_id) in seen.volumes
 
-    def resume(self, *groups: str) -> int:
-        """Begin the unfinished copies of these groups, or of all, anew; returns how many."""
-        own = groups or self._volume_groups.names
-        # Held: no volume that is found is completed, and used, before its job exists.
-        with self._volume_groups.hold(*own):
-            known = self._inventory.state(*own)
-            every = self._inventory.present(known)
-            left = [one for one in every if one.copying]
-            for volume in left:
-                self.jobs.start(self._copy_of(volume, _source_id(volume)))
-        wanted = self._wanted(self._inventory.everywhere(known))
-        bridges = (str(one.id) for one in self._inventory.all_snapshots(known) if one.is_bridge)
-        self.dismiss(*(one for one in bridges if one not in wanted))
-        return len(left)
-
-    def stop(self) -> None:
-        """End at the next chunk; by the tags, the next start goes on."""
-        self.jobs.stop()
-        self.bridges.stop()
+    def resume(self, group: str) -> int:
+        """Begin the unfinished copies of a group anew; returns how many there are."""
+        with Attempts() as attempts:
+            left = 0
+            with attempts.one():
+                left = self.jobs.look(group)
+            known = self._inventory.state(group)
+            wanted = self._wanted(self._inventory.everywhere(known))
+            for one in self._inventory.all_snapshots(known):
+                if one.is_bridge and str(one.id) not in wanted:
+                    with attempts.one():
+                        self.bridges.start(Job(str(one.id)))
+        return left
 
     def _copy_of(self, volume: Volume, source_id: str) -> Copy:
         # Many jobs may wait, and each would keep a report of all volumes in memory.
@@ -343,15 +342,19 @@ class Copier:
         made_bytes = volume.made_bytes
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
-    def _find(self, volume_id: str) -> Copy:
-        known = self._inventory.state(ids.group_of(volume_id))
-        volume = self._inventory.get(known, volume_id)
-        if not volume.copying:
-            # The tag was written by a command that seemed to fail. The volume may be in use.
-            if bridge_id := _bridge_id(volume):
-                self.bridges.start(Job(bridge_id))
-            raise errors.NoSuchVolume(volume_id)
-        return self._copy_of(volume, _source_id(volume))
+    def _due(self, group: str) -> Iterator[Copy]:
+        # Held: no volume that is found is completed, and used, before its job exists.
+        with self._volume_groups.hold(group):
+            known = self._inventory.state(group)
+            known.group(group)
+            for volume in self._inventory.present(known):
+                if volume.ended_by is Ender.COPIER:
+                    yield self._copy_of(volume, _source_id(volume))
+
+    def _clear_failed(self, job: Copy) -> None:
+        # The tag was written by a command that seemed to fail. The volume may be in use.
+        if bridge_id := _bridge_id(job.volume):
+            self.bridges.start(Job(bridge_id))
 
     def _bridge_of(self, known: Known, volume: Volume) -> Snapshot | None:
         """The bridge from which a volume is or was copied; another volume's may have its name."""
@@ -371,30 +374,30 @@ class Copier:
                 return found if isinstance(found, Snapshot) and str(found.id) == identity else None
         return None
 
-    def _copy(self, job: Copy) -> None:
+    def _copy(self, job: Copy) -> Steps:
         try:
-            source = self._fill(job)
+            source = yield from self._fill(job)
         finally:
             job.source, job.awaits_source = None, False
         if source is not None:
             self._drop(source)
 
-    def _fill(self, job: Copy) -> Snapshot | None:
+    def _fill(self, job: Copy) -> Generator[float, None, Snapshot | None]:
         """Fill a volume, and tag it as ready; the snapshot that it was filled from, if any."""
         source = None
         if job.source_id:
-            source = self._copy_all(job, job.volume)
+            source = yield from self._copy_all(job, job.volume)
         elif not _is_overwritten(job.volume):
             self._grow(job.volume)
         if _is_overwritten(job.volume):
-            self._overwrite(job, 0 if source is None else source.size_bytes)
+            yield from self._overwrite(job, 0 if source is None else source.size_bytes)
         if may_hold_btrfs(job.volume.own_tags):
             self._renew(job.volume)
-        self.jobs.check(job)
+        job.check()
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            old, new = ({tag.STATE: one} for one in (tag.COPYING, tag.READY))
-            volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
+            lvm = self._volume_groups.lvm(group)
+            volume_states.hand_over(lvm, group, name, job.volume.own_tags, Ender.CALLER)
         return source
 
     def _renew(self, volume: Volume) -> None:
@@ -411,7 +414,7 @@ class Copier:
                 lvm = self._volume_groups.lvm(group)
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
-    def _copy_all(self, job: Copy, volume: Volume) -> Snapshot:
+    def _copy_all(self, job: Copy, volume: Volume) -> Generator[float, None, Snapshot]:
         """Copy all of a volume's source, which stays while this job is there; the source."""
         group = ids.group_of(job.source_id)
         with self._volume_groups.hold(group):
@@ -429,33 +432,34 @@ class Copier:
             "copy",
             reading,
             writing,
-            check=partial(self.jobs.check, job),
+            check=job.check,
             progress=job.progress,
         )
         # Where the source has zeroes the copy has the device zero.
         self._policy.prove(writing, source.size_bytes)
-        for offset, length in work.chunks(source.size_bytes):
-            self._kernel.copy(reading, writing, offset, length, blank=blank)
+        for piece in work.chunks(source.size_bytes):
+            with piece as (offset, length):
+                self._kernel.copy(reading, writing, offset, length, blank=blank)
+            yield AGAIN
         if self._inventory.has_overflowed(source):
             # It may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
         return source
 
-    def _overwrite(self, job: Copy, start_bytes: int) -> None:
+    def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
         """Write zeroes to the part of a new volume that no data were copied to."""
         device = self._inventory.activate(job.volume).path
         work = self._paces.of(job.volume.group.name).work(
             "zero",
             device,
-            check=partial(self.jobs.check, job),
+            check=job.check,
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
         size_bytes = job.volume.size_bytes
-        for offset, length, by in self._policy.pieces(
+        yield from self._policy.overwrite(
             work, device, size_bytes, start_bytes, purpose=Purpose.NEW
-        ):
-            self._kernel.zero_out(device, offset, length, by=by)
+        )
 
     def _drop(self, source: Snapshot) -> None:
         """Remove the bridge of a complete volume."""
@@ -494,7 +498,7 @@ class Copier:
 
     def _wanted(self, known: Every) -> set[str]:
         """The ids of the bridges from which volumes are being copied."""
-        left = [one for one in self._inventory.shown(known) if one.copying]
+        left = list(self._inventory.copies(known))
         found = {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
         # Of one that lost its tag `from`, which may be put back, only the name tells.
         lost = {

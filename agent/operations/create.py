@@ -12,16 +12,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, tag, users
+from agent.core import errors, ids, tag, users, volume_states
 from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.parameters import Parameters
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Fresh
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
-from agent.core.states import Every, Fresh
+from agent.core.volume_states import Call, Ender, Outcome
 from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
 from agent.operations.delete import VolumeDeleter
@@ -159,7 +159,7 @@ class VolumeCreator:
             return plan.device_class(self._config, field, parameters)
         except errors.BadField:
             own_name = names.logical_volume(_prefix(is_ephemeral), name)
-            made = self._inventory.search(lambda one: one.name == own_name and not one.wiping)
+            made = self._inventory.search(lambda one: one.name == own_name and not one.is_doomed)
             if made is None:
                 raise
             return plan.class_of(self._config, made)
@@ -188,8 +188,8 @@ class VolumeCreator:
                 return found.group.name
             if found is not None:
                 # Of one that is being erased the tag may not say so yet.
-                self._conflicts.check(Call.CREATE, str(found.id))
-            if found is not None and found.is_half_made:
+                self._conflicts.check_jobs(Call.CREATE, str(found.id))
+            if found is not None and volume_states.meets(Call.CREATE, found, Outcome.ANEW):
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, found.name)
                 known, found = self._inventory.state(group_name, resume=True), None
@@ -215,11 +215,11 @@ class VolumeCreator:
                 else:
                     volume = found
                     self._finish(call, volume)
-                    if volume.copying and not is_across:
+                    if volume.ended_by is Ender.COPIER and not is_across:
                         with _absence_as_not_here():
                             source = self._copier.source_of(known, volume)
                 # Crash point: the volume is tagged `copying`; the next start or call fills it anew.
-                if not volume.copying:
+                if volume.ended_by is not Ender.COPIER:
                     return Made(volume)
                 if is_across:
                     return Made(volume, self._copier.start_across(volume, source_id))
@@ -296,7 +296,11 @@ class VolumeCreator:
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
-        """Have a volume that an earlier call made as this call asks; raises Incompatible."""
+        """Have a volume that an earlier call made as this call asks; raises Incompatible.
+
+        Raises OperationPending while it is being erased, Receiving and Moved.
+        """
+        volume_states.require(Call.CREATE, volume)
         plan.require_same(call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:

@@ -6,11 +6,10 @@ agent/operations/remove_pool.py for thin volumes.
 
 from contextlib import suppress
 
-from agent.core import errors, ids, records, users
-from agent.core.conflicts import Call
+from agent.core import errors, ids, records, users, volume_states
 from agent.core.context import Context
-from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
+from agent.core.volume_states import Call, Outcome
 from agent.operations.clone import Copier
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
@@ -35,7 +34,6 @@ class VolumeDeleter:
         self._pool_remover = pool_remover
         self._copier = copier
         self._conflicts = context.conflicts
-        self._holds = context.holds
 
     def is_mounted(self, volume_id: str) -> bool:
         """Whether a volume that CreateVolume made is staged or published; no command."""
@@ -43,15 +41,15 @@ class VolumeDeleter:
             return False
         return bool(users.mounted_at(self._kernel, self._inventory, volume_id))
 
-    def delete(self, volume_id: str, *, received: bool = False, moved: bool = False) -> None:
+    def delete(self, volume_id: str, *, is_own: bool = True) -> None:
         """Erase and remove a volume; no volume of that id is no error.
 
-        One that is being received, or was moved, is deleted only with `received` or `moved`.
+        One that is being received, or was moved, is deleted only by what ends that: not `is_own`.
         Raises VolumeInUse, HasSnapshots, Receiving, Moved.
         """
         self._detached.cancel(volume_id)
         with suppress(errors.NoSuchVolume), self._conflicts.enter(Call.DELETE, volume_id):
-            self._delete(volume_id, is_own=not (received or moved))
+            self._delete(volume_id, is_own=is_own)
 
     def _delete(self, volume_id: str, *, is_own: bool) -> None:
         group = ids.group_of(volume_id)
@@ -62,8 +60,7 @@ class VolumeDeleter:
             known = self._inventory.state(group, resume=True)
             volume = self._inventory.get(known, volume_id)
             if is_own:
-                self._holds.require_free(volume_id)
-                require_own(volume)
+                self._conflicts.require(Call.DELETE, volume)
             self._inventory.require_not_copied(self._inventory.everywhere(known), volume_id)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
@@ -75,9 +72,10 @@ class VolumeDeleter:
             # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
             # of the pool is missing lvm2 cannot change it.
             at_once = volume.is_thin and not (
-                volume.missing_disks or volume.wiping or volume.copy_on_write_snapshots
+                volume.missing_disks or volume.is_doomed or volume.copy_on_write_snapshots
             )
-            if volume.is_half_made:
+            is_bare = volume_states.meets(Call.DELETE, volume, Outcome.AT_ONCE)
+            if is_bare:
                 # It was never active, so there are no data to erase, and it cannot be activated.
                 volumes.remove(lvm, group, volume.name)
             elif at_once:
@@ -96,7 +94,7 @@ class VolumeDeleter:
                 self._pool_remover.remove(volume)
         if at_once:
             self._pool_remover.after(volume, self._eraser.grace_seconds)
-        elif not volume.is_half_made:
+        elif not is_bare:
             # Crash point: before the tag `wiping` the caller repeats the call; after it the next
             # start goes on.
             self._eraser.delete(volume)

@@ -30,6 +30,7 @@ from agent.core.luks_devices import Mappings, own_uuid
 from agent.core.records import Volume
 from agent.core.secret import MOST_BYTES, PASSPHRASE, Key, Keys
 from agent.core.settings import Config
+from agent.core.volume_states import Call
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
 from mount import errors as mount_errors
@@ -133,7 +134,7 @@ class EncryptedDevices:
             return
         device = mapping.logical
         try:
-            volume = self._inventory.require(volume_id)
+            volume = self._inventory.require(volume_id, Call.USE)
             try:
                 self._rotate(volume, device, keys, keys.present)
             except mount_errors.WrongKey:

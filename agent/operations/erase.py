@@ -6,23 +6,20 @@ erase_policy.py.
 
 import errno
 import logging
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import classes, errors, ids, records, tag, users
+from agent.core import classes, errors, ids, records, tag, users, volume_states
 from agent.core.background import Attempts
-from agent.core.conflicts import Work
 from agent.core.context import Context
+from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.core.states import Fresh
-from agent.core.task_queue import Job, Stopping, TaskQueue
+from agent.core.volume_states import Ender, Work
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
@@ -32,10 +29,6 @@ from mount import errors as mount_errors
 from mount.blocks import By
 
 _log = logging.getLogger(__name__)
-
-# Jobs that wait for a disk share one look at their group for so long.
-_CACHE_SECONDS = 1.0
-
 
 # Free extents to erase are on record as tags of their group: `sweep`, all of them; `sweepDisks`,
 # those on these disks. What is freed on a missing disk is free, with its data, once the disk is
@@ -130,7 +123,7 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
     """Whether its tags say that it was deleted and only its removal is left."""
-    return logical.own_tags.get(tag.STATE) == tag.WIPING
+    return volume_states.is_recorded(logical.own_tags, Ender.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
@@ -172,7 +165,7 @@ class _Wipe(Job):
 
 
 class Eraser:
-    """Erases and removes deleted volumes in the background, a few at a time.
+    """Erases and removes deleted volumes in the background.
 
     `emptied` is called after a thin volume or snapshot was removed, `given_up` with the name of a
     group in which an operator gave something up.
@@ -191,20 +184,18 @@ class Eraser:
         self.policy = ErasePolicy(context.config, context.kernel)
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
-        # By group: when it was read last (monotonic, seconds), and what was there.
-        self._cached: dict[str, tuple[float, Fresh]] = {}
-        # How long a worker waits for a cache to be written back, and how often it looks.
+        # How long a job waits for a cache to be written back, and how often it looks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
-        self.jobs = TaskQueue(
+        self.jobs: Jobs[_Wipe] = Jobs(
+            context.workers,
             "wipe",
-            self._work,
-            self._find,
+            self._steps,
             "volume %s is deleted, but not erased and removed yet: %s",
-            workers=2,
+            due=self._due,
         )
         conflicts = context.conflicts
-        conflicts.add(Work.ERASE, self.jobs, aborted=_being_erased)
+        conflicts.add(Ender.ERASER, self.jobs, aborted=_being_erased)
         conflicts.add(Work.LEFT_GROWTH, self.jobs, key_of=reservation_id)
 
     def delete(self, volume: Volume) -> None:
@@ -212,7 +203,7 @@ class Eraser:
 
         Raises VolumeInUse.
         """
-        if volume.wiping:
+        if volume.is_doomed:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
@@ -222,10 +213,11 @@ class Eraser:
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(self._wipe_of(volume))
-            self._start(replace(volume, own_tags={**volume.own_tags, tag.STATE: tag.WIPING}))
+            own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.ERASER)}
+            self._start(replace(volume, own_tags=own_tags))
             return
         job = self._start(volume)
-        wait([job.ended], self.grace_seconds)
+        self.jobs.wait(job, self.grace_seconds)
         try:
             if not job.ended.done() and self._put_on_record(job):
                 return
@@ -237,7 +229,7 @@ class Eraser:
 
     def finish(self, volume: Volume) -> None:
         """Erase and remove a volume that is tagged already; waits a moment for it."""
-        wait([self._start(volume).ended], self.grace_seconds)
+        self.jobs.wait(self._start(volume), self.grace_seconds)
 
     def _put_on_record(self, job: _Wipe) -> bool:
         """Tag a volume as deleted, unless it is removed already."""
@@ -246,13 +238,12 @@ class Eraser:
             # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
             if job.removed or name not in self._inventory.state(group).group(group).volumes:
                 return False
-            old = {tag.STATE: job.volume.own_tags.get(tag.STATE, tag.READY)}
-            new = {tag.STATE: tag.WIPING}
-            volumes.mark(self._lvm(group), group, name, old=old, new=new)
+            own_tags = job.volume.own_tags
+            volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
             job.on_record = True
         if job.ended.done():
-            # It failed before it was on record, so the queue did not schedule a retry.
-            self.jobs.retry(job)
+            # It failed before it was on record, so the loop does not retry it by itself.
+            self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
@@ -262,24 +253,8 @@ class Eraser:
             return errors.OperationPending(f"{volume.id} (being erased)")
         return _being_erased(job)
 
-    def resume(self, *groups: str) -> int:
-        """Start a job for each deleted volume left in these groups, or in all; returns how many.
-
-        Raises an ExceptionGroup of why lvm2 left some suspended, which no job may write to.
-        """
-        own = groups or self._volume_groups.names
-        # Locked: a volume found is not removed and created anew before its job exists.
-        with self._volume_groups.hold(*own), Attempts() as attempts:
-            known = self._inventory.state(*own, resume=True)
-            left = [one for one in self._inventory.doomed(known) if one.group.name in own]
-            for volume in left:
-                with attempts.one():
-                    self._inventory.require_repaired(known, volume)
-                    self.jobs.start(self._wipe_of(volume))
-        return len(left)
-
     def _start(self, volume: Volume) -> _Wipe:
-        """Start a job, or find the running one; raises Stopping while a called-off one ends."""
+        """Start a job, or find the one under way; raises Stopping while a called-off one ends."""
         job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
         job.overwritten = earlier is not None and earlier.overwritten
         job = self.jobs.start(job)
@@ -287,18 +262,19 @@ class Eraser:
             raise Stopping(job.key)
         return job
 
-    def _find(self, volume_id: str) -> _Wipe:
-        group = ids.group_of(volume_id)
-        seen_seconds, known = self._cached.get(group, (-math.inf, Fresh({})))
-        if time.monotonic() - seen_seconds > _CACHE_SECONDS:
-            known = self._inventory.state(group)
-            self._cached[group] = time.monotonic(), known
-        with suppress(errors.NoSuchVolume, errors.OtherGroup):
-            volume = self._inventory.doomed_one(known, volume_id)
-            if self.policy.waits_for_disk(volume):
-                return self._wipe_of(volume)
-        known = self._inventory.state(group, resume=True)
-        return self._wipe_of(self._inventory.doomed_one(known, volume_id))
+    def _due(self, group: str) -> Iterator[_Wipe]:
+        """A job for each deleted volume of a group.
+
+        Raises an ExceptionGroup of why lvm2 left some suspended, which no job may write to.
+        """
+        # Held: a volume found is not removed and created anew before its job exists.
+        with self._volume_groups.hold(group), Attempts() as attempts:
+            known = self._inventory.state(group, resume=True)
+            known.group(group)
+            for volume in self._inventory.doomed(known):
+                with attempts.one():
+                    self._inventory.require_repaired(known, volume)
+                    yield self._wipe_of(volume)
 
     def _wipe_of(self, volume: Volume) -> _Wipe:
         # Many jobs may wait, and each would keep a report of all volumes.
@@ -313,13 +289,13 @@ class Eraser:
             key=str(volume.id),
             volume=volume,
             size_bytes=self.policy.zeroed_bytes(volume, volume.size_bytes) * is_overwritten,
-            on_record=volume.wiping,
+            on_record=volume.is_doomed,
         )
 
-    def _work(self, job: _Wipe) -> None:
+    def _steps(self, job: _Wipe) -> Steps:
         """Erase and remove; DeleteVolume takes NoSuchVolume for success, so it needs proof."""
         try:
-            self._erase_and_remove(job)
+            yield from self._erase_and_remove(job)
         except errors.NoSuchVolume:
             volume = job.volume
             group = self._inventory.state(volume.group.name).group(volume.group.name)
@@ -327,7 +303,7 @@ class Eraser:
                 why = "it is there, and not on record as deleted; call again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
-    def _erase_and_remove(self, job: _Wipe) -> None:
+    def _erase_and_remove(self, job: _Wipe) -> Steps:
         """Detach the volume from its pool or origin, erase it, and remove it.
 
         Crash points: killed anywhere, its tag has the next start begin anew; a cache that was
@@ -342,11 +318,10 @@ class Eraser:
         group_name, erases = volume.group.name, self.policy.erases(volume)
         doomed, are_lost = [volume.name, *_detached_caches(volume)], True
         if erases:
-            doomed, are_lost = self._erase(job, volume)
+            doomed, are_lost = yield from self._erase(job, volume)
         is_partial = erases and bool(volume.missing_disks)
         with self._volume_groups.hold(group_name):
-            if job.cancelled.is_set():
-                raise Stopping(job.key)
+            job.check()
             lvm = self._lvm(group_name)
             if is_partial:
                 group = self._inventory.state(group_name).group(group_name)
@@ -360,7 +335,7 @@ class Eraser:
             )
             self._given_up(group_name)
 
-    def _erase(self, job: _Wipe, volume: Volume) -> tuple[list[str], bool]:
+    def _erase(self, job: _Wipe, volume: Volume) -> Generator[float, None, tuple[list[str], bool]]:
         """Overwrite a volume, and the cache that it had.
 
         Returns the logical volumes to remove, and whether all that could not be overwritten lies on
@@ -373,12 +348,14 @@ class Eraser:
             with self._volume_groups.hold(group):
                 volumes.allow_writing(self._lvm(group), group, volume.name)
         self._inventory.activate(volume, partial=bool(volume.missing_disks))
-        doomed = [volume.name, *self._detach_cache(job, volume)]
+        doomed = [volume.name, *(yield from self._detach_cache(volume))]
         if self._dead_images(volume):
             # The disk may have failed only for a while (lvmraid(7)).
             with self._volume_groups.hold(group):
                 volumes.refresh(self._lvm(group), group, volume.name)
-        are_lost = [self._overwrite(job, replace(volume, name=name)) for name in doomed]
+        are_lost = []
+        for name in doomed:
+            are_lost.append((yield from self._overwrite(job, replace(volume, name=name))))
         if dead := self._dead_images(volume):
             raise errors.NotOverwritten(
                 str(volume.id),
@@ -449,7 +426,7 @@ class Eraser:
         found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
         return next((one.health for one in found if sum(one.failed) > lost), "")
 
-    def _detach_cache(self, job: _Wipe, volume: Volume) -> list[str]:
+    def _detach_cache(self, volume: Volume) -> Generator[float, None, list[str]]:
         """Make the cache a volume of its own: it holds data that was written, too.
 
         After a kill the volume has no cache, and the resumed job finds the detached one.
@@ -464,16 +441,16 @@ class Eraser:
                 "its cache is a pool, whose parts cannot be overwritten. Part it from the volume by"
                 f" `lvconvert --splitcache {group.name}/{volume.name}`",
             )
-        self._write_back(job, volume)
+        yield from self._write_back(volume)
         with self._volume_groups.hold(group.name):
             caches.split(self._lvm(group.name), logical)
         return [caches.attached(logical)]
 
-    def _write_back(self, job: _Wipe, volume: Volume) -> None:
+    def _write_back(self, volume: Volume) -> Steps:
         """Have the kernel write a cache back before it is detached.
 
-        lvm2 would do that within its command, with the group locked: hours, on a slow disk. A
-        worker raises NotOverwritten first; the kernel writes on, and the job is retried.
+        lvm2 would do that within its command, with the group locked: hours, on a slow disk. The
+        job raises NotOverwritten first; the kernel writes on, and the job is retried.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._inventory.status(group, name)):
@@ -486,7 +463,6 @@ class Eraser:
             return
         deadline_seconds = time.monotonic() + self.write_back_seconds
         while not caches.is_clean(self._inventory.status(group, name)):
-            self.jobs.check(job)
             if time.monotonic() >= deadline_seconds:
                 raise errors.NotOverwritten(
                     str(volume.id),
@@ -494,9 +470,9 @@ class Eraser:
                     f" blocks do not become fewer (`dmsetup status /dev/{group}/{name}`), look at"
                     " `dmesg`, and repair or replace the disk",
                 )
-            time.sleep(self.look_seconds)
+            yield self.look_seconds
 
-    def _overwrite(self, job: _Wipe, volume: Volume) -> bool:
+    def _overwrite(self, job: _Wipe, volume: Volume) -> Generator[float, None, bool]:
         """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
         device = self._inventory.activate(volume).path
         purpose = self.policy.purpose(job.volume)
@@ -508,26 +484,30 @@ class Eraser:
             # Without its header it cannot be read, however long the rest takes.
             with writing():
                 self._mappings.erase(volume)
-        are_lost = True
+        are_lost = [True]
+
+        def zero_present(offset: int, length: int, by: By) -> None:
+            are_lost.append(self._zero_present(volume, device, offset, length, by))
+
         work = self._paces.of(volume.group.name).work(
             "erase",
             device,
-            check=partial(self.jobs.check, job),
+            check=job.check,
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
-        for offset, length, by in self.policy.pieces(
-            work, device, size_bytes, purpose=purpose, within=writing
-        ):
-            with writing():
-                if is_partial:
-                    are_lost &= self._zero_present(volume, device, offset, length, by)
-                else:
-                    self._kernel.zero_out(device, offset, length, by=by)
+        yield from self.policy.overwrite(
+            work,
+            device,
+            size_bytes,
+            purpose=purpose,
+            zero=zero_present if is_partial else None,
+            within=writing,
+        )
         if method == classes.ERASE_DISCARD:
             with suppress(OSError):  # the disk does not support it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
-        return are_lost
+        return all(are_lost)
 
     def _zero_present(self, volume: Volume, device: str, offset: int, length: int, by: By) -> bool:
         """Zero the extents that lie on disks that are present; raises where one of these fails.

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, records, tag
+from agent.core import errors, ids, records, tag, volume_states
 from agent.core.allocation import Allocator, is_own_pool
-from agent.core.conflicts import Call, Work
 from agent.core.context import Context
+from agent.core.group_worker import Job, Jobs, Steps
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.core.task_queue import Job, TaskQueue
+from agent.core.volume_states import Call, Ender, Work
 from agent.operations import erase
 from agent.operations.erase import (
     erase_marks,
@@ -60,12 +60,11 @@ class GrowthZeroer:
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
         self._done: set[str] = set()
-        self.jobs = TaskQueue(
+        self.jobs: Jobs[_Growth] = Jobs(
+            context.workers,
             "zero",
             self._overwrite,
-            self._find,
             "the extents that volume %s grows by are not zeroed: %s",
-            workers=1,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.GROWTH, self.jobs)
@@ -143,29 +142,23 @@ class GrowthZeroer:
         # As much of each disk as the volume takes there, parity and copies included.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
-        own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
+        deleted = volume_states.tags_for(Ender.ERASER)
+        own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
         new = New(records.reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
         return self._inventory.state(group.name).group(group.name).volume(new.name)
 
-    def _find(self, volume_id: str) -> _Growth:
-        # No retry: the caller repeats the call.
-        raise errors.NoSuchVolume(volume_id)
-
-    def _overwrite(self, job: _Growth) -> None:
+    def _overwrite(self, job: _Growth) -> Steps:
         device = self._inventory.ensure_active(job.group, job.name).path
         work = self._paces.of(job.group).work(
             "zero",
             device,
-            check=partial(self.jobs.check, job),
+            check=job.check,
             flush=partial(self._kernel.flush, device),
             progress=job.progress,
         )
         size_bytes = self._kernel.device_size_bytes(device)
-        for offset, length, by in self._policy.pieces(
-            work, device, size_bytes, purpose=Purpose.NEW
-        ):
-            self._kernel.zero_out(device, offset, length, by=by)
+        yield from self._policy.overwrite(work, device, size_bytes, purpose=Purpose.NEW)
         self._done.add(job.uuid)
 
 
@@ -195,12 +188,12 @@ class FreedSpaceEraser:
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
         self.policy = ErasePolicy(context.config, context.kernel)
-        self.jobs = TaskQueue(
+        self.jobs: Jobs[Job] = Jobs(
+            context.workers,
             "sweep",
-            self._work,
-            self._find,
+            self._sweep,
             "%s: free extents are not zeroed yet: %s",
-            workers=1,
+            due=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
@@ -208,13 +201,6 @@ class FreedSpaceEraser:
     def start(self, group: str) -> Future[None]:
         """Start the job of a group, or find the running one."""
         return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
-
-    def resume(self, *groups: str) -> int:
-        """Start the jobs that are left in these groups, or in all; returns how many."""
-        left = [one.name for one in self._inventory.fresh_groups(*groups) if _is_left(one)]
-        for name in left:
-            self.start(name)
-        return len(left)
 
     @contextmanager
     def giving_way(self, group: str) -> Iterator[None]:
@@ -236,14 +222,11 @@ class FreedSpaceEraser:
                 # Its disk does not answer yet.
                 halted.ended.add_done_callback(lambda _: self.start(group))
 
-    def _find(self, key: str) -> Job:
-        name = key.partition("/")[0]
-        group = self._inventory.state(name).groups.get(name)
-        if group is None or not _is_left(group):
-            raise errors.NoSuchVolume(key)
-        return Job(key)
+    def _due(self, name: str) -> Iterator[Job]:
+        if _is_left(self._inventory.state(name).group(name)):
+            yield Job(f"{name}/{ids.SWEEP}")
 
-    def _work(self, job: Job) -> None:
+    def _sweep(self, job: Job) -> Steps:
         name = job.key.partition("/")[0]
         uuid, done_bytes = "", 0
         while True:
@@ -263,14 +246,13 @@ class FreedSpaceEraser:
             work = self._paces.of(name).work(
                 "erase",
                 device,
-                check=partial(self.jobs.check, job),
+                check=job.check,
                 flush=partial(self._kernel.flush, device),
                 progress=job.progress,
             )
-            for offset, length, by in self.policy.pieces(
+            yield from self.policy.overwrite(
                 work, device, taken.size_bytes, done_bytes, purpose=Purpose.DELETED
-            ):
-                self._kernel.zero_out(device, offset, length, by=by)
+            )
             done_bytes = taken.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
@@ -316,7 +298,7 @@ class FreedSpaceEraser:
             size_bytes += group.volume(ids.SWEEP).size_bytes
             volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
         else:
-            new = New(ids.SWEEP, size_bytes, {tag.STATE: tag.WIPING})
+            new = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
             volumes.create(lvm, group.name, new, disks=own)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:

@@ -2,10 +2,12 @@
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from agent.core import classes, ids, luks_devices, tag
+from agent.core.group_worker import AGAIN, Steps
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
 from agent.core.settings import WIPES, Config
@@ -53,7 +55,7 @@ class ErasePolicy:
 
     Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
     in part, and a thin pool keeps its chunks' data. `_ways` says which of the kernel's ways are
-    taken, `pieces` proves them. Each piece ends with fsync(2) (agent/core/pace.py): a power loss
+    taken, `overwrite` proves them. Each piece ends with fsync(2) (agent/core/pace.py): a power loss
     after the extents are free does not bring the data back, and a piece is on the disk before the
     next begins. What lies on a missing disk waits for that disk, or until an operator gives it up
     (tag `givenUp`); then the group is tagged, and the free extents are zeroed before they are
@@ -140,7 +142,7 @@ class ErasePolicy:
         way = By.DISCARD if is_discarded else self._kernel.zeroing(disk)
         return way, "; ".join(doubts.values())
 
-    def pieces(
+    def overwrite(
         self,
         work: Work,
         device: str,
@@ -149,43 +151,51 @@ class ErasePolicy:
         *,
         purpose: Purpose,
         held: bool = False,
+        zero: Callable[[int, int, By], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Iterator[tuple[int, int, By]]:
-        """Offsets and lengths, in bytes, for the caller to zero by the way given with each.
+    ) -> Steps:
+        """Zero a device, a piece in each step.
 
         Where the device zeroes by itself, or discards, blocks that are known not to be zero are
-        looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to
-        32 writes; 8 and 4 once its disks were seen to zero). If one is not zero, its disks are
-        never asked again to do so, and all pieces come once more, for the next way. The device is
-        looked at inside `within`, and opened as by Kernel.zero_out.
+        looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to 32
+        writes; 8 and 4 once its disks were seen to zero). If one is not zero, its disks are never
+        asked again to do so, and all pieces come once more, for the next way. All that touches the
+        device is inside `within`. `zero`, with a piece's offset and length in bytes and the way,
+        does more than Kernel.zero_out, to which `held` is given.
         """
         if end_bytes <= begin_bytes:
             return
+        zero = zero or partial(self._zero, device, held)
         stack = self._kernel.stack(device)
         for by in self._ways(device, stack, purpose):
             disks = frozenset[str]() if by.is_proved else stack.disks
             tried = {(disk, by) for disk in disks}
             is_known = by is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
-            every = sample(begin_bytes, end_bytes, blocks)
-            with closing(work.chunks(end_bytes, begin_bytes)) as chunks:
-                for offset, length in chunks:
+            every, is_zero = sample(begin_bytes, end_bytes, blocks), True
+            for piece in work.chunks(end_bytes, begin_bytes):
+                with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
                     first = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not by.is_proved:
                         with within():
                             self._kernel.mark(device, sorted({*first, *every}), held=held)
-                    yield offset, length, by
-                    if by.is_proved or not (is_first or is_last):
-                        continue
                     with within():
-                        if not self._kernel.are_zero(device, every if is_last else first):
-                            break
-                else:
-                    self._proved |= tried
-                    return
+                        zero(offset, length, by)
+                    if not by.is_proved and (is_first or is_last):
+                        with within():
+                            is_zero = self._kernel.are_zero(device, every if is_last else first)
+                if not is_zero:
+                    break
+                yield AGAIN
+            else:
+                self._proved |= tried
+                return
             self._proved -= tried
             self._distrust(device, by, disks)
+
+    def _zero(self, device: str, held: bool, offset: int, length: int, by: By) -> None:
+        self._kernel.zero_out(device, offset, length, held=held, by=by)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """See that a device zeroes, before a copy overwrites so much of it and leaves holes.

@@ -27,13 +27,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, records, secret, tag, users
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.report_age import Fresh
 from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
 from agent.core.secret import Keys
-from agent.core.states import Fresh
+from agent.core.volume_states import Call
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
@@ -149,7 +149,7 @@ class Expander:
         self._inventory.await_others(group)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
-            volume = self._inventory.usable(known, call.volume_id)
+            volume = self._inventory.usable(known, call.volume_id, Call.EXPAND)
             volume.require_header_bytes()
             wanted = _wanted_bytes(volume, call.size)
             if wanted > volume.size_bytes:
@@ -248,8 +248,8 @@ class Expander:
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
         """The volume by a fresh report, while the group is held."""
-        with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            yield self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            yield self._inventory.require(volume_id, Call.EXPAND)
 
     def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
         """Go on where lvm2 refuses a tag that is for the volume's health only."""
@@ -275,7 +275,7 @@ class Expander:
         self._inventory.await_others(volume.group.name)
         with self._volume_groups.hold(volume.group.name):
             known = self._inventory.state(volume.group.name, resume=True)
-            volume = self._inventory.usable(known, str(volume.id))
+            volume = self._inventory.usable(known, str(volume.id), Call.EXPAND)
             wanted = volume.wanted_bytes
             try:
                 self._extend(known, volume, wanted)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from agent.core import errors, ids, records, tag, users
 from agent.core.background import Attempts
-from agent.core.conflicts import Call
 from agent.core.context import Context
+from agent.core.group_worker import Job, Jobs
 from agent.core.ids import VolumeId
 from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every, Fresh, Known
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
-from agent.core.states import Every, Fresh, Known
-from agent.core.task_queue import Job, TaskQueue
 from agent.core.volume_groups import HeldGroups
+from agent.core.volume_states import Call
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
 from lvm import names, tags, volumes
@@ -78,13 +78,7 @@ class GroupSnapshotter:
         # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
         self.quiesce_seconds = 20.0
         # What failed calls could not undo at once.
-        self.undone = TaskQueue(
-            "undo",
-            self._undo_again,
-            self._find_undo,
-            _NOT_UNDONE,
-            workers=1,
-        )
+        self.undone: Jobs[_Undo] = Jobs(context.workers, "undo", self._undo_again, _NOT_UNDONE)
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -199,7 +193,7 @@ class GroupSnapshotter:
         self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
-        sources = [self._inventory.usable(known, one) for one in call.source_ids]
+        sources = [self._inventory.usable(known, one, Call.SNAPSHOT) for one in call.source_ids]
         for source_id in call.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
         own = self.logical_name(call.name)
@@ -410,12 +404,6 @@ class GroupSnapshotter:
         """Whether a failed call of this process left them: perhaps all, and not of one moment."""
         is_recorded = any(tag.COMMITTED in one.own_tags for one in found)
         return self.undone.has(found[0].group_snapshot_id) and not is_recorded
-
-    def _find_undo(self, group_snapshot_id: str) -> _Undo:
-        failed = self.undone.of(group_snapshot_id)
-        if failed is None:
-            raise errors.NoSuchVolume(group_snapshot_id)
-        return _Undo(key=group_snapshot_id, groups=failed.groups)
 
     def _discard(self, known: Known, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)

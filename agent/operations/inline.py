@@ -19,12 +19,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from agent.core import codes, errors, ids, tag, users
-from agent.core.background import GroupTasks
 from agent.core.context import Context
+from agent.core.group_worker import Looks
 from agent.core.parameters import SIZE
 from agent.core.records import Volume
+from agent.core.report_age import Every, Known
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
-from agent.core.states import Every, Known
 from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
@@ -112,7 +112,8 @@ class InlineVolumes:
         self._admitted = _Admitted()
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}
-        self.tasks = GroupTasks(
+        self.looks = Looks(
+            context.workers,
             "inline",
             context.config.groups,
             self.sweep,
@@ -248,7 +249,7 @@ class InlineVolumes:
         """
         try:
             volume = self._find(volume_id)
-            if volume is None or volume.wiping:
+            if volume is None or volume.is_doomed:
                 return
             if attempt.began or self._is_blank(volume):
                 self._deleter.delete(str(volume.id))
@@ -307,7 +308,7 @@ class InlineVolumes:
         The pod's directory is in the directory of all pods, and the target is in it.
         """
         place = volume.own_tags.get(tag.TARGET, "")
-        if volume.wiping or not volume.is_ephemeral or not place:
+        if volume.is_doomed or not volume.is_ephemeral or not place:
             return False
         for one in self._inside:
             root = self._kernel.real_path(one).rstrip("/") + "/"

@@ -12,16 +12,12 @@ whose it is.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from agent.core import codes, errors, ids, records, requests, tag
+from agent.core import codes, errors, ids, records, requests, tag, volume_states
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.states import Every, Fresh
+from agent.core.report_age import Every, Fresh
 from agent.operations import plan
 from lvm import names, report
-
-# States of what is no caller's: erased by itself, or an operator's. So is what only a newer version
-# of Carver knows how to use or delete.
-_NOT_THE_CALLERS = (tag.WIPING, tag.RECEIVING, tag.MOVED)
 
 
 class Leftovers:
@@ -93,11 +89,11 @@ class Leftovers:
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
-    """What may be a caller's in these groups."""
+    """What may be a caller's in these groups: what this version may change, in such a state."""
     for group in groups:
         for one in records.usable(group):
-            state = one.own_tags.get(tag.STATE)
-            if state not in _NOT_THE_CALLERS and tag.NAME in one.own_tags:
+            is_callers = all(row.is_callers for row in volume_states.rows(one.own_tags))
+            if is_callers and tag.NAME in one.own_tags:
                 yield one
 
 

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from agent.core import errors, locks, requests
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Every
 from agent.core.requests import Page, Part
-from agent.core.states import Every
 from agent.core.volume_group import begin_states
 from lvm.report import Group, Report
 from mount import errors as mount_errors

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from agent.core import errors, ids, records, states
+from agent.core import errors, ids, records, report_age
 from agent.core.background import Attempts, all_or_each
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -12,6 +12,7 @@ from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
 from agent.core.settings import Config
+from agent.core.volume_states import Call
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -26,7 +27,7 @@ def modify(context: Context, call: ModifyVolume) -> None:
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
-        volume = context.inventory.require(call.volume_id)
+        volume = context.inventory.require(call.volume_id, Call.MANAGE)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
@@ -81,7 +82,7 @@ def bound(context: Context, group: Group) -> int:
         return 0
     bound_kib = context.config.recovery_bound_kib(group.name)
     alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
-    for volume in context.inventory.present(states.fresh([group])):
+    for volume in context.inventory.present(report_age.fresh([group])):
         one = group.volume(volume.name)
         if "raid" not in one.layout:
             continue

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from agent.core import errors, ids, trace, users
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.requests import VolumeAt
+from agent.core.volume_states import Call
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health, loop, mounts, table, target
@@ -36,7 +36,6 @@ class NodeVolumes:
     def __init__(self, context: Context) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._conflicts = context.conflicts
-        self._holds = context.holds
         # The directories in which kubelet may have volumes mounted.
         self.inside = context.config.kubelet_dir
 
@@ -44,22 +43,15 @@ class NodeVolumes:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self.inside)
 
-    def check(self, volume_id: str) -> None:
-        """Raise NoSuchVolume, Copying, Receiving, Moved for what is not a volume now.
-
-        Jobs and holds of this process count, also before a report has their tags.
-        """
-        self._holds.require_free(volume_id)
-        self._conflicts.check(Call.USE, volume_id)
-
     def device(self, volume_id: str) -> Device | None:
         """The device of a volume that CreateVolume made; None where it is not active.
 
-        No command. Raises what `check` raises.
+        No command. Raises NoSuchVolume, Copying, Receiving, Moved for what is not a volume now, by
+        what this process has under way.
         """
         if ids.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
-        self.check(volume_id)
+        self._conflicts.check(Call.USE, volume_id)
         return self._inventory.device(volume_id)
 
     def statistics(self, call: VolumeAt) -> Statistics:
@@ -91,7 +83,7 @@ class NodeVolumes:
             if device is not None and found:
                 return device, found[0]
             # A report, which tells it from a volume that does not exist.
-            self._inventory.require(call.volume_id)
+            self._inventory.require(call.volume_id, Call.USE)
             why = "it is mounted and published nowhere on this node"
             raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 

@@ -4,14 +4,14 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from agent.core import errors, records, tag
+from agent.core import errors, records, tag, volume_states
 from agent.core.allocation import Allocator, Thin
 from agent.core.classes import DeviceClass
-from agent.core.inventory import require_own
 from agent.core.parameters import CACHE_SIZE, STORAGE_CLASS, Parameters
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
 from agent.core.settings import Config
+from agent.core.volume_states import Ender
 from lvm import layout, report, tags
 from lvm.caches import Cache
 from lvm.thin import Policy
@@ -91,7 +91,7 @@ def new(
         size, own_tags = _planned(call, one, group, header_bytes(one, allocator, group))
         if tag.ZERO in own_tags:
             # It is overwritten in the background, as a copy is written.
-            own_tags |= {tag.STATE: tag.COPYING}
+            own_tags |= volume_states.tags_for(Ender.COPIER)
         return size, own_tags
     asked_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
@@ -123,7 +123,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     Raises BadField where the contents cannot be used as requested, TagsDamaged.
     """
     source_id, source = str(origin.id), origin.own_tags
-    copied = {tag.STATE: tag.COPYING, tag.FROM: source_id}
+    copied = {**volume_states.tags_for(Ender.COPIER), tag.FROM: source_id}
     # Data are copied as they are on the disk.
     if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
         raise errors.BadField(
@@ -161,7 +161,7 @@ def _planned(
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
     own_tags = {
         tag.NAME: call.name,
-        tag.STATE: tag.READY,
+        **volume_states.tags_for(Ender.CALLER),
         tag.SIZE: str(size),
         tag.LAYOUT: str(one.layout),
         tag.ACCESS: BLOCK if all(one.is_block for one in call.capabilities) else MOUNT,
@@ -250,12 +250,8 @@ def require_same(call: CreateVolume, found: Volume) -> None:
     """Raise Incompatible for a volume that is not as the call says.
 
     What the call does not say is not compared: a class may have changed since the volume was made,
-    and its caller, which has no id of it yet, would leave it for ever. Raises OperationPending
-    while it is being erased, Receiving and Moved as `require_own`.
+    and its caller, which has no id of it yet, would leave it for ever.
     """
-    if found.wiping:
-        raise errors.OperationPending(f"{found.id} (being erased)")
-    require_own(found)
     source = call.source.id if call.source is not None else ""
     if (was := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(

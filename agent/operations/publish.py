@@ -14,6 +14,7 @@ from dataclasses import replace
 from agent.core import errors, ids, users
 from agent.core.context import Context
 from agent.core.requests import PublishVolume, StageVolume, VolumeAt
+from agent.core.volume_states import Call
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.stage import Stager
@@ -132,7 +133,7 @@ class Publisher:
     def _is_encrypted(self, volume_id: str) -> bool:
         volume = self._inventory.cached(volume_id)
         if volume is None or not volume.is_listed:
-            volume = self._inventory.require(volume_id)
+            volume = self._inventory.require(volume_id, Call.USE)
         return volume.is_encrypted
 
     def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:

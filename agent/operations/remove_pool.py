@@ -16,22 +16,22 @@ is removed.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TypeVar
 
-from agent.core import ids, records, tag
+from agent.core import ids, records, tag, volume_states
 from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
-from agent.core.conflicts import Call, Work
 from agent.core.context import Context
+from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.records import Snapshot, Volume
-from agent.core.task_queue import Job, Stopping, TaskQueue
+from agent.core.volume_states import Call, Ender, Work
 from agent.operations import erase
 from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
+from mount.blocks import By
 
 _T = TypeVar("_T")
 
@@ -55,17 +55,17 @@ class PoolRemover:
             ErasePolicy(context.config, context.kernel),
         )
         self._paces = context.paces
-        self.jobs = TaskQueue(
+        self.jobs: Jobs[Job] = Jobs(
+            context.workers,
             "reclaim",
             self._erase_and_remove,
-            Job,
             "pool %s is empty, but not removed yet: %s",
-            workers=1,
+            due=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
         # The keys of pools to be looked at once no call keeps them any more.
-        self._due: set[str] = set()
+        self._kept_keys: set[str] = set()
 
     def remove(self, thin_one: Volume | Snapshot) -> None:
         """Remove a thin volume; the caller holds the group, and read the report since.
@@ -87,8 +87,10 @@ class PoolRemover:
         """
         pool = removed.group.volume(removed.name).pool
         others = [one for one in removed.group.in_pool(pool) if one.name != removed.name]
-        if all(_is_wiping(one) for one in others):
-            wait([self.give_back(removed.group.name, pool)], wait_seconds)
+        if all(_fills_pool(one) for one in others):
+            self.give_back(removed.group.name, pool)
+            if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
+                self.jobs.wait(job, wait_seconds)
 
     def give_back(self, group: str, pool: str) -> Future[None]:
         """Zero and remove a pool in the background, if it is empty by then.
@@ -99,7 +101,7 @@ class PoolRemover:
         try:
             job = self.jobs.start(Job(key))
         except Stopping:
-            self._due.add(key)
+            self._kept_keys.add(key)
             try:
                 # The last call that kept it may have ended before it could see that.
                 job = self.jobs.start(Job(key))
@@ -125,8 +127,8 @@ class PoolRemover:
             with self._conflicts.enter(Call.CREATE, key):
                 yield
         finally:
-            if had_job or key in self._due:
-                self._due.discard(key)
+            if had_job or key in self._kept_keys:
+                self._kept_keys.discard(key)
                 self.give_back(group, pool)
 
     def when_kept(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
@@ -152,21 +154,17 @@ class PoolRemover:
         The pool is `kept`. The caller holds the group, and read the report since.
         """
         for one in group.in_pool(pool):
-            if _is_wiping(one):
+            if _fills_pool(one):
                 volumes.remove(self._lvm(group.name), group.name, one.name)
 
-    def resume(self, *groups: str) -> int:
-        """Start a job for each pool left in these groups, or in all; returns how many."""
-        every = self._inventory.fresh_groups(*groups)
-        left = [(group.name, pool) for group in every for pool in _abandoned(group)]
-        for group_name, pool in left:
-            self.give_back(group_name, pool)
-        return len(left)
+    def _due(self, group: str) -> Iterator[Job]:
+        for pool in _abandoned(self._inventory.state(group).group(group)):
+            yield Job(f"{group}/{pool}")
 
-    def _erase_and_remove(self, job: Job) -> None:
+    def _erase_and_remove(self, job: Job) -> Steps:
         group_name, pool_name = job.key.split("/")
         with self._volume_groups.hold(group_name):
-            self.jobs.check(job)
+            job.check()
             if (group := self._if_empty(group_name, pool_name)) is None:
                 return
             pool = group.volume(pool_name)
@@ -175,11 +173,11 @@ class PoolRemover:
                 wiping = self._wiping_device(group, pool)
                 parted = self._inventory.ensure_active(group_name, cache).path if cache else ""
         if self._policy.zeroes:
-            self._zero_pool(job, pool, wiping)
+            yield from self._zero_pool(job, pool, wiping)
             if parted:
-                self._zero(job, parted, self._kernel.device_size_bytes(parted))
+                yield from self._zero(job, parted, self._kernel.device_size_bytes(parted))
         with self._volume_groups.hold(group_name):
-            self.jobs.check(job)
+            job.check()
             # Looked at again: only the volume that zeroes it may be removed with it.
             if (group := self._if_empty(group_name, pool_name)) is not None:
                 is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
@@ -211,7 +209,7 @@ class PoolRemover:
             volumes.remove(self._lvm(group_name), group_name, pool)
         if made is None or not is_own_pool(made):
             return None
-        wipes = [one for one in group.in_pool(pool) if _is_wiping(one)]
+        wipes = [one for one in group.in_pool(pool) if _fills_pool(one)]
         if len(wipes) == len(group.in_pool(pool)):
             return group
         for one in wipes:
@@ -224,60 +222,66 @@ class PoolRemover:
         name = wipe_name(device_class)
         # The pool holds nothing else. If the name is taken outside the pool, lvm2 refuses.
         if not group.in_pool(pool.name):
-            own_tags = {tag.STATE: tag.WIPING, tag.CLASS: device_class}
+            own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
             new = New(name, pool.size_bytes, own_tags)
             thin.create(self._lvm(group.name), group.name, pool.name, new)
         return self._inventory.ensure_active(group.name, name).path
 
-    def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> None:
-        """Zero all that a pool ever allocated, by a volume in it; raises Stopping."""
+    def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
+        """Zero all that a pool ever allocated, by a volume in it."""
         group_name, pool_name = job.key.split("/")
         chunk = chunk_bytes(pool)
         try:
             # A partial chunk at the end is never allocated.
-            self._zero(job, wiping, pool.size_bytes // chunk * chunk)
+            yield from self._zero(job, wiping, pool.size_bytes // chunk * chunk)
         except OSError:
             # ENOSPC, once the kernel waited a minute for room (no_space_timeout), or EIO.
             if not self._is_full(group_name, pool_name):
                 raise
             with self._volume_groups.hold(group_name):
-                self.jobs.check(job)
+                job.check()
                 # It was full before this look, so no user's volume in it can have a chunk.
                 if self._if_empty(group_name, pool_name) is None:
                     return
             data = self._devices.pool_data(group_name, pool_name)
-            self._zero(job, data, self._kernel.device_size_bytes(data), below=wiping)
+            size_bytes = self._kernel.device_size_bytes(data)
+            yield from self._zero(job, data, size_bytes, below=wiping)
 
     def _is_full(self, group: str, pool: str) -> bool:
         """Whether all chunks of an active pool are allocated, or leaked; no command."""
         status = thin.status_of(self._inventory.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
-    def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> None:
-        """Zero so much of a device, one that the pool uses `below` another; raises Stopping."""
-        group = job.key.split("/")[0]
-        check = partial(self.jobs.check, job)
-        work = self._paces.of(group).work("erase", device, check=check, progress=job.progress)
-        held = bool(below)
+    def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> Steps:
+        """Zero so much of a device, one that the pool uses `below` another."""
+        pace, held = self._paces.of(job.key.split("/")[0]), bool(below)
+        work = pace.work("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(below) if below else nullcontext()
 
-        for offset, length, by in self._policy.pieces(
-            work, device, size_bytes, purpose=Purpose.DELETED, held=held, within=writing
-        ):
-            with writing():
-                self._kernel.zero_out(device, offset, length, held=held, by=by)
-                # On a thin volume this writes the pool's mapping of its chunks, too.
-                self._kernel.flush(device)
+        def zero(offset: int, length: int, by: By) -> None:
+            self._kernel.zero_out(device, offset, length, held=held, by=by)
+            # On a thin volume this writes the pool's mapping of its chunks, too.
+            self._kernel.flush(device)
+
+        yield from self._policy.overwrite(
+            work,
+            device,
+            size_bytes,
+            purpose=Purpose.DELETED,
+            held=held,
+            zero=zero,
+            within=writing,
+        )
 
 
-def _is_wiping(logical: report.LogicalVolume) -> bool:
+def _fills_pool(logical: report.LogicalVolume) -> bool:
     """Whether it is the volume that zeroes a pool, and no user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
-    is_wiping = tag.NAME not in own_tags and own_tags.get(tag.STATE) == tag.WIPING
-    return is_named_so and is_wiping and not records.unknown_needs(logical)
+    is_own = tag.NAME not in own_tags and erase.is_deleted(logical)
+    return is_named_so and is_own and not records.unknown_needs(logical)
 
 
 def _abandoned(group: report.Group) -> list[str]:
@@ -285,4 +289,4 @@ def _abandoned(group: report.Group) -> list[str]:
     every = list(records.usable(group))
     half_made = [one.name for one in every if is_half_made_pool(one)]
     own = ((one.name, group.in_pool(one.name)) for one in every if is_own_pool(one))
-    return half_made + [name for name, held in own if not held or any(map(_is_wiping, held))]
+    return half_made + [name for name, held in own if not held or any(map(_fills_pool, held))]

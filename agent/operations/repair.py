@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from agent.core import errors, ids, records, tag, users
-from agent.core.background import GroupTasks
 from agent.core.classes import AUTO
 from agent.core.context import Context
+from agent.core.group_worker import Looks
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
+from agent.core.volume_states import Call
 from agent.operations.erase import mark_for_erase
 from agent.operations.erase_policy import ErasePolicy
 from lvm import groups, report, thin, volumes
@@ -66,7 +67,7 @@ class Repairer:
         NotRepairable, NoRoom, VolumeInUse.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            volume = self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
+            volume = self._inventory.require(volume_id, Call.MANAGE)
             logical = volume.group.volume(volume.name)
             if "raid" in logical.layout and not logical.pool:
                 if any(volume.group.lost_images(logical)) and volume.group.survives(logical):
@@ -221,7 +222,8 @@ class AutoRepair:
         # The delays in seconds, by class.
         self._after = {one.name: one.repair_after_seconds for one in classes}
         self._seen = {one: _Seen() for one in sorted({one.group for one in classes})}
-        self.tasks = GroupTasks("repair", tuple(self._seen), self.look, _LOOK_SECONDS, _FAILURE)
+        own = tuple(self._seen)
+        self.looks = Looks(context.workers, "repair", own, self.look, _LOOK_SECONDS, _FAILURE)
 
     def step(self, now_seconds: float) -> None:
         """Look once at each group, as if it were then."""

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from agent.core import errors, ids, records, requests, tag, users
+from agent.core import errors, ids, records, requests, tag, users, volume_states
 from agent.core.allocation import closed_to_new, full
 from agent.core.classes import SNAPSHOT_SIZE
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
+from agent.core.report_age import Known
 from agent.core.requests import CreateSnapshot, ListSnapshots, Part
-from agent.core.states import Known
+from agent.core.volume_states import Call, Ender
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import caches, layout, names, thin, volumes
@@ -74,8 +74,8 @@ class Snapshotter:
             for found in self._inventory.snapshots(self._inventory.everywhere(known)):
                 if found.name == name:
                     return _same(found, call)
-            volume = self._inventory.usable(known, call.source_id)
-            self._conflicts.check(Call.SNAPSHOT, call.source_id)
+            volume = self._inventory.get(known, call.source_id)
+            self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin; the next call, or the
             # next start, erases it as deleted.
@@ -102,7 +102,7 @@ class Snapshotter:
         own_tags = {
             tag.TIME: str(time.time_ns()),
             **own_tags,
-            tag.STATE: tag.READY,
+            **volume_states.tags_for(Ender.CALLER),
             tag.SIZE: str(volume.size_bytes),
             tag.SOURCE: volume.name,
             tag.SEQUENCE: str(records.next_sequence(group)),
@@ -248,8 +248,7 @@ class Snapshotter:
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
         if self._is_deferred(snapshot):
-            old = {tag.STATE: snapshot.own_tags.get(tag.STATE, tag.READY)}
-            volumes.mark(lvm, group, snapshot.name, old=old, new={tag.STATE: tag.WIPING})
+            volume_states.hand_over(lvm, group, snapshot.name, snapshot.own_tags, Ender.ERASER)
         elif snapshot.is_thin:
             self._pool_remover.remove(snapshot)
         elif self._eraser.policy.erases(snapshot):

@@ -13,13 +13,13 @@ from functools import partial
 
 from agent.core import errors, tag
 from agent.core.background import MKFS
-from agent.core.conflicts import Call
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.parameters import Parameters
 from agent.core.records import Volume
 from agent.core.requests import StageVolume, VolumeAt
 from agent.core.secret import Keys
+from agent.core.volume_states import Call
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander
 from agent.operations.node_volumes import NodeVolumes
@@ -79,14 +79,16 @@ class Stager:
             if device is not None and known.top_of(call.staging_path, device.number) is not None:
                 # Kubelet stages it so after its own start.
                 known = self.without_errors(call, device, known)
-            find = partial(self._inventory.require, call.volume_id)
+            find = partial(self._inventory.require, call.volume_id, Call.USE)
             self.ensure_mounted(call, device, find, known)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
     def _ensure_open(self, call: StageVolume, device: Device | None) -> None:
         """Activate and open a raw block volume, and complete its growth."""
         if device is None or not self._is_ready(call, device):
-            volume, device = self._activated(call, self._inventory.require(call.volume_id))
+            volume, device = self._activated(
+                call, self._inventory.require(call.volume_id, Call.USE)
+            )
             device, tags = self._encrypted.opened(volume, device, call.keys)
             self._record_later(volume, tags)
         seen = self._inventory.cached(call.volume_id)
@@ -314,7 +316,7 @@ class Stager:
         elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
             fs_type = mounted.fs_type
             try:
-                volume = self._inventory.require(call.volume_id)
+                volume = self._inventory.require(call.volume_id, Call.USE)
                 self._tag_remount(volume, {tag.REMOUNT: "yes"})
                 # Crash point: by the tag, the next call goes on after the unmount.
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
@@ -341,7 +343,7 @@ class Stager:
     def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
         """The volume, if an earlier call unmounted it to mount it again."""
         try:
-            volume = self._inventory.require(volume_id)
+            volume = self._inventory.require(volume_id, Call.USE)
         except _LOOKUP_ERRORS:
             return None
         is_open = device.below is not None or not volume.is_encrypted

@@ -5,7 +5,7 @@ Only the absence of a volume has to be proved, as ever, by fresh state of its gr
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -14,9 +14,10 @@ from agent.core import errors, ids, locks, requests
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
+from agent.core.report_age import Seen
 from agent.core.requests import HealthAt, Page, Part
-from agent.core.states import Seen
 from agent.core.volume_group import VolumeGroup, begin_states
+from agent.core.volume_states import Call
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason
 from lvm import names
@@ -48,15 +49,13 @@ class VolumeHealth:
 class VolumesHealth:
     """ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
-    `check` raises for a volume that is being deleted, is incomplete, or is another node's.
+    They meet a volume that is being deleted, is incomplete, or is another node's, as its use does.
     """
 
-    def __init__(
-        self, context: Context, diagnosis: Diagnosis, check: Callable[[str], None]
-    ) -> None:
+    def __init__(self, context: Context, diagnosis: Diagnosis) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._volume_groups = context.volume_groups
-        self._diagnosis, self._check = diagnosis, check
+        self._diagnosis, self._conflicts = diagnosis, context.conflicts
         # The directories in which kubelet may have volumes.
         self._inside = context.config.kubelet_dir
 
@@ -141,11 +140,11 @@ class VolumesHealth:
             if one.is_listed:
                 # Whatever it is that one may not be used for, the others are listed.
                 with suppress(errors.AgentError):
-                    self._check(str(one.id))
+                    self._conflicts.check(Call.USE, str(one.id))
                     yield one
 
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
-        self._check(volume_id)
+        self._conflicts.check(Call.USE, volume_id)
         self._inventory.keep_fresh()
         groups, name = self._volume_groups, parsed.group
         if (volume_group := groups.known(name) or groups.of(name)) is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import configured
+import in_background
 from callers.cluster import Cluster, Node
 from callers.directories import Directories
 from callers.objects import StorageClass
@@ -20,7 +21,6 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.controller.service import Listener
 from lvm import report
@@ -59,7 +59,7 @@ class Machine:
             return
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
-            self._service.inline_volumes.tasks.stop()
+            self._service.inline_volumes.looks.stop()
         else:
             self._service.stop()
 
@@ -174,7 +174,7 @@ class Machine:
             self._service.eraser.grace_seconds = self._service.copier.grace_seconds = 5
         else:
             self._service.eraser.grace_seconds = 60
-        server.resume(self._service)
+        in_background.resume(self._service)
         # A socket of its own: the one of a process that died may go at any moment.
         endpoint = self._config.endpoint.with_name(f"{next(self._serial)}.sock")
         self._service.start(endpoint)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import expect
 import grpc
+import in_background
 import nodes
 import pytest
 from changed_blocks import allocated_extents, blocks, delta_of
@@ -12,8 +13,8 @@ from histories import Disk
 from nodes import MIB, Node
 
 from agent.core import ids
+from agent.core.group_worker import Job
 from agent.csi.client import block, of_snapshot
-from agent.daemon import server
 from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.transfer import streams_command
 from lvm import report, volumes
@@ -73,7 +74,7 @@ def test_a_snapshot_that_was_active_stays_active(disk: Disk) -> None:
     with delta_of(disk).changed(older, newer):
         assert tagged(disk) == [name_of(newer)]
     require_left_alone(disk, name_of(older))
-    server.resume(disk.service)
+    in_background.resume(disk.service)
     require_left_alone(disk, name_of(older))
     assert disk.logical(older) == path
 
@@ -150,7 +151,7 @@ def test_the_next_start_deactivates_what_a_kill_left(disk: Disk, step: str) -> N
         disk.logical(taken)
     if step == "deactivated":
         disk.host.deactivate(disk.group, name)
-    server.resume(disk.service)
+    in_background.resume(disk.service)
     require_left_alone(disk, name_of(own))
 
 
@@ -202,7 +203,7 @@ def test_a_snapshot_that_is_copied_stays_active(
     disk: Disk, here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy has its source open for a moment at a time."""
-    taken, jobs = disk.snapshot(), here.service.copier.jobs
+    taken = disk.snapshot()
     begun, ended = threading.Event(), threading.Event()
     codes: list[grpc.StatusCode] = []
 
@@ -217,7 +218,7 @@ def test_a_snapshot_that_is_copied_stays_active(
         except grpc.RpcError as error:
             codes.append(error.code())
 
-    monkeypatch.setattr(jobs, "check", between_two_pieces)
+    monkeypatch.setattr(Job, "check", between_two_pieces)
     monkeypatch.setattr(here.service.copier, "grace_seconds", 60)
     restoring = threading.Thread(target=restore)
     with delta_of(disk).allocated(taken):

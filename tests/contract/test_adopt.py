@@ -12,6 +12,7 @@ from pathlib import Path
 import chosen
 import configured
 import expect
+import in_background
 import pytest
 from csi_client import Client
 from fakes.host import FakeHost
@@ -22,7 +23,6 @@ from serving import served
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
-from agent.daemon import server
 from lvm import layout, report, thin, volumes
 from lvm.layout import Layout, Reserve
 from lvm.volumes import New
@@ -591,7 +591,7 @@ def test_an_undone_adoption_leaves_no_bound_of_carver_s_on_a_raid(
     bounded = replace(config, background_bandwidth=Reserve(size_bytes=2 * MIB))
     with served(host, bounded) as (service, client):
         client.adopt(request)
-        server.resume(service)
+        in_background.resume(service)
         assert logical(host, group, "vol-data").tuning.bound_recovery_kib
         planned = client.undo_adopt(asked(group, "data", block=True, dry_run=True))
         assert len(planned.changes) == 3

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import chosen
 import expect
+import in_background
 import pytest
 import serving
 import tiers
@@ -604,7 +605,7 @@ def test_an_empty_pool_that_is_not_active_is_given_back_with_its_cache(
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     host.deactivate(group, f"pool-{name}")
     service.inventory.state()
-    assert service.pool_remover.resume() == 1
+    assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back(group, f"pool-{name}").result(600)
     assert free(host, group) == (sum(SLOW), sum(FAST))
     client.delete(volume.volume_id)

@@ -15,20 +15,21 @@ from typing import Any
 import configured
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 from csi_client import Client
 from real.any import AnyHost, device, names
 
-from agent.core.conflicts import TABLE, Call, Outcome, Work
+from agent.core.group_worker import Jobs
 from agent.core.settings import Config
-from agent.core.task_queue import TaskQueue
+from agent.core.volume_states import Call, Ender, Outcome, Work, outcome
 from agent.csi.client import block, of_snapshot, of_volume
-from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Reserve
 from lvm.thin import Policy
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -68,7 +69,7 @@ class Node:
         self.go = threading.Event()
         # The end of the name of the device that is waited at.
         self.at, self.began = "", threading.Event()
-        self.queue: TaskQueue[Any] | None = None
+        self.queue: Jobs[Any] | None = None
         uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
         self.volume_id = f"{group}@{uuid}/vol-v"
         self.name = "v"
@@ -94,7 +95,7 @@ class Node:
         self.service.stop()
         self.service = self._serve()
 
-    def block(self, at: str, queue: TaskQueue[Any]) -> None:
+    def block(self, at: str, queue: Jobs[Any]) -> None:
         self.at, self.queue = at, queue
 
     def pause(self, path: str) -> None:
@@ -182,7 +183,7 @@ def left_growth(node: Node, call: Call) -> None:
     node.restart()
     node.began.clear()
     node.block("grow-vol-v", node.service.eraser.jobs)
-    server.resume(node.service)
+    in_background.resume(node.service)
 
 
 def sweep(node: Node, call: Call) -> None:
@@ -207,9 +208,9 @@ def empty_pool(node: Node, call: Call) -> None:
         node.name = "new"
 
 
-SETUPS: dict[Work, Callable[[Node, Call], None]] = {
-    Work.ERASE: erase,
-    Work.COPY: copy,
+SETUPS: dict[Ender | Work, Callable[[Node, Call], None]] = {
+    Ender.ERASER: erase,
+    Ender.COPIER: copy,
     Work.COPIED: copied,
     Work.GROWTH: growth,
     Work.LEFT_GROWTH: left_growth,
@@ -240,40 +241,52 @@ def call_of(node: Node, call: Call, client: Client, staging: Path) -> Callable[[
             return partial(client.delete, one)
         case Call.GROW:
             return partial(node.service.autoextender.step, 0)
+        case Call.MANAGE:
+            return partial(client.volume, one)
+        case Call.ADOPT:
+            return partial(client.undo_adopt, adopted(node))
+
+
+def adopted(node: Node) -> carver.AdoptVolumeRequest:
+    """Have the volume be one that was adopted; the request that asks what its undo would do."""
+    node.host.lvm("lvchange", "--addtag", "carver.adopted=old", "--", f"{node.group}/vol-v")
+    return carver.AdoptVolumeRequest(group=node.group, logical_volume="old", dry_run=True)
 
 
 def test_all_work_is_tried() -> None:
-    assert {*SETUPS, Work.FORMAT} == set(Work)
+    assert {*SETUPS, Work.FORMAT} == {*Work, Ender.ERASER, Ender.COPIER}
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
 @pytest.mark.parametrize("work", SETUPS, ids=lambda work: work.name)
-def test_a_call_does_as_the_table_says(node: Node, staging: Path, work: Work, call: Call) -> None:
+def test_a_call_does_as_the_table_says(
+    node: Node, staging: Path, work: Ender | Work, call: Call
+) -> None:
     SETUPS[work](node, call)
     assert node.began.wait(expect.PATIENCE_SECONDS)
     assert node.queue is not None
     [job] = [one for one in node.queue.unfinished() if not one.ended.done()]
-    outcome = TABLE[work][call]
+    expected = outcome(call, work)
     # These wait for work that waits here, the call's own or another's: only the deadline ends them.
     # All others get the time that a loaded machine may need.
     waits = (
-        outcome is Outcome.WAITS
-        or (outcome is Outcome.HALTS and call in EXPANSIONS)
-        or (outcome is Outcome.BESIDE and call is Call.COPY_FROM)
+        expected is Outcome.WAITS
+        or (expected is Outcome.HALTS and call in EXPANSIONS)
+        or (expected is Outcome.BESIDE and call is Call.COPY_FROM)
     )
     client = node.hasty if waits else node.client
     code = code_of(call_of(node, call, client, staging))
-    if outcome is Outcome.HALTS:
+    if expected is Outcome.HALTS:
         assert job.cancelled.is_set()
         # What the call itself then begins waits as well.
         assert code in ("OK", "ABORTED")
         assert code == "OK" or call in EXPANSIONS
-    elif (call, outcome) == (Call.COPY_FROM, Outcome.BESIDE):
+    elif (call, expected) == (Call.COPY_FROM, Outcome.BESIDE):
         # It waits for its own copy, which waits for a disk that is busy with the other work.
         assert (code in ("OK", "ABORTED"), job.cancelled.is_set()) == (True, False)
         assert "vol-c" in names(node.host, node.group)
     else:
-        assert (code, job.cancelled.is_set()) == (CODES[outcome], False)
+        assert (code, job.cancelled.is_set()) == (CODES[expected], False)
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)

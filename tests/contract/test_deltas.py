@@ -13,6 +13,7 @@ import chosen
 import configured
 import expect
 import histories
+import in_background
 import pytest
 from changed_blocks import allocated_extents, blocks, changed_extents, delta_of
 from clocks import Clock
@@ -23,7 +24,6 @@ from real.any import AnyHost
 from agent.core import errors, ids
 from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, of_snapshot
-from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
@@ -523,7 +523,7 @@ def test_the_next_start_releases_what_a_kill_left(disk: Disk, active: bool, rese
     if not active:
         disk.deactivate()
         disk.host.deactivate(disk.group, "pool-thin")
-    server.resume(disk.service)
+    in_background.resume(disk.service)
     disk.logical(disk.id)
     require_released(disk)
     assert allocated_extents(disk, taken) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import chosen
 import configured
 import expect
+import in_background
 import pytest
 from csi_client import Client
 from fakes import kubelet
@@ -342,7 +343,7 @@ def test_what_a_later_call_made_anew_is_not_undone(
     assert all(left.get(one.snapshot_id) != one.creation_time for one in made.snapshots)
     [failed] = undone.unfinished()
     expect.soon(failed.ended.done)
-    undone._retry_now(failed)
+    in_background.again(undone)
     expect.soon(lambda: not undone.unfinished())
     assert client.group_snapshot("nightly", pair) == made
     assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made

@@ -8,6 +8,7 @@ from pathlib import Path
 import chosen
 import configured
 import expect
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -16,7 +17,7 @@ from real.any import AnyHost, logical, lvm2_commands, names
 
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
-from agent.daemon.server import Service, resume
+from agent.daemon.server import Service
 from mount import errors
 from mount.cgroups import ROOT, UNLIMITED, IoMax
 from proto import csi_pb2 as csi
@@ -228,11 +229,11 @@ def test_limits_are_set_again_after_a_start_and_those_that_no_tag_says_are_remov
     # Killed between the tag and the limit; and between the removal of the tag and that of it.
     host.cgroups.limit(device.number, UNLIMITED)
     after = Service(config, serving.machine(host), host.lvm)
-    resume(after)
+    in_background.resume(after)
     assert limits(host, service, pod.volume) == LIMITED
     client.modify(pod.id, dict.fromkeys(GIVEN, "0"))
     host.cgroups.limit(device.number, LIMITED)
-    resume(Service(config, serving.machine(host), host.lvm))
+    in_background.resume(Service(config, serving.machine(host), host.lvm))
     assert limits(host, service, pod.volume) == UNLIMITED
     pod.end()
 

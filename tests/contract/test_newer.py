@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import configured
 import expect
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -11,7 +12,6 @@ from real.any import AnyHost, names
 
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
-from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
 from proto import carver_pb2 as carver
@@ -115,7 +115,7 @@ def restart(config: Config, host: AnyHost, service: Service) -> Iterator[Callabl
         service.stop()
         begun.append(Service(config, serving.machine(host), host.lvm))
         begun[-1].eraser.grace_seconds = 600
-        server.resume(begun[-1])
+        in_background.resume(begun[-1])
         return begun[-1]
 
     yield again
@@ -129,7 +129,7 @@ def test_a_deleted_volume_that_only_a_newer_version_can_erase_is_not_erased(
     state = ("--deltag", "carver.state=ready", "--addtag", "carver.state=wiping")
     tag(host, group, "vol-pvc-1", *state, "--addtag", NEEDED)
     again = restart()
-    again.eraser.jobs.stop()
+    in_background.ended(again.eraser.jobs)
     assert "vol-pvc-1" in names(host, group)
     assert again.eraser.jobs.counts()["failed"] == 0
 
@@ -211,8 +211,8 @@ def test_a_pool_of_a_newer_version_gets_no_volume_and_loses_none(
     assert [each.volume_id for each in client.volumes()] == [one.volume_id]
     # As an operator, or the newer version, would have it.
     tag(host, group, "vol-one", "--deltag", "carver.state=ready", "--addtag", "carver.state=wiping")
-    assert service.eraser.resume(group) == 0
-    assert service.pool_remover.resume(group) == 0
+    assert service.eraser.jobs.look(group) == 0
+    assert service.pool_remover.jobs.look(group) == 0
     assert {"vol-one", "pool-thin"} <= names(host, group)
 
 
@@ -256,6 +256,6 @@ def test_a_start_leaves_what_a_newer_version_reserved(
     size = ("--size", f"{8 * MIB}b", "--name", "grow-vol-two")
     host.lvm("lvcreate", *words, *tags, *size, "--", group)
     before = own_tags(host, group, "pool-thin")
-    restart().eraser.jobs.stop()
+    in_background.ended(restart().eraser.jobs)
     assert own_tags(host, group, "pool-thin") == before
     assert "grow-vol-two" in names(host, group)

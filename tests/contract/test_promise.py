@@ -14,6 +14,7 @@ from pathlib import Path
 
 import configured
 import expect
+import in_background
 import left_behind
 import pytest
 import serving
@@ -22,7 +23,6 @@ from real.any import AnyHost, names
 
 from agent.core.settings import Config
 from agent.csi.client import block, mounted
-from agent.daemon import server
 from agent.daemon.server import Service
 from lvm import report
 
@@ -58,7 +58,7 @@ def client(host: AnyHost, config: Config) -> Iterator[Client]:
     """Today's version, that went on with what was left."""
     running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = running.copier.grace_seconds = 600
-    server.resume(running)
+    in_background.resume(running)
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:
         yield caller

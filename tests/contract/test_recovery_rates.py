@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import configured
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -11,7 +12,6 @@ from real.any import AnyHost, lvm2_commands
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block
-from agent.daemon import server
 from lvm import report
 from lvm.layout import NO_RESERVE, Reserve
 from lvm.tuning import PLAIN, Tuning
@@ -109,12 +109,12 @@ def test_a_start_has_recovery_keep_to_the_setting_as_it_is_then(
     ):
         now = replace(config, background_bandwidth=bandwidth)
         with serving.served(host, now) as (service, _):
-            server.resume(service)
+            in_background.resume(service)
             assert tuning(host, group, "a") == tuning(host, group, "b") == rates(0, own)
             assert tuning(host, group, "c") == rates(4096, low, 1024)
             assert tuning(host, group, "d") == PLAIN
             host.commands = []
-            server.resume(service)
+            in_background.resume(service)
             assert "lvchange" not in lvm2_commands(host)
 
 
@@ -126,5 +126,5 @@ def test_volumes_that_are_alike_are_changed_by_one_command(
         create(client, name)
     with serving.served(host, replace(config, background_bandwidth=None)) as (service, _):
         host.commands = []
-        server.resume(service)
+        in_background.resume(service)
         assert lvm2_commands(host).count("lvchange") == 1

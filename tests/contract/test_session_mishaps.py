@@ -8,7 +8,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 import chosen
 import expect
 import grpc
+import in_background
 import pytest
 from changed_blocks import blocks
 from fakes.host import FakeHost
@@ -70,7 +70,7 @@ class Place:
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""
         for jobs in behind(self.machine.service):
-            wait([job.ended for job in list(jobs._jobs.values())], expect.PATIENCE_SECONDS)
+            in_background.ended(jobs, seconds=expect.PATIENCE_SECONDS)
         with suppress(mount_errors.CommandError):
             self.machine.service.volume_groups.run_deferred()
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import expect
+import in_background
 import pytest
 from csi_client import Client
 from real.any import AnyHost, device, logical, lvm2_commands, names
@@ -442,7 +443,7 @@ def test_remains_of_a_killed_lvcreate_are_erased_at_the_next_start(
     assert client.snapshots() == []
     with expect.code("ABORTED", "being erased"):
         client.snapshot("1", volume.volume_id)
-    service.eraser.resume()
-    service.eraser.jobs.shutdown()
+    in_background.look(service, service.eraser.jobs)
+    in_background.ended(service.eraser.jobs)
     assert names(host, group) == {"vol-pvc-1"}
     assert client.snapshot("1", volume.volume_id).snapshot_id == snapshot.snapshot_id

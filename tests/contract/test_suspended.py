@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import chosen
+import in_background
 import pytest
 from real.any import AnyHost
 
@@ -72,7 +73,7 @@ def test_delete_resumes_and_erases_it(host: AnyHost, client: Client, volume: csi
 
 
 def test_start_resumes_it(host: AnyHost, group: str, service: Service, volume: csi.Volume) -> None:
-    service.eraser.resume()
+    in_background.look(service, service.eraser.jobs)
     assert not host.is_suspended(group, NAME)
 
 

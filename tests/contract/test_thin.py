@@ -7,6 +7,7 @@ from pathlib import Path
 import chosen
 import configured
 import expect
+import in_background
 import pytest
 import tiers
 from real.any import AnyHost, device
@@ -97,8 +98,8 @@ def test_a_half_made_pool_is_made_again_or_removed(
         client.stage(volume, staging, block())
         client.unstage(volume.volume_id, staging)
     else:
-        assert service.pool_remover.resume() == 1
-        service.pool_remover.jobs.shutdown()
+        assert in_background.look(service, service.pool_remover.jobs) == 1
+        in_background.ended(service.pool_remover.jobs)
         assert not report.read(host.lvm).group(group).volumes
 
 
@@ -290,7 +291,7 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     service.inventory.state()
-    assert service.pool_remover.resume() == 1
+    assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back(group, "pool-thin").result(600)
     assert report.read(host.lvm).group(group).free_extents == 30
     client.delete(volume.volume_id)

@@ -14,7 +14,7 @@ from csi_client import Client
 from fakes.host import FakeHost
 from real.any import AnyHost, device, names
 
-from agent.core import states
+from agent.core import report_age
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
@@ -211,7 +211,7 @@ def test_a_fresh_state_says_nothing_of_a_group_that_was_not_read(
         with pytest.raises(AssertionError, match="was not read"):
             service.inventory.get(known, there.volume_id)
         every = service.inventory.everywhere(known)
-        assert isinstance(every, states.Every)
+        assert isinstance(every, report_age.Every)
         assert not every.silent
         assert service.inventory.get(every, there.volume_id).name == "vol-there"
 

@@ -38,8 +38,8 @@ from performance.bare import Life
 from performance.rows import Commands, Row
 from rich.console import Console
 
-from agent.core.background import DeferredWork
 from agent.core.ids import VolumeId
+from agent.core.volume_group import VolumeGroup
 from agent.csi.client import Client
 from mount.command import Result
 
@@ -261,7 +261,7 @@ class Bench:
 
 
 def measure(rounds: int) -> list[Row]:
-    waking = mock.patch.object(DeferredWork, "wake")
+    waking = mock.patch.object(VolumeGroup, "wake")
     with TemporaryDirectory(prefix="carver-own-") as name, waking:
         bench = Bench(Path(name))
         try:

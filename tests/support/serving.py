@@ -1,17 +1,17 @@
 """Carver in the test's own process."""
 
 from collections.abc import Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import in_background
 from csi_client import Client
 from real.any import AnyHost
 
+from agent.core.group_worker import Jobs
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.core.task_queue import TaskQueue
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
@@ -42,7 +42,7 @@ def recover(running: Service) -> None:
     """Recover each group by itself, as a process does at its start; wait until each was tried."""
     recovery = Recovery(running.volume_groups, partial(server.resume, running))
     recovery.begin()
-    wait(list(recovery._tries.values()), 60)
+    in_background.ended(recovery.jobs)
 
 
 @contextmanager
@@ -66,11 +66,10 @@ def served(
 def again(service: Service) -> None:
     """What is done a minute later behind the answers, until it has come to its end."""
     for _ in range(4):
-        every: list[TaskQueue[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
+        every: list[Jobs[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
         for jobs in every:
-            for job in list(jobs._jobs.values()):
-                wait([job.ended], 20)
-                service.inventory.state()
-                jobs._retry_now(job)
-            wait([one.ended for one in list(jobs._jobs.values())], 20)
-        wait([one.ended for one in list(service.pool_remover.jobs._jobs.values())], 20)
+            in_background.ended(jobs)
+            service.inventory.state()
+            in_background.again(jobs)
+            in_background.ended(jobs)
+        in_background.ended(service.pool_remover.jobs)

@@ -62,7 +62,7 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
     running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = 600
     running.start(config.endpoint)
-    running.autoextender.tasks.start()
+    running.autoextender.looks.start()
     yield running
     running.stop()
 

@@ -15,7 +15,7 @@ from agent.core import errors, records, tag
 from agent.core.background import Attempts, all_or_each
 from agent.core.context import Context
 from agent.core.records import Snapshot
-from agent.core.states import Fresh
+from agent.core.report_age import Fresh
 from lvm import devices, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
@@ -284,8 +284,7 @@ class Activations:
         # A copy, which may be in another group, opens it only for moments.
         everywhere = self._inventory.everywhere(known)
         everywhere.require_read()
-        every = self._inventory.shown(everywhere)
-        copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
+        copied = {one.own_tags.get(tag.FROM) for one in self._inventory.copies(everywhere)}
         return [
             one.name
             for one in unread

@@ -10,11 +10,12 @@ from typing import BinaryIO
 
 from agent.core import errors, ids, records, tag
 from agent.core.context import Context
+from agent.core.group_worker import Stopping
 from agent.core.ids import VolumeId
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume
-from agent.core.states import Fresh
-from agent.core.task_queue import Stopping
+from agent.core.report_age import Fresh
+from agent.core.volume_states import Call
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
 from agent.extras.changed_blocks.comparing import Spool
@@ -225,7 +226,7 @@ class Delta:
 
     def _found(self, known: Fresh, identity: str) -> _Read:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
-            return self._inventory.usable(known, identity)
+            return self._inventory.usable(known, identity, Call.MANAGE)
         found = self._inventory.snapshot(known, identity)
         if found.problem:
             raise errors.SourceLost(identity, found.problem)

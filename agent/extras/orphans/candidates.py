@@ -12,7 +12,7 @@ from agent.core import ids, tag
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
-from agent.core.states import Every, Fresh
+from agent.core.report_age import Every, Fresh
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
 from lvm import report
@@ -86,14 +86,13 @@ def of_volumes(inventory: Inventory, known: Fresh, references: References) -> It
     """Find Carver's volumes that nothing in the cluster refers to."""
     for one in inventory.present(known):
         # Volumes that move between nodes are left to the operator.
-        if one.wiping or one.receiving or one.moved:
+        if not (kind := one.orphan):
             continue
         if one.is_ephemeral:
             if _lacks_its_pod(one, references):
                 yield _inline(one)
         elif not references.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
-            kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
-            yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
+            yield Candidate(Kind(kind), str(one.id), _uuid(one), _about(one), handle=str(one.id))
     for one in inventory.doomed(known):
         why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
@@ -146,7 +145,7 @@ def _inline(volume: Volume) -> Candidate:
 
 def _half_made(inventory: Inventory, known: Every) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
-    copying = {one.own_tags[tag.NAME] for one in inventory.present(known) if one.copying}
+    copying = {one.own_tags[tag.NAME] for one in inventory.copies(known)}
     half_made = inventory.half_made(known)
     for one in inventory.all_snapshots(known):
         if one.is_bridge:
@@ -169,7 +168,7 @@ def _uuid(volume: Volume) -> str:
 
 
 def _about(volume: Volume) -> str:
-    state = ", not complete" if volume.copying else ""
+    state = ", not complete" if volume.orphan == Kind.HALF_MADE else ""
     return f"{volume.size_bytes} bytes{state}{_of_claim(volume.claim)}"
 
 

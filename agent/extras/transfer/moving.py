@@ -12,12 +12,14 @@ volume is `moved`: so both can never be used at once.
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 
-from agent.core import errors, ids, records, tag, users
+from agent.core import errors, ids, records, tag, users, volume_states
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
+from agent.core.volume_states import Call, Ender
 from agent.operations.delete import VolumeDeleter
 from lvm import volumes
 from mount import errors as mount_errors
@@ -61,7 +63,7 @@ class Mover:
                 raise errors.NotMoved(volume_id, why)
             if not was:
                 known = self._inventory.state(volume.group.name, resume=True)
-                self._inventory.usable(known, volume_id)
+                self._inventory.usable(known, volume_id, Call.MANAGE)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
@@ -99,9 +101,9 @@ class Mover:
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
-            if volume.moved:
+            if _is_gone(volume):
                 return self._state(volume)
-            if volume.own_tags.get(tag.STATE, tag.READY) != tag.READY:
+            if volume.ended_by is not Ender.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
             known = self._inventory.state(volume.group.name, resume=True)
             parsed = VolumeId.parse(snapshot_id)
@@ -117,7 +119,7 @@ class Mover:
             users.require_unused(self._kernel, self._inventory, volume)
             self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
-                self._mark(volume, {tag.STATE: tag.MOVED})
+                self._mark(volume, volume_states.tags_for(Ender.MOVER))
             except BaseException:
                 # The command may have worked all the same.
                 self._recall(volume_id)
@@ -136,7 +138,7 @@ class Mover:
             if _is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
             if tag.MOVE_TO in volume.own_tags:
-                new = {tag.STATE: tag.READY} if volume.moved else {}
+                new = volume_states.tags_for(Ender.CALLER) if _is_gone(volume) else {}
                 self._mark(volume, new, without=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.allow(volume_id)
 
@@ -150,7 +152,7 @@ class Mover:
                 volume = self._volume(volume_id)
             except errors.NoSuchVolume:
                 return
-            if not (volume.moved or volume.wiping):
+            if not (_is_gone(volume) or volume.is_doomed):
                 raise errors.NotMoved(volume_id, "it is still this node's")
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
@@ -158,13 +160,13 @@ class Mover:
                 )
             # Before its first byte is erased: an undo would take back an incomplete volume.
             if not _is_going(volume):
-                self._mark(volume, {tag.MOVE_ENDED: tag.WIPING})
-        self._deleter.delete(volume_id, moved=True)
+                self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(Ender.ERASER)})
+        self._deleter.delete(volume_id, is_own=False)
         self._holds.allow(volume_id)
 
     def _recall(self, volume_id: str) -> None:
         try:
-            is_moved = self._volume(volume_id).moved
+            is_moved = _is_gone(self._volume(volume_id))
         except Exception:
             # Unknown: it stays held until the next start.
             return
@@ -190,20 +192,25 @@ class Mover:
         places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
         return carver.MoveState(
             volume_id=str(volume.id),
-            state=tag.WIPING if _is_going(volume) else own_tags.get(tag.STATE, tag.READY),
+            state=volume_states.word_of(Ender.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
-            word=word if volume.moved else "",
+            word=word if _is_gone(volume) else "",
             in_use=bool(places) or self._inventory.is_open(volume),
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
         )
 
-    def _mark(self, volume: Volume, new: dict[str, str], without: tuple[str, ...] = ()) -> None:
+    def _mark(self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()) -> None:
         old = {key: volume.own_tags[key] for key in (*new, *without) if key in volume.own_tags}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
         volumes.mark(lvm, group, volume.name, old=old, new=new)
 
 
+def _is_gone(volume: Volume) -> bool:
+    """Whether it was moved to another node, and is kept here until the move is final."""
+    return volume.ended_by is Ender.MOVER
+
+
 def _is_going(volume: Volume) -> bool:
     """Whether what is left of it here is being deleted, and so may be incomplete."""
-    return volume.wiping or (volume.moved and tag.MOVE_ENDED in volume.own_tags)
+    return volume.is_doomed or (_is_gone(volume) and tag.MOVE_ENDED in volume.own_tags)

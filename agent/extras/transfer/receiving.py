@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from agent.core import errors, ids, tag, users
+from agent.core import errors, ids, tag, users, volume_states
 from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
+from agent.core.volume_states import Ender
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
 from agent.operations import block_sizes, clone, modify
@@ -128,7 +129,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             known = self._inventory.state(ids.group_of(volume_id), resume=True)
             volume = self._inventory.get(known, volume_id)
-            if not volume.receiving and tag.RECEIVED in volume.own_tags and volume.is_listed:
+            if tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # An earlier call may have finished it without its answer from lvm2.
                 self._holds.allow(volume_id)
                 return
@@ -142,7 +143,7 @@ class Receiver:
         self._check(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
-            self._mark(volume, {tag.STATE: tag.READY}, without=_COMING)
+            self._mark(volume, volume_states.tags_for(Ender.CALLER), without=_COMING)
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
@@ -157,14 +158,14 @@ class Receiver:
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
                 return
-            if not (volume.receiving or volume.wiping):
+            if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
-            if volume.receiving and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
+            if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._inventory, volume)
                 # Before the first byte is erased: then it no longer holds what its tags say.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
-        self._deleter.delete(volume_id, received=True)
+        self._deleter.delete(volume_id, is_own=False)
         self._holds.allow(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
@@ -175,7 +176,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             known = self._inventory.state(ids.group_of(volume_id), resume=True)
             volume = self._inventory.get(known, volume_id)
-            if volume.receiving:
+            if _is_coming(volume):
                 return
             was = volume.own_tags.get(tag.RELEASED, "")
             if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(was, release):
@@ -186,7 +187,7 @@ class Receiver:
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "it is withdrawn only while it has none")
             users.require_unused(self._kernel, self._inventory, volume)
-            new = {tag.STATE: tag.RECEIVING, tag.FINISHING: _WITHDRAWN}
+            new = {**volume_states.tags_for(Ender.RECEIVER), tag.FINISHING: _WITHDRAWN}
             self._holds.receiving(volume_id)
             self._mark(volume, new)
 
@@ -225,9 +226,9 @@ class Receiver:
         return _state(made)
 
     def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
-        if volume.wiping:
+        if volume.is_doomed:
             raise errors.OperationPending(f"{volume.id} (being erased)")
-        if not volume.receiving:
+        if not _is_coming(volume):
             raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
         self._holds.receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
@@ -326,7 +327,7 @@ class Receiver:
         """A volume that is being received; the group is held. Raises NotReceived."""
         known = self._inventory.state(ids.group_of(volume_id), resume=True)
         volume = self._inventory.get(known, volume_id)
-        if not volume.receiving:
+        if not _is_coming(volume):
             raise errors.NotReceived(volume_id, "it is not being received")
         return volume
 
@@ -348,12 +349,17 @@ class Receiver:
         return replace(volume, own_tags={**kept, **new})
 
 
+def _is_coming(volume: Volume) -> bool:
+    """Whether it is being received, and so is no volume yet."""
+    return volume.ended_by is Ender.RECEIVER
+
+
 def _state(volume: Volume) -> carver.ReceiveState:
     """The state of a volume by its tags."""
     own_tags = volume.own_tags
     return carver.ReceiveState(
         volume_id=str(volume.id),
-        state=own_tags.get(tag.STATE, tag.READY),
+        state=volume_states.word_of(volume.ended_by),
         chain=own_tags.get(tag.CHAIN, ""),
         content_bytes=volume.content_bytes,
         into=own_tags.get(tag.INTO, ""),

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from agent.core import errors, records, tag
+from agent.core import errors, records, tag, volume_states
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
 from agent.core.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
 from agent.core.records import Snapshot
+from agent.core.report_age import Fresh
 from agent.core.requests import BLOCK, MOUNT
-from agent.core.states import Fresh
+from agent.core.volume_states import Ender
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
@@ -59,7 +60,7 @@ def tags_of(
         **sent,
         tag.CLASS: one.name,
         tag.NAME: name,
-        tag.STATE: tag.RECEIVING,
+        **volume_states.tags_for(Ender.RECEIVER),
         tag.SIZE: str(size_bytes),
         tag.LAYOUT: str(one.layout),
         tag.ACCESS: access,

@@ -7,8 +7,8 @@ import grpc
 
 from agent.core import errors
 from agent.core.context import Context
+from agent.core.group_worker import Stopping
 from agent.core.ids import VolumeId
-from agent.core.task_queue import Stopping
 from lvm import errors as lvm_errors
 from proto import carver_pb2 as carver
 

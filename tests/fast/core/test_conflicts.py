@@ -10,14 +10,14 @@ import expect
 import pytest
 
 from agent.core import errors
-from agent.core.conflicts import TABLE, Call, Conflicts, Outcome, Work
-from agent.core.task_queue import Job, Stopping, TaskQueue
+from agent.core.conflicts import Conflicts
+from agent.core.group_worker import AGAIN, GroupWorkers, Job, Jobs, Steps, Stopping
+from agent.core.holds import Holds
+from agent.core.volume_states import WORK, Call, Ender, Outcome, Work, outcome
 
 VOLUME = "data@20000000/vol-a"
-
-
-def missing(key: str) -> Job:
-    raise errors.NoSuchVolume(key)
+# What has jobs: work, and what ends a state in the background.
+ALL = (*Work, Ender.ERASER, Ender.COPIER)
 
 
 class Working:
@@ -25,14 +25,15 @@ class Working:
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
-        self.jobs = TaskQueue("test", self._work, missing, "%s: %s", workers=1)
+        self.workers = GroupWorkers()
+        self.jobs: Jobs[Job] = Jobs(self.workers, "test", self._work, "%s: %s")
         self.job = self.jobs.start(Job(VOLUME, on_record=False))
         assert self.began.wait(20)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: Job) -> Steps:
         self.began.set()
         expect.soon(lambda: job.cancelled.is_set() or self.go.is_set())
-        self.jobs.check(job)
+        yield AGAIN
 
 
 @pytest.fixture
@@ -40,20 +41,20 @@ def working() -> Iterator[Working]:
     made = Working()
     yield made
     made.go.set()
-    made.jobs.stop()
+    made.workers.stop()
 
 
 def test_the_table_is_whole() -> None:
-    assert set(TABLE) == set(Work)
-    assert all(set(row) == set(Call) for row in TABLE.values())
+    assert set(WORK) == set(Work)
+    assert all(set(row) == set(Call) for row in WORK.values())
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
-@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
-def test_each_cell_is_applied(working: Working, work: Work, call: Call) -> None:
-    conflicts, outcome = Conflicts(), TABLE[work][call]
+@pytest.mark.parametrize("work", ALL, ids=lambda work: work.name)
+def test_each_cell_is_applied(working: Working, work: Ender | Work, call: Call) -> None:
+    conflicts, expected = Conflicts(Holds()), outcome(call, work)
     conflicts.add(work, working.jobs)
-    match outcome:
+    match expected:
         case Outcome.ABSENT:
             # Until it is on record the volume is not gone.
             with (
@@ -76,14 +77,14 @@ def test_each_cell_is_applied(working: Working, work: Work, call: Call) -> None:
                 if is_halted:
                     with pytest.raises(Stopping):
                         working.jobs.start(Job(VOLUME))
-            assert is_halted is (outcome is Outcome.HALTS)
+            assert is_halted is (expected is Outcome.HALTS)
             return
     assert not working.job.cancelled.is_set()
 
 
 def test_a_call_about_something_else_meets_nothing(working: Working) -> None:
-    conflicts = Conflicts()
-    for work in Work:
+    conflicts = Conflicts(Holds())
+    for work in ALL:
         conflicts.add(work, working.jobs)
     for call in Call:
         with conflicts.enter(call, "data@20000000/vol-b"):
@@ -91,18 +92,18 @@ def test_a_call_about_something_else_meets_nothing(working: Working) -> None:
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
-@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
+@pytest.mark.parametrize("work", ALL, ids=lambda work: work.name)
 def test_work_that_failed_is_met_only_if_it_is_on_record(
-    working: Working, work: Work, call: Call
+    working: Working, work: Ender | Work, call: Call
 ) -> None:
-    conflicts = Conflicts()
+    conflicts = Conflicts(Holds())
     conflicts.add(work, working.jobs)
     working.job.cancelled.set()
     with pytest.raises(Stopping):
         working.job.ended.result(20)
     conflicts.check(call, VOLUME)
     working.job.on_record = True
-    if TABLE[work][call] in (Outcome.ABSENT, Outcome.ABORTED):
+    if outcome(call, work) in (Outcome.ABSENT, Outcome.ABORTED):
         with pytest.raises(errors.AgentError):
             conflicts.check(call, VOLUME)
     else:

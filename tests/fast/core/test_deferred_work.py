@@ -8,9 +8,7 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.core import background as module
 from agent.core import tag
-from agent.core.background import DeferredWork
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import tags, volumes
@@ -106,10 +104,11 @@ def test_a_volume_created_since_the_last_read_gets_tags(
 def test_a_failure_is_logged_once_and_retried(
     volume_groups: VolumeGroups,
     fake: FakeHost,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+    volume_group = volume_groups.of("data")
+    assert volume_group is not None
+    volume_group._deferred.retry_seconds = 0.01
     failures = itertools.count()
 
     def fail(words: Sequence[str]) -> Result | None:
@@ -148,37 +147,20 @@ def test_a_changed_group_is_refreshed_in_the_background_and_no_other(
     assert len(commands(fake, "fullreport")) == 2
 
 
-def test_no_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
-    done = threading.Event()
-    raised: list[BaseException] = [SystemExit(), KeyError("no reason"), OSError(5, "I/O error")]
-
-    def work(_is_ending: bool) -> None:
-        if raised:
-            raise raised.pop()
-        done.set()
-
-    deferred = DeferredWork("data", work)
-    deferred.wake()
-    assert done.wait(20)
-    deferred.stop()
-    # After the end nothing begins.
-    done.clear()
-    DeferredWork.wake(deferred)
-    assert not done.wait(0.05)
-
-
 def test_deferred_work_lets_the_calls_be_answered_and_the_end_of_the_service_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
+    volume_groups: VolumeGroups, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SOON_SECONDS", 600.0)
-    runs: list[bool] = []
-    deferred = DeferredWork("data", runs.append)
+    monkeypatch.setattr("agent.core.volume_group._SOON_SECONDS", 600.0)
+    create(fake, "a")
     for _ in range(3):
-        deferred.wake()
-    assert not runs
-    deferred.stop()
-    assert runs == [True]
+        volume_groups.add_tags_later("data", "a", EXT4)
+    volume_groups.stop()
+    assert written(fake, "a") == EXT4
+    # After the end nothing begins.
+    create(fake, "b")
+    volume_groups.add_tags_later("data", "b", EXT4)
+    threading.Event().wait(0.05)
+    assert written(fake, "b") == {}
 
 
 def test_without_a_thread_a_change_is_done_and_its_tags_are_written_later(
@@ -192,7 +174,7 @@ def test_without_a_thread_a_change_is_done_and_its_tags_are_written_later(
                 volumes.create(volume_groups.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
                 volumes.remove(volume_groups.lvm("data"), "data", "b")
         volume_groups.catch_up()
-    assert caplog.text.count("can't start new thread") == 1
+    assert sum("can't start new thread" in one for one in caplog.messages) == 1
     volume_groups.catch_up()
     expect.soon(lambda: written(fake, "a") == EXT4)
 

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import expect
+import in_turn
 import pytest
 
 from agent.core import pace
@@ -107,14 +108,14 @@ def work_of(one: Pace, check: Callable[[], None] = lambda: None, kind: str = "er
 def erase(disk: Disk, one: Pace, size_bytes: int, kind: str = "erase") -> float:
     """Erase so much; returns how long it took."""
     begun = disk.now
-    for _, length in work_of(one, kind=kind).chunks(size_bytes):
+    for _, length in in_turn.each(work_of(one, kind=kind).chunks(size_bytes)):
         disk.write(length)
     return disk.now - begun
 
 
 def test_pieces_cover_all_once(disk: Disk) -> None:
     disk.begin_neighbour(0.002)
-    found = list(work_of(paced(disk)).chunks(1000 * MIB + 4096, 3 * MIB))
+    found = list(in_turn.each(work_of(paced(disk)).chunks(1000 * MIB + 4096, 3 * MIB)))
     assert found[0][0] == 3 * MIB
     ends = [offset + length for offset, length in found]
     assert [offset for offset, _ in found[1:]] == ends[:-1]
@@ -188,7 +189,7 @@ def test_pieces_grow_again_once_the_neighbour_is_gone(disk: Disk) -> None:
 def test_a_neighbour_that_never_leaves_the_disk_does_not_stop_the_work(disk: Disk) -> None:
     disk.begin_neighbour(30.0)
     begun = disk.now
-    for offset, length in work_of(paced(disk)).chunks(16 * MIB):
+    for offset, length in in_turn.each(work_of(paced(disk)).chunks(16 * MIB)):
         # Its queue is long: a piece takes two seconds, whatever it has.
         disk.sleep(2.0)
         assert length >= LEAST_BYTES
@@ -225,7 +226,7 @@ def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
     with one.work("erase", check=lambda: None).turn(3600 * MIB):
         pass
     with pytest.raises(KeyError):
-        list(work_of(one, check).chunks(MIB))
+        list(in_turn.each(work_of(one, check).chunks(MIB)))
     assert disk.now < 1000 + 5
 
 
@@ -236,7 +237,7 @@ def test_alone_long_pieces_take_half_a_second_where_they_may(
     disk.bytes_per_second = bytes_per_second
     one = paced(disk)
     work = one.work("send", "/dev/data/a", check=lambda: None, most_bytes=512 * MIB)
-    for _, length in work.chunks(4096 * MIB):
+    for _, length in in_turn.each(work.chunks(4096 * MIB)):
         disk.write(length)
     longest = max(length for _, length in disk.pieces)
     expected = min(max(bytes_per_second // 2, MOST_BYTES), 512 * MIB)
@@ -267,7 +268,9 @@ def test_two_workers_have_the_same_share(disk: Disk) -> None:
     one, order, begun = paced(disk), list[str](), threading.Event()
 
     def run(kind: str, pieces: int) -> None:
-        for count, (_, length) in enumerate(work_of(one, kind=kind).chunks(8192 * MIB)):
+        for count, (_, length) in enumerate(
+            in_turn.each(work_of(one, kind=kind).chunks(8192 * MIB))
+        ):
             while not count and len(one._queue) < 2:
                 begun.wait(0.01)
             disk.write(length)
@@ -301,12 +304,12 @@ def test_a_worker_that_waits_for_its_turn_ends_when_it_is_called_off(busy: Pace)
 
     calls = list[int]()
     with pytest.raises(KeyError):
-        list(work_of(busy, check).chunks(MIB))
+        list(in_turn.each(work_of(busy, check).chunks(MIB)))
 
 
 def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
     disk.now += 2 * pace._HANGING_SECONDS
-    assert list(work_of(busy).chunks(MIB)) == [(0, MIB)]
+    assert list(in_turn.each(work_of(busy).chunks(MIB))) == [(0, MIB)]
 
 
 def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk) -> None:
@@ -337,12 +340,12 @@ def test_a_failed_piece_ends_its_turn(disk: Disk) -> None:
     one = paced(disk)
 
     def fail() -> None:
-        for _ in work_of(one).chunks(MIB):
+        for _ in in_turn.each(work_of(one).chunks(MIB)):
             raise LookupError
 
     with pytest.raises(LookupError):
         fail()
-    assert list(work_of(one).chunks(MIB)) == [(0, MIB)]
+    assert list(in_turn.each(work_of(one).chunks(MIB))) == [(0, MIB)]
     assert one.done_bytes == {"erase": MIB}
 
 
@@ -361,7 +364,7 @@ def test_each_piece_is_flushed_within_its_turn(
         disk.now += 0.5
 
     work = paced(disk, bandwidth).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
-    begun = [disk.now for _ in work.chunks(160 * MIB)]
+    begun = [disk.now for _ in in_turn.each(work.chunks(160 * MIB))]
     assert len(flushed) == len(begun) > 1
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
 

@@ -16,6 +16,7 @@ from fakes.host import FakeHost
 
 from agent.core import errors, metadata_cache, records
 from agent.core import volume_group as module
+from agent.core.group_worker import GroupWorkers
 from agent.core.inventory import Inventory
 from agent.core.metadata_cache import MetadataCache
 from agent.core.volume_group import VolumeGroup, begin_states
@@ -457,7 +458,8 @@ def test_a_group_that_a_shell_does_not_show_is_asked_of_another_shell(
     heals = [True]
     scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, []).scan
     volume_group = VolumeGroup(
-        MetadataCache("data", replace(fake.lvm, run=run), fake.disks, fake.devices, scan, renew)
+        MetadataCache("data", replace(fake.lvm, run=run), fake.disks, fake.devices, scan, renew),
+        GroupWorkers(),
     )
     assert volume_group.state() is not None
     assert len(renewed) == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import expect
 import grpc
+import in_background
 import pages
 import pytest
 import yaml
@@ -219,7 +220,7 @@ def test_wipes_are_counted_by_state(measured: Measured, monkeypatch: pytest.Monk
     assert counts == {"queued": 1, "running": 2}
     let_go.set()
     assert reached.acquire(timeout=20)
-    measured.service.eraser.jobs.shutdown()
+    in_background.ended(measured.service.eraser.jobs)
     assert measured.samples()["carver_wipes", "failed"] == 3
 
 
@@ -257,10 +258,10 @@ def test_failed_background_scans_are_counted(
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.001)
     monkeypatch.setattr(measured.service.autoextender, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
-    measured.service.autoextender.tasks.start()
+    measured.service.autoextender.looks.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
     assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
-    measured.service.autoextender.tasks.stop(10)
+    measured.service.autoextender.looks.stop()
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
@@ -422,7 +423,7 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
             *(name for name in {**vars(errors), **vars(mount_errors)} if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
-        "kind": {one.tasks.kind for one in scanning(measured.service)},
+        "kind": {one.looks.kind for one in scanning(measured.service)},
         "method": STREAMS,
         "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
         "reason": {one.word for one in Reason},

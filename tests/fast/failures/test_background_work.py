@@ -115,7 +115,7 @@ def test_a_pool_grows_while_another_group_hangs(
         return real(group, name)
 
     monkeypatch.setattr(fake.lvm2, "status", status)
-    service.autoextender.tasks.start()
+    service.autoextender.looks.start()
     try:
         assert asked.wait(60)
         expect.soon(lambda: pool.length > before)
@@ -166,11 +166,11 @@ def test_a_pool_grows_after_a_fork_that_failed(
     problems = [problem]
 
     def fail_once(_words: Sequence[str]) -> None:
-        if threading.current_thread().name.startswith("grow") and problems:
+        if threading.current_thread().name.startswith("work") and problems:
             raise problems.pop()
 
     fake.intercept = fail_once
-    service.autoextender.tasks.start()
+    service.autoextender.looks.start()
     expect.soon(lambda: pool.length > before)
     assert not problems
     assert service.autoextender.counts()["data", "failed"] == 1
@@ -184,7 +184,7 @@ def test_a_raid_volume_is_repaired_while_another_group_hangs(
         fake.lose_disk(one, 0)
     service.inventory.state()
     asked = hang()
-    service.auto_repair.tasks.start()
+    service.auto_repair.looks.start()
     assert asked.wait(60)
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import configured
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -312,7 +313,7 @@ def test_what_was_given_up_and_only_a_newer_version_knows_is_not_removed(
         own |= {"carver.state=wiping", "carver.givenUp=yes", "carver.needs=moonlight"}
     fake.lose_disk("data", 0)
     again = serving.start(config, fake)
-    again.freed_eraser.jobs.stop()
+    in_background.ended(again.freed_eraser.jobs)
     again.stop()
     assert {"vol-large", "snap-s"} <= set(fake.lvm2.groups["data"].volumes)
 

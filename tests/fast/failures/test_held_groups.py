@@ -6,7 +6,7 @@ That is: no device is read or written, no program runs but lvm2, and no other gr
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 import unheld
@@ -26,6 +27,7 @@ from agent.core import locks
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.core.volume_group import VolumeGroup, begin_states
+from agent.core.volume_states import Call
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import replace_disk
@@ -85,7 +87,7 @@ def copied(fake: FakeHost) -> bytes:
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
-        wait([job.ended for job in list(jobs._jobs.values())], expect.PATIENCE_SECONDS)
+        in_background.ended(jobs)
 
 
 class Gate:
@@ -249,7 +251,7 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
     state = service.inventory.state
 
     def hangs(*groups: str, **more: Any) -> Any:
-        if groups == ("a",) and threading.current_thread().name.startswith("copy"):
+        if groups == ("a",) and threading.current_thread().name.startswith("work"):
             gate.wait()
         return state(*groups, **more)
 
@@ -457,7 +459,7 @@ def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
         call(lambda: client.node_expand(one, staging, 3 * SIZE))
     client.unstage(one, staging)
     call(lambda: client.stage(volume, staging))
-    assert service.inventory.require(one).size_bytes == 3 * SIZE
+    assert service.inventory.require(one, Call.USE).size_bytes == 3 * SIZE
     client.unstage(one, staging)
     call(lambda: client.create("copy", 0, parameters=THERE, source=of_snapshot(taken)))
     call(lambda: client.delete_snapshot(taken))
@@ -492,15 +494,15 @@ def test_a_source_that_hangs_when_its_blocks_are_read_holds_up_no_group(
 def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
     client: Client, fake: FakeHost, source: csi.Volume, service: Service
 ) -> None:
-    work, begin, copying = service.copier.jobs._work, threading.Event(), Gate()
+    work, begin, copying = service.copier.jobs.steps, threading.Event(), Gate()
     # A job begins a moment before its call has left the source's name.
     service.context.locks.grace_seconds = 60
 
-    def waits(job: Any) -> None:
+    def waits(job: Any) -> Any:
         assert begin.wait(expect.PATIENCE_SECONDS)
-        work(job)
+        return work(job)
 
-    service.copier.jobs._work = waits
+    service.copier.jobs.steps = waits
     fake.kernel.override(copy=copying.before(fake.kernel.copy))  # type: ignore[attr-defined]
     of, logical = of_volume(source.volume_id), fake.kernel.logical_block_bytes
 

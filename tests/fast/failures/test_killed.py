@@ -15,6 +15,7 @@ from typing import Any
 import chosen
 import configured
 import grpc
+import in_background
 import laying
 import nodes
 import pytest
@@ -122,9 +123,9 @@ class Trial:
         """Let copies and wipes that a new process took up come to their end."""
         deadline = time.monotonic() + 100
         every = behind(self.machine.service)
-        while any(jobs._jobs for jobs in every) and time.monotonic() < deadline:
+        while any(jobs.unfinished() for jobs in every) and time.monotonic() < deadline:
             time.sleep(0.005)
-        self.machine.service.pool_remover.jobs.shutdown()
+        in_background.ended(self.machine.service.pool_remover.jobs)
 
     def repeat(self) -> None:
         """Make the call again, in the process that follows."""
@@ -439,7 +440,7 @@ class Arranged:
         else:
             self.machine.call(self.row.call)
         if switch.stop_at < 0:
-            self.machine.service.pool_remover.jobs.shutdown()
+            in_background.ended(self.machine.service.pool_remover.jobs)
         return switch.taken
 
     def names(self) -> set[str]:
@@ -461,7 +462,7 @@ class Arranged:
         media = [*self.media, *self.media_of_a()]
         for one in (do.DeleteSnapshot("snap"), DELETE, do.Delete("b")):
             assert self.machine.call(one).code == "OK", self.where
-        self.machine.service.pool_remover.jobs.shutdown()
+        in_background.ended(self.machine.service.pool_remover.jobs)
         self.machine.stop()
         assert self.names() == set(), self.where
         left, disks = self.machine._report(), self.row.arrangement.disks
@@ -593,7 +594,7 @@ def test_a_killed_call_on_an_arranged_group_is_completed_or_undone(
 
 def test_a_volume_deleted_while_it_waits_to_grow_leaves_nothing(tmp_path: Path) -> None:
     trial = Arranged(ROWS["overwritten: expand"], tmp_path)
-    trial.machine.service.growth_zeroer.jobs.stop()
+    trial.machine.service.context.workers.halt()
     trial.machine.service.growth_zeroer.grace_seconds = 0
     assert trial.machine.call(EXPAND).code == "ABORTED"
     assert trial.names() == {"grow-vol-a", "vol-a"}
@@ -643,7 +644,7 @@ def test_a_killed_group_snapshot_is_whole_or_gone(
         assert not [one for one in trial.names() if lvm2.is_suspended(trial.group.name, one)]
         listed = client.snapshots()
         assert len(listed) in (0, 3), "whole, or none for any caller"
-        trial.machine.service.eraser.jobs.shutdown()
+        in_background.ended(trial.machine.service.eraser.jobs)
         if not listed:
             assert trial.names() == trial.names_before, trial.where
         trial.machine.revive()
@@ -654,7 +655,7 @@ def test_a_killed_group_snapshot_is_whole_or_gone(
             assert take_group(trial) == trial.made
         delete_group(trial)
         assert trial.machine.client.snapshots() == []
-        trial.machine.service.eraser.jobs.shutdown()
+        in_background.ended(trial.machine.service.eraser.jobs)
         assert trial.names() == trial.names_before, trial.where
         trial.machine.stop()
 

@@ -4,12 +4,12 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
 import configured
 import expect
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -75,14 +75,14 @@ class Node:
 
     def wait(self) -> None:
         """Wait until no erase is under way."""
-        wait([one.ended for one in list(self.service.eraser.jobs._jobs.values())], 20)
+        in_background.ended(self.service.eraser.jobs)
 
     def retry(self) -> None:
         """Retry a failed erase, and wait for its end."""
         self.wait()
         self.service.inventory.state()
         jobs = self.service.eraser.jobs
-        jobs._retry_now(jobs._jobs[self.volume.volume_id])
+        in_background.again(jobs)
         self.wait()
 
     def is_erased(self) -> bool:
@@ -145,7 +145,7 @@ def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
         )
     group.disks[0].extents = number
     node.lose()
-    assert node.service.eraser.resume() == number
+    assert in_background.look(node.service, node.service.eraser.jobs) == number
     node.wait()
     made, make, read = Counter[str](), records._as_volume, node.service.inventory.state
 
@@ -160,9 +160,9 @@ def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
     monkeypatch.setattr(node.service.inventory, "state", state)
     monkeypatch.setattr(records, "_as_volume", counted)
     jobs = node.service.eraser.jobs
-    jobs._retry_now(*jobs._jobs.values())
+    in_background.again(jobs)
     node.wait()
-    assert len(jobs._jobs) == number
+    assert len(jobs.unfinished()) == number
     assert made["volumes"] <= 5 * number
     assert made["reads"] <= 10
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import configured
 import expect
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -133,7 +134,7 @@ def test_a_volume_with_the_name_of_the_one_that_erases_a_pool_is_not_erased(
     group = fake.lvm2.groups["data"]
     group.volumes["wipe-thin"].media.write(0, OWN)
     client.delete(client.create("1", EXTENT, block(), parameters=THIN).volume_id)
-    service.pool_remover.jobs.shutdown()
+    in_background.ended(service.pool_remover.jobs)
     assert group.volumes["wipe-thin"].media.read(0, len(OWN)) == OWN
     assert set(group.volumes) == {"pool-thin", "wipe-thin"}
 
@@ -181,5 +182,5 @@ def test_a_pool_with_two_values_of_a_tag_gets_no_new_volume_and_is_not_erased(
         client.create("2", EXTENT, block(), parameters=THIN)
     assert client.capacity(parameters=THIN).available_capacity == 0
     client.delete(volume.volume_id)
-    service.pool_remover.jobs.shutdown()
+    in_background.ended(service.pool_remover.jobs)
     assert set(fake.lvm2.groups["data"].volumes) == {"pool-thin"}

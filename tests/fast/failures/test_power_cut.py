@@ -1,13 +1,13 @@
 """Deleted data stay erased when the power fails right after."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import configured
 import grpc
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -68,7 +68,7 @@ def test_no_sector_of_a_deleted_volume_comes_back(
     write(fake, "vol-pvc-1")
     client.delete(volume.volume_id)
     fake.cut_power()
-    service.pool_remover.jobs.shutdown()
+    in_background.ended(service.pool_remover.jobs)
     assert fake.lvm2.groups["data"].volumes == {}
     fake.cut_power()
     assert MARKER not in fake.freed_bytes("data")
@@ -82,7 +82,7 @@ def test_no_sector_of_a_deleted_snapshot_comes_back(
     write(fake, "vol-pvc-1")
     client.delete_snapshot(client.snapshot("1", volume.volume_id, {"size": "100%"}).snapshot_id)
     client.delete(volume.volume_id)
-    service.pool_remover.jobs.shutdown()
+    in_background.ended(service.pool_remover.jobs)
     fake.cut_power()
     assert fake.lvm2.groups["data"].volumes == {}
     assert MARKER not in fake.freed_bytes("data")
@@ -138,7 +138,7 @@ def test_a_dirty_cache_is_written_back_in_the_background_before_it_is_detached(
     dirty.create("pvc-2", 0)
     assert held.cache, "it is still written back"
     held.dirty_blocks = 1
-    wait([one.ended for one in list(dirty.service.eraser.jobs._jobs.values())], 20)
+    in_background.ended(dirty.service.eraser.jobs)
     assert set(fake.lvm2.groups["data"].volumes) == {"vol-pvc-2"}
     assert MARKER not in fake.freed_bytes("data")
 
@@ -157,9 +157,8 @@ def test_caches_that_are_never_written_back_delay_no_other_volume_s_erase(
     dirty.delete("other")
     for _ in range(3):
         jobs = dirty.service.eraser.jobs
-        _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
-        assert not waiting
-        jobs._retry_now(*jobs._jobs.values())
+        in_background.ended(jobs)
+        in_background.again(jobs)
     volumes = fake.lvm2.groups["data"].volumes
     assert "vol-other" not in volumes
     logged = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]

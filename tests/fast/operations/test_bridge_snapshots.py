@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 
 import expect
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -102,7 +102,7 @@ def allow_both(
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
-        wait([job.ended for job in list(jobs._jobs.values())], 20)
+        in_background.ended(jobs)
 
 
 def test_each_volume_is_filled_from_its_own_bridge(

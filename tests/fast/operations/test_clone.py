@@ -11,13 +11,14 @@ from pathlib import Path
 
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
 
 from agent.core.errors import OperationPending
+from agent.core.group_worker import GroupWorkers, Job, Jobs
 from agent.core.settings import Config
-from agent.core.task_queue import Job, TaskQueue
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import errors as lvm_errors
@@ -113,14 +114,13 @@ def overflow(fake: FakeHost) -> None:
 
 
 def settle(service: Service) -> None:
-    service.copier.jobs.shutdown()
-    service.eraser.jobs.shutdown()
+    in_background.ended(service.copier.jobs)
+    in_background.ended(service.eraser.jobs)
 
 
 def retry(service: Service) -> None:
     """Retry the failed copy, as some time later."""
-    [job] = service.copier.jobs._jobs.values()
-    service.copier.jobs._retry_now(job)
+    in_background.again(service.copier.jobs)
 
 
 def test_long_copy_answers_with_its_progress(
@@ -138,7 +138,7 @@ def test_long_copy_answers_with_its_progress(
     assert client.create("pvc-2", 0, block(), source=source).capacity_bytes == SIZE
     assert copied(fake) == DATA
     # The volume is ready a moment before the job has ended.
-    wait([job.ended for job in list(service.copier.jobs._jobs.values())], 20)
+    in_background.ended(service.copier.jobs)
     assert service.copier.jobs.counts() == {"queued": 0, "running": 0, "failed": 0}
 
 
@@ -177,7 +177,8 @@ def test_delete_cancels_the_copy(
             client.create("pvc-2", 0, block(), source=source)
         disk.wait(1)
         volume_id = snapshot.source_volume_id.replace("pvc-1", "pvc-2")
-        job = service.copier.jobs._jobs[volume_id]
+        job = service.copier.jobs.of(volume_id)
+        assert job is not None
         with ThreadPoolExecutor(1) as caller:
             deleted = caller.submit(client.delete, volume_id)
             assert job.cancelled.wait(20)
@@ -194,11 +195,11 @@ def test_copy_that_does_not_end_can_begin_again(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.core.task_queue._ENDING_SECONDS", 0.01)
+    monkeypatch.setattr("agent.core.group_worker._ENDING_SECONDS", 0.01)
     with expect.code("ABORTED"):
         client.create("pvc-2", 0, block(), source=source)
     disk.wait(1)
-    [job] = service.copier.jobs._jobs.values()
+    [job] = service.copier.jobs.unfinished()
     with expect.code("ABORTED", "in progress"):
         client.delete(job.key)
     disk.let()
@@ -221,7 +222,7 @@ def test_restart_copies_anew(
                 caller.create(name, 0, block(), source=source)
     disk.wait(2)
     disk.let(2)
-    first.copier.jobs._stopping.set()
+    first.context.workers.halt()
     first.stop()
     assert "copy-pvc-3" in names(fake)
     assert not copied(fake).strip(b"\0")
@@ -260,11 +261,10 @@ def test_completed_copy_is_not_retried(
     disk.let()
     with expect.code("ABORTED", "cannot complete volume"):
         client.create("pvc-2", 0, block(), source=source)
-    [failed] = patient.copier.jobs._jobs.values()
     disk.error = None
     client.create("pvc-2", 0, block(), source=source)
     fake.write_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, DATA[::-1])
-    patient.copier.jobs._retry_now(failed)
+    in_background.again(patient.copier.jobs)
     settle(patient)
     assert copied(fake) == DATA[::-1]
 
@@ -355,7 +355,7 @@ def test_unused_bridge_is_removed_at_start(
     service.inventory.state()
     # A start waits no longer than this for what goes on behind it.
     service.copier.grace_seconds = 0
-    service.copier.resume()
+    service.copier.resume("data")
     idle(service)
     assert names(fake) == {"vol-pvc-1"}
 
@@ -363,7 +363,7 @@ def test_unused_bridge_is_removed_at_start(
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
     for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
-        wait([job.ended for job in list(jobs._jobs.values())], 20)
+        in_background.ended(jobs)
 
 
 def time_out(client: Client, source_id: str) -> None:
@@ -522,19 +522,20 @@ def test_remains_of_lvcreate_are_erased(client: Client, fake: FakeHost, patient:
         client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
     with expect.code("ABORTED", "being erased"):
         client.snapshot("2", volume.volume_id)
-    wait([job.ended for job in list(patient.eraser.jobs._jobs.values())], 20)
+    in_background.ended(patient.eraser.jobs)
     client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
     client.snapshot("2", volume.volume_id)
 
 
 def test_halted_job_does_not_begin() -> None:
     done: list[str] = []
-    jobs = TaskQueue("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
+    workers = GroupWorkers()
+    jobs: Jobs[Job] = Jobs(workers, "test", lambda job: done.append(job.key), "%s failed: %s")
     with jobs.halted("one"), pytest.raises(OperationPending):
         jobs.start(Job("one"))
     jobs.start(Job("one")).ended.result(20)
     assert done == ["one"]
-    jobs.stop()
+    workers.stop()
 
 
 def request(name: str, source: Source) -> csi.CreateVolumeRequest:

@@ -4,12 +4,12 @@ import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import expect
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -57,7 +57,7 @@ def failed(client: Client, volume: csi.Volume, disk: Disk) -> csi.Volume:
 
 def idle(service: Service) -> None:
     """Wait until the jobs have ended."""
-    wait([one.ended for one in service.eraser.jobs._jobs.values()], 20)
+    in_background.ended(service.eraser.jobs)
 
 
 def tags(fake: FakeHost) -> dict[str, set[str]]:
@@ -168,7 +168,7 @@ def test_erasing_is_resumed_after_a_restart(
         assert disk.reached.wait(20)
     stopping = threading.Thread(target=first.stop)
     stopping.start()
-    assert first.eraser.jobs._stopping.wait(20)
+    expect.soon(lambda: first.context.workers.is_ending)
     disk.free.set()
     stopping.join()
     assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
@@ -256,7 +256,7 @@ def test_many_failed_jobs_are_retried(
     for one in every:
         client.delete(one.volume_id)
     disk.free.set()
-    expect.soon(lambda: all(one.logged for one in list(jobs._jobs.values())))
+    expect.soon(lambda: all(one.logged for one in jobs.unfinished()))
     # lvm2 takes longer for a look than so many may wait for it.
     fake.intercept = lambda words: time.sleep(0.2) if "fullreport" in words else None
     disk.error = None
@@ -269,7 +269,7 @@ def test_removed_volume_is_not_retried(
 ) -> None:
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
-    service.eraser.jobs._retry_now(service.eraser.jobs._jobs[failed.volume_id])
+    in_background.again(service.eraser.jobs)
     assert not service.eraser.jobs.has(failed.volume_id)
 
 

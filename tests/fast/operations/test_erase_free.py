@@ -9,6 +9,7 @@ from typing import Any
 
 import configured
 import expect
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -159,7 +160,7 @@ def test_failed_repair_marks_the_disk(
         repaired(client, volume)
     assert group.tags == owed(group.disks[0].uuid)
     fake.intercept = lambda _: None
-    service.freed_eraser.resume()
+    in_background.look(service, service.freed_eraser.jobs)
     fake.bring_disk("data", 0)
     serving.again(service)
     assert (group.tags, set(group.volumes)) == (set(), {"vol-a"})
@@ -357,6 +358,6 @@ def test_replacement_is_complete_when_answered(
     make(client, "a", "raid")
     lost = group.disks[0].uuid
     fake.lose_disk("data", 0)
-    service.freed_eraser.jobs.stop()
+    in_background.ended(service.freed_eraser.jobs)
     replaced(client, lost, fake.new_device(61 * EXTENT))
     assert group.tags == set()

@@ -1,10 +1,10 @@
 """What opens an encrypted volume that was deleted: kept copies of its header, copies in areas."""
 
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
 import configured
+import in_background
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -52,7 +52,7 @@ def kept(directory: Path) -> list[Path]:
 
 def until_done(service: Service) -> None:
     for jobs in (service.eraser.jobs, service.freed_eraser.jobs):
-        wait([one.ended for one in list(jobs._jobs.values())], 20)
+        in_background.ended(jobs)
 
 
 @pytest.mark.parametrize("name", [*ERASURES, "thin"])

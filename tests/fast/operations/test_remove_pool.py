@@ -9,14 +9,15 @@ from dataclasses import replace
 import configured
 import expect
 import grpc
+import in_background
 import pytest
 import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
-from agent.core import task_queue
+from agent.core import group_worker
+from agent.core.group_worker import Job, Stopping
 from agent.core.settings import Config
-from agent.core.task_queue import Job
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm import errors
@@ -172,7 +173,7 @@ def test_a_disk_that_does_not_answer_aborts_the_call_and_the_pool_is_removed_lat
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_queue, "_ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(group_worker, "_ENDING_SECONDS", 0.1)
     begin(client, disk)
     for _ in range(2):
         with expect.code("ABORTED", "data/pool-thin"):
@@ -220,7 +221,7 @@ def test_a_pool_that_several_calls_wanted_in_vain_is_removed(
     fake.intercept = lambda _words: None
     for job in service.pool_remover.jobs.unfinished():
         expect.soon(job.ended.done)
-        service.pool_remover.jobs._retry_now(job)
+        in_background.again(service.pool_remover.jobs)
     expect.soon(lambda: not names(fake))
 
 
@@ -228,7 +229,7 @@ def test_restart_resumes_zeroing(
     client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
 ) -> None:
     begin(client, disk)
-    free_after(service.pool_remover.jobs._stopping, disk)
+    free_after(zeroing(service).cancelled, disk)
     service.stop()
     assert names(fake) == {"pool-thin", "wipe-thin"}
     fake.deactivate("data", "wipe-thin")
@@ -245,7 +246,7 @@ def test_failed_first_volume_removes_the_pool(
     fake.intercept = lambda words: Result(5, "", "  no\n") if "vol-pvc-1" in words else None
     with expect.code("INTERNAL"):
         client.create("pvc-1", EXTENT, block())
-    service.pool_remover.jobs.shutdown()
+    in_background.ended(service.pool_remover.jobs)
     assert any("thin-pool" in words for words in fake.commands)
     assert names(fake) == set()
 
@@ -264,7 +265,7 @@ def test_used_pool_is_kept(
         *("--thinpool", "pool-thin", "--name", "wipe-thin", "--", "data"),
     )
     service.inventory.state()
-    assert service.pool_remover.resume() == 1
+    assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}
     assert disk.written == []
@@ -319,4 +320,5 @@ def test_concurrent_deletions(client: Client, service: Service, fake: FakeHost, 
 def test_no_job_begins_after_stop(client: Client, service: Service, fake: FakeHost) -> None:
     client.create("pvc-1", EXTENT, block())
     service.stop()
-    assert not service.pool_remover.give_back("data", "pool-thin").done()
+    with pytest.raises(Stopping):
+        service.pool_remover.give_back("data", "pool-thin").result(0)

@@ -10,6 +10,7 @@ from typing import Any
 import configured
 import expect
 import grpc
+import in_background
 from csi_client import Client
 from fakes import kubelet
 from model import operations as do
@@ -19,9 +20,9 @@ from real.any import AnyHost
 from real.host import RealHost
 
 from agent.core import locks, quiesce
+from agent.core.group_worker import Jobs
 from agent.core.host import Host
 from agent.core.settings import Config
-from agent.core.task_queue import TaskQueue
 from agent.csi import client
 from agent.daemon.server import Service
 from lvm import report
@@ -92,11 +93,12 @@ class Machine:
             quiesce.resume_left(host.devices, [self.group]) as held,
             service.inventory.keep_suspended(held),
         ):
-            service.eraser.resume()
-            service.pool_remover.resume()
-            service.freed_eraser.resume()
+            in_background.look(service, service.eraser.jobs)
+            in_background.look(service, service.pool_remover.jobs)
+            in_background.look(service, service.freed_eraser.jobs)
             service.group_snapshotter.resume()
-            service.copier.resume()
+            for name in service.volume_groups.names:
+                service.copier.resume(name)
             for extra in service.extras.values():
                 for resume in extra.recoveries().values():
                     resume()
@@ -430,11 +432,8 @@ def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     # A look a minute later would be met by whatever test is under way by then.
-    service.inline_volumes.tasks.stop()
-    for jobs in behind(service):
-        with jobs._fails:
-            jobs._stopping.set()
-            jobs._fails.notify_all()
+    service.inline_volumes.looks.stop()
+    service.context.workers.halt()
 
 
 def bury(service: Service) -> None:
@@ -446,8 +445,7 @@ def bury(service: Service) -> None:
     # What a stream has open is closed when it gives its place back.
     streams = service.interceptor._streams
     expect.soon(lambda: streams._left == locks.STREAMS)
-    for jobs in _overwriting(service):
-        jobs.shutdown(cancel_futures=True)
+    service.context.workers.stop(60)
 
 
 def try_soon(service: Service) -> None:
@@ -456,13 +454,13 @@ def try_soon(service: Service) -> None:
         jobs.retry_seconds = jobs.soon_seconds = 0.05
 
 
-def behind(service: Service) -> list[TaskQueue[Any]]:
+def behind(service: Service) -> list[Jobs[Any]]:
     """What goes on behind answers: copies, their bridges, what is undone or overwritten."""
     bridges, undone = service.copier.bridges, service.group_snapshotter.undone
     return [service.copier.jobs, bridges, undone, *_overwriting(service)]
 
 
-def _overwriting(service: Service) -> list[TaskQueue[Any]]:
+def _overwriting(service: Service) -> list[Jobs[Any]]:
     workers = (service.eraser, service.growth_zeroer, service.freed_eraser, service.pool_remover)
     return [one.jobs for one in workers]
 

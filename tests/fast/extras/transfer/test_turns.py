@@ -15,6 +15,7 @@ from typing import Any
 
 import expect
 import grpc
+import in_turn
 import nodes
 import pytest
 from fakes.host import FakeHost
@@ -151,7 +152,7 @@ def test_a_command_and_another_worker_alternate(
     watch(here, monkeypatch, lambda what, _length: order.append(what))
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(nodes.stream, here, "1")
-        for _ in erase(one).chunks(16 * MIB):
+        for _ in in_turn.each(erase(one).chunks(16 * MIB)):
             until(lambda: len(one._queue) == 2)
             order.append("erase")
         sent.result()

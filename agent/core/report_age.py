@@ -1,4 +1,4 @@
-"""States of volume groups, by what may be decided by them: three types, so that mypy tells.
+"""Reports of volume groups by what may be decided by their age: three types, so that mypy tells.
 
 A report of a group may be older than what is in it. A call that changes something decides by the
 state of each group that the decision is about: by `Fresh` for the groups that it names, by `Every`
@@ -66,7 +66,7 @@ class Seen(report.Report):
     """Groups as they were when they were read last, perhaps long ago: no decision goes by it."""
 
 
-# The states that a decision may go by.
+# The reports that a decision may go by.
 Known = Fresh | Every
 
 
