@@ -102,16 +102,20 @@ def nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 def overseen() -> Iterator[None]:
     """All loops are overseen, as the service does: a step that waits holds up no other."""
     every = weakref.WeakSet[group_worker.GroupWorkers]()
+    guard = threading.Lock()
     is_over = threading.Event()
     init = group_worker.GroupWorkers.__init__
 
     def add(self: group_worker.GroupWorkers) -> None:
         init(self)
-        every.add(self)
+        with guard:
+            every.add(self)
 
     def oversee() -> None:
         while not is_over.wait(0.05):
-            for one in list(every):
+            with guard:
+                present = list(every)
+            for one in present:
                 one.oversee()
 
     threading.Thread(target=oversee, name="overseer", daemon=True).start()

@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _MOST_MARKED = 100
 # The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
+# How long after a failed call what it left is undone: by then the call has answered.
+_ANSWERED_SECONDS = 1.0
 _NOT_UNDONE = "cannot undo the half-made group snapshot %s yet: %s"
 
 
@@ -379,7 +381,9 @@ class GroupSnapshotter:
         except Exception as error:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
             # Crash point: the next start undoes it.
-            self.undone.start(_Undo(key=group_snapshot_id, logged=str(error), groups=groups))
+            job = _Undo(key=group_snapshot_id, logged=str(error), groups=groups)
+            # Until this call has answered it holds the name, without which nothing is undone.
+            self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
 
     def _undo_again(self, job: _Undo) -> None:
         """Discard what a failed call left, unless a later call has completed it."""

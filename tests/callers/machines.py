@@ -185,7 +185,7 @@ class Machine:
             self._listener.serve()
             assert self._listener._server is not None
             dying.append(self._listener._server)
-        switch.on_death = lambda: [one.stop(0) for one in dying]
+        switch.on_death = lambda: [one.stop(None) for one in dying]
         switch.counting = True
 
 

@@ -4,6 +4,7 @@ An operator finishes with cryptsetup what was begun. Carver begins no re-encrypt
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import configured
 import expect
@@ -24,7 +25,7 @@ SIZE = 48 * MIB
 KEY = {"passphrase": "correct horse battery staple"}
 MARK, AT = b"not-for-the-disk".ljust(BLOCK_BYTES, b"\1"), 8 * MIB
 COPY = "vol-copy"
-pytestmark = pytest.mark.settings(classes=(configured.SEALED,))
+pytestmark = pytest.mark.settings(classes=(replace(configured.SEALED, default=True),))
 
 
 @pytest.fixture

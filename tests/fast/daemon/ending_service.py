@@ -6,6 +6,7 @@ import agent  # noqa: F401  isort: skip
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,8 @@ from serving import machine
 from agent.cli import main as cli
 from agent.core import host, settings
 from agent.core.classes import DeviceClass
-from agent.daemon import process, server
+from agent.core.group_worker import GroupWorkers
+from agent.daemon import process
 from agent.operations import preflight
 from mount.command import Result
 
@@ -64,7 +66,7 @@ def main(directory: Path) -> int:
         patch.object(preflight, "CHECKS", {}),
         patch.object(process, "notify", notify),
         patch.object(process, "_LOOK_SECONDS", 0.1),
-        patch.object(server, "_ENDING_SECONDS", 1.0),
+        patch.object(GroupWorkers, "stop", partialmethod(GroupWorkers.stop, 1.0)),
     ):
         return cli.main(["serve"])
 

@@ -594,9 +594,10 @@ def test_a_killed_call_on_an_arranged_group_is_completed_or_undone(
 
 def test_a_volume_deleted_while_it_waits_to_grow_leaves_nothing(tmp_path: Path) -> None:
     trial = Arranged(ROWS["overwritten: expand"], tmp_path)
-    trial.machine.service.context.workers.halt()
-    trial.machine.service.growth_zeroer.grace_seconds = 0
-    assert trial.machine.call(EXPAND).code == "ABORTED"
+    growth_zeroer = trial.machine.service.growth_zeroer
+    growth_zeroer.grace_seconds = 0
+    with growth_zeroer.jobs.halted(trial.machine.id_of("a")):
+        assert trial.machine.call(EXPAND).code == "ABORTED"
     assert trial.names() == {"grow-vol-a", "vol-a"}
     trial.undo()
 

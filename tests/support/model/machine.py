@@ -2,6 +2,7 @@
 
 import itertools
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -430,7 +431,13 @@ def _described(
 
 def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
-    service._server.stop(0)
+    # At once: a call that waits for the step that dies must not answer.
+    service._server.stop(None)
+    # Not from here: a look or a job that ends may wait for the thread that dies.
+    threading.Thread(target=_end_work, args=[service], daemon=True).start()
+
+
+def _end_work(service: Service) -> None:
     # A look a minute later would be met by whatever test is under way by then.
     service.inline_volumes.looks.stop()
     service.context.workers.halt()

@@ -88,6 +88,7 @@ class Switch:
     ) -> None:
         self.taken: list[str] = []
         self.dead = threading.Event()
+        # Called at the step itself, by any thread: may wait for nothing.
         self.on_death: Callable[[], object] = lambda: None
         # Asked before a step is taken, outside the lock: may wait for something.
         self.gate: Callable[[str], None] = lambda _name: None
@@ -172,8 +173,7 @@ class Switch:
 
     def _die(self) -> None:
         self.dead.set()
-        # Not from here: the thread that dies may be one that the server waits for.
-        threading.Thread(target=self.on_death, daemon=True).start()
+        self.on_death()
         raise Killed
 
 
