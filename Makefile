@@ -100,6 +100,10 @@ callers: venv ## every call that real callers were recorded to make, again, on r
 .PHONY: test
 test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier
 
+.PHONY: modules
+modules: venv ## write docs/modules.md anew: every module in one sentence
+	$(BIN)/python tests/support/modules.py
+
 .PHONY: proto
 proto: venv ## generate the wire's Python modules anew
 	$(BIN)/python proto/generate.py

@@ -1,4 +1,4 @@
-"""What goes on behind the answers: waited for, or tried again at once."""
+"""Background work that a test waits for, or has tried again at once."""
 
 import time
 from concurrent.futures import wait

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import modules
 import pytest
 from error_classes import EVERY, code_of
 from floors import FLOORS
@@ -279,13 +280,26 @@ def test_the_error_trees_in_the_design_exist() -> None:
     assert trees == {one.__name__ for one in (agent.core.errors, lvm.errors, mount.errors)}
 
 
-def test_the_names_to_look_for_are_in_their_files() -> None:
-    rows = [line.split("|") for line in text_of("docs/where.md").splitlines()]
-    for _, _, links, names, _ in (one for one in rows if len(one) == 5):
-        files = re.findall(r"\]\((.+?)\)", links)
-        assert len(files) <= 5
-        found = " ".join((ROOT / "docs" / one).read_text() for one in files)
-        assert [one for one in coded(names) if not re.search(rf"\b{one}\b", found)] == []
+def test_the_names_in_each_kind_of_change_are_in_the_files_beside_them() -> None:
+    for paragraph in text_of("docs/where.md").split("\n\n"):
+        files = [ROOT / "docs" / one for one in re.findall(r"\]\(([^)#]+?)\)", paragraph)]
+        text = " ".join(one.read_text() for one in files)
+        names = {one for one in coded(paragraph) if re.fullmatch(r"[A-Z]\w*|[a-z]+_\w+", one)}
+        missing = [one for one in names if not re.search(rf"\b{one}\b", text)]
+        assert not files or missing == [], paragraph.partition("\n")[0]
+
+
+def test_the_page_of_modules_is_as_their_first_lines() -> None:
+    assert text_of("docs/modules.md") == modules.page(), "run `make modules`"
+
+
+def test_each_module_says_in_its_first_line_what_it_is() -> None:
+    every = (
+        path.relative_to(ROOT)
+        for room in ("agent", "lvm", "mount")
+        for path in (ROOT / room).rglob("*.py")
+    )
+    assert [str(one) for one in every if not modules.first_line(one).endswith((".", ":"))] == []
 
 
 def test_the_changelog_has_the_present_version() -> None:
