@@ -182,8 +182,7 @@ def test_what_changes_one_group_reads_all_only_where_no_hint_names_it() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("state", "fresh_groups")
-        and ast.unparse(node.func.value) == "self._inventory"
+        and ast.unparse(node.func) in ("self._reports.fresh", "self._mender.mend")
         and not node.args
     ]
     # Each looks at a hint first.
