@@ -155,7 +155,8 @@ class Overview:
 
 def read(settings: Config, host: Host) -> Overview:
     """Read everything once; raises NotReady, what lvm2's report raises."""
-    reports = Reports(own := volume_groups(settings, host))
+    own = volume_groups(settings, host)
+    reports = Reports(own)
     activator = Activator(own, host.devices, reports)
     now, allocators = reports.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, activator)
     diagnosis = Diagnosis(host.kernel, host.devices, activator)

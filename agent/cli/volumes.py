@@ -256,7 +256,8 @@ class VolumeVerbs:
         volume = self.find(name)
         device = self._device(volume)
         if device is None:
-            where = f"{ids.group_of(volume.volume_id)}/{_logical(volume)}"
+            logical = backing.of_id(volume.volume_id)
+            where = f"{logical.group}/{logical.name}"
             remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
             raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device

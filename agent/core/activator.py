@@ -1,6 +1,7 @@
-"""What activates: the devices of logical volumes, found, made, and asked for their status.
+"""What activates: devices of logical volumes, made where they are not, and asked for their status.
 
-`Activator` runs lvchange, where a volume is not active, and no command else.
+`Activator` runs no command but lvchange, and that only to activate, or to deactivate what keeps
+lvm2 from it.
 """
 
 import logging
@@ -29,11 +30,7 @@ _POOL_SECONDS = 5.0
 
 
 class Activator:
-    """Activates logical volumes and finds their devices.
-
-    Devices are found without a command, by the kernel alone; only `activate` and those that say so
-    run one.
-    """
+    """Activates logical volumes, and finds their devices, which takes no command."""
 
     def __init__(
         self, volume_groups: VolumeGroups, kernel_devices: devices.Devices, reports: Reports
@@ -77,10 +74,10 @@ class Activator:
     ) -> devices.Device:
         """The device of any logical volume; a command only where it is not active.
 
-        If lvm2 fails, parts that a killed lvm2 left are removed, and it is retried once. `by` names
-        another volume whose activation activates it; `partial` activates what is left of a volume
-        on missing disks. A volume whose disk went away and is back is deactivated first. Raises
-        Inactive.
+        If lvm2 fails, parts that a killed lvm2 left are deactivated, and it is retried once. `by`
+        names another volume whose activation activates it; `partial` activates what is left of a
+        volume on missing disks. A volume whose disk went away and is back is deactivated first.
+        Raises Inactive.
         """
         found = self._devices.find(group, name)
         if found is not None and not self._deactivate_stranded(group, by or name):
@@ -221,7 +218,7 @@ class Activator:
         return self._devices.status(group, name)
 
     def status_of(self, volume: Backing) -> tuple[devices.Status, ...]:
-        """device-mapper's status of an active volume, and of all that it stands on."""
+        """The status of an active volume by its backing, which may lack the group."""
         every = (self.status(group, volume.name) for group in self._groups_of(volume))
         return next(filter(None, every), ())
 

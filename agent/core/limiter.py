@@ -206,9 +206,8 @@ class Limiter:
                 if device is None or device.number in self._limited:
                     continue
                 if device.number in present:
-                    self._set(
-                        Limited(str(volume.id), volume.backing, device.number, PLAIN, 0), UNLIMITED
-                    )
+                    left = Limited(str(volume.id), volume.backing, device.number, PLAIN, 0)
+                    self._set(left, UNLIMITED)
 
     def check(self) -> None:
         """Set again what others took away, and measure who is at a limit. Raises NoCgroup."""

@@ -48,8 +48,8 @@ class Volume:
     """A volume that Carver made. `own_tags` are decoded; sizes are in bytes.
 
     `id` is what callers name the volume by, for its whole life. `backing` is the logical volume
-    that has its data now: devices are found by it, and commands name it. Neither follows from the
-    other.
+    that has its data now: devices are found by it, and commands name it. Both are put together
+    where a record is made, and no other code takes one for the other.
     """
 
     id: VolumeId
@@ -521,9 +521,9 @@ _last_volumes: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] 
 
 
 def volumes_of(group: report.Group) -> Sequence[Volume | Newer[Volume]]:
-    """The volumes of a group; computed once for each state, as lists are frequent.
+    """The volumes of a group; found once for each of its states, as lists are frequent.
 
-    A group's state is the same object until something changes.
+    A state is the same object until something changes in the group.
     """
     state, own = _last_volumes.get(group.name, (None, ()))
     if state is not group:

@@ -134,7 +134,7 @@ class Reports:
                 raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
-    def snapshots(self, known: Known) -> Iterator[Snapshot]:
+    def listed_snapshots(self, known: Known) -> Iterator[Snapshot]:
         """Every snapshot that a caller asked for, also those that only newer versions use.
 
         Those of group snapshots that are not on record as complete are looked at with all groups.

@@ -53,7 +53,7 @@ class Listing:
     def snapshots(self) -> Here[Snapshot]:
         """The snapshots of the groups that are here; raises TooManyCalls, Starting."""
         known, away = self._look()
-        found = self._reports.snapshots(known)
+        found = self._reports.listed_snapshots(known)
         return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
 
     def _look(self) -> tuple[Every, Mapping[str, str]]:

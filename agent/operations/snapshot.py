@@ -73,7 +73,7 @@ class Snapshotter:
         with self._volume_groups.hold(group):
             known = self._mender.mend(group)
             self.require_free(known, name)
-            for found in self._reports.snapshots(self._reports.everywhere(known)):
+            for found in self._reports.listed_snapshots(self._reports.everywhere(known)):
                 if found.name == name:
                     return _same(found, call)
             volume = known.volume(call.source_id)
@@ -295,7 +295,7 @@ class Snapshotter:
             self._reports.require_groups(known)
         found = {
             str(one.id): one
-            for one in self._reports.snapshots(known)
+            for one in self._reports.listed_snapshots(known)
             if call.source_id in ("", str(one.source_id)) and call.snapshot_id in ("", str(one.id))
         }
         return requests.part(found, call.page)

@@ -159,8 +159,8 @@ class VolumesHealth:
             volume = None  # by that report; it may be complete by now
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         active = self._activator.device(logical) is not None
-        is_new = parsed.name not in volume_group.cached.volumes
-        if is_new and active and names.is_of(ids.VOLUME_PREFIX, parsed.name):
+        is_new = logical.name not in volume_group.cached.volumes
+        if is_new and active and names.is_of(ids.VOLUME_PREFIX, logical.name):
             # Made since the last report.
             return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):

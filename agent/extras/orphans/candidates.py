@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from agent.core import ids, tag
+from agent.core import backing, tag
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Fresh
@@ -181,12 +181,12 @@ def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) ->
 
     An inline volume's id does not name its group: then all of Carver's groups must be present.
     """
-    parsed = VolumeId.parse(handle)
-    if parsed is not None:
-        group = known.groups.get(parsed.group)
-        return group is not None and parsed.is_of(group.uuid) and parsed.name not in group.volumes
-    name = ids.logical_name(handle)
-    return all(one in known.groups and name not in known.groups[one].volumes for one in groups)
+    logical = backing.of_id(handle)
+    every = [known.groups.get(one) for one in ([logical.group] if logical.group else groups)]
+    return all(
+        group is not None and logical.may_be_in(group) and logical.name not in group.volumes
+        for group in every
+    )
 
 
 # Of pkg/volume/csi in kubelet.

@@ -153,11 +153,11 @@ def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
         made["volumes"] += 1
         return make(*words)
 
-    def state(*groups: str, **options: bool) -> report.Report:
-        made["reads"] += "quick" in options
+    def fresh(*groups: str) -> report.Report:
+        made["reads"] += 1
         return read(*groups)
 
-    monkeypatch.setattr(node.service.reports, "fresh", state)
+    monkeypatch.setattr(node.service.reports, "fresh", fresh)
     monkeypatch.setattr(records, "_as_volume", counted)
     jobs = node.service.eraser.jobs
     in_background.again(jobs)

@@ -94,9 +94,9 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     )
     known = reports(fake, "data")
     fake.deactivate("data", "vol-a")
-    [snapshot] = known.snapshots(known.fresh())
+    [snapshot] = known.listed_snapshots(known.fresh())
     assert snapshot.is_ready
     fake.groups["data"].disks[1].missing = True
-    [snapshot] = known.snapshots(known.fresh())
+    [snapshot] = known.listed_snapshots(known.fresh())
     assert not snapshot.is_ready
     assert not snapshot.problem
