@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from agent.cli import arguments
 from agent.cli.words import SHELLS, CommandLine, Commands, require_root
 from agent.core import errors, extras, settings
-from agent.core.inventory import MONITOR_AGE_SECONDS
+from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.daemon import log
 from mount import errors as mount_errors
 
@@ -230,18 +230,19 @@ def _doctor(parsed: argparse.Namespace) -> int:
 def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     from agent.cli import status
     from agent.core.host import this_host
+    from agent.core.reports import Reports
     from agent.operations import preflight
 
     require_root()
     host = this_host(config)
-    known = cache(lambda: status.known_to(config, host))
+    reports = cache(lambda: Reports(status.volume_groups(config, host)))
     node = preflight.Node(
         config,
         host.kernel,
         host.run,
-        lambda: known().seen(MONITOR_AGE_SECONDS),
-        refused=lambda: known().refused,
-        ignored=lambda: known().ignored,
+        lambda: reports().seen(MONITOR_AGE_SECONDS),
+        refused=lambda: reports().refused,
+        ignored=lambda: reports().ignored,
     )
     return preflight.everything(node)
 

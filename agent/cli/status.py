@@ -11,10 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from agent.core import errors, group_definitions, ids, records, sockets, tag, users
+from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
+from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health as conditions
@@ -154,9 +155,11 @@ class Overview:
 
 def read(settings: Config, host: Host) -> Overview:
     """Read everything once; raises NotReady, what lvm2's report raises."""
-    known = known_to(settings, host)
-    now, allocators = known.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
-    diagnosis = Diagnosis(host.kernel, host.devices, known)
+    own = volume_groups(settings, host)
+    reports = Reports(own)
+    activator = Activator(own, host.devices, reports)
+    now, allocators = reports.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, activator)
+    diagnosis = Diagnosis(host.kernel, host.devices, activator)
     mounts = table.read(host.kernel)
     is_serving = sockets.is_served(settings.endpoint)
     progress = _progress(settings.endpoint) if is_serving else {}
@@ -167,19 +170,19 @@ def read(settings: Config, host: Host) -> Overview:
         endpoint=str(settings.endpoint),
         serving=is_serving,
         classes=tuple(_class(one, now, allocators) for one in settings.classes),
-        groups=tuple(_group(name, now, known) for name in settings.groups),
-        pools=tuple(_pools(known.own_groups(now))),
+        groups=tuple(_group(name, now, reports) for name in settings.groups),
+        pools=tuple(_pools(now.groups.values())),
         volumes=tuple(
             replace(
                 _volume(
-                    *(host.kernel, mounts, one, known.device(str(one.id))),
+                    *(host.kernel, mounts, one, activator.device(one.backing)),
                     diagnosis.of(one, mounts),
                 ),
                 progress=progress.get(str(one.id), ""),
             )
-            for one in known.seen_volumes(now)
+            for one in now.volumes()
         ),
-        snapshots=tuple(_snapshot(one) for one in known.seen_snapshots(now) if not one.is_bridge),
+        snapshots=tuple(_snapshot(one) for one in now.snapshots() if not one.is_bridge),
     )
 
 
@@ -195,13 +198,12 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
     return {}
 
 
-def known_to(settings: Config, host: Host) -> Inventory:
-    """Make an inventory as the service does; raises NotReady."""
+def volume_groups(settings: Config, host: Host) -> VolumeGroups:
+    """Make the volume groups as the service does; raises NotReady."""
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
-    volume_groups = VolumeGroups(
+    return VolumeGroups(
         lvm, host.disks, host.devices, settings.groups, listed=lambda name: devices.get(name, ())
     )
-    return Inventory(volume_groups, host.devices)
 
 
 def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
@@ -212,10 +214,10 @@ def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Clas
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 
-def _group(name: str, now: report.Report, known: Inventory) -> Group:
+def _group(name: str, now: report.Report, reports: Reports) -> Group:
     group = now.groups.get(name)
     if group is None:
-        return Group(name, present=False, problem=str(known.refused.get(name, "")))
+        return Group(name, present=False, problem=str(reports.refused.get(name, "")))
     return Group(
         name,
         present=True,
@@ -223,7 +225,7 @@ def _group(name: str, now: report.Report, known: Inventory) -> Group:
         free_bytes=group.free_extents * group.extent_size_bytes,
         disks=len(group.disks),
         missing_disks=group.missing_disks,
-        ignored=tuple(known.ignored.get(name, ())),
+        ignored=tuple(reports.ignored.get(name, ())),
     )
 
 

@@ -15,11 +15,15 @@ from google.protobuf.json_format import MessageToDict
 from agent.cli import encryption, status, terminal
 from agent.cli.adoption import Manifest
 from agent.cli.encryption import Headers
-from agent.core import errors, ids, secret, sockets, tag, users
+from agent.core import backing, errors, ids, secret, sockets, tag, users
+from agent.core.activator import Activator
 from agent.core.host import Host
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import HeaderCopies
+from agent.core.mender import Mender
+from agent.core.reports import Reports
 from agent.core.settings import Config
+from agent.core.tag_writer import TagWriter
 from agent.csi import client
 from agent.csi.client import Client
 from lvm import names
@@ -230,13 +234,16 @@ class VolumeVerbs:
     def headers(self, name: str) -> Headers:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
         found = self.find(name)
-        group, logical = ids.group_of(found.volume_id), _logical(found)
+        logical = backing.of_id(found.volume_id)
         program = Cryptsetup(self.host.run, waits_for_udev=luks.has_udev())
         copies = HeaderCopies(self.settings.header_backups, program)
 
         def forget_key() -> None:
-            known = status.known_to(self.settings, self.host)
-            known.replace_tags(group, logical, tag.OF_KEYS, {})
+            volume_groups = status.volume_groups(self.settings, self.host)
+            reports = Reports(volume_groups)
+            activator = Activator(volume_groups, self.host.devices, reports)
+            tag_writer = TagWriter(volume_groups, Mender(volume_groups, reports, activator))
+            tag_writer.replace(logical, tag.OF_KEYS, {})
 
         return Headers(name, self.host.kernel, self._own(name), program, copies, forget_key)
 
@@ -249,13 +256,15 @@ class VolumeVerbs:
         volume = self.find(name)
         device = self._device(volume)
         if device is None:
-            where = f"{ids.group_of(volume.volume_id)}/{_logical(volume)}"
+            logical = backing.of_id(volume.volume_id)
+            where = f"{logical.group}/{logical.name}"
             remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
             raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device
 
     def _device(self, volume: csi.Volume) -> Device | None:
-        return self.host.devices.find(ids.group_of(volume.volume_id), _logical(volume))
+        logical = backing.of_id(volume.volume_id)
+        return self.host.devices.find(logical.group, logical.name)
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
         """Change mutable parameters of a volume."""

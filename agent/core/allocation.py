@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agent.core import errors, ids, records, tag, volume_states
+from agent.core.activator import Activator
 from agent.core.classes import DeviceClass
-from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.volume_states import Ender
 from lvm import caches, groups, layout, names, report, tags, thin, volumes
@@ -230,7 +230,7 @@ class Thin:
     group: str
     policy: Policy
     kept: Kept
-    known: Inventory
+    activator: Activator
 
     def pool(self, group: report.Group) -> Pool:
         """The class's pool as it is, or as it will be created."""
@@ -292,7 +292,7 @@ class Thin:
         is full and cannot grow, PoolSilent.
         """
         name = pool_name(self.device_class)
-        if (status := self.known.pool_status(group.name, name)) is None:
+        if (status := self.activator.pool_status(group.name, name)) is None:
             return
         parts = (
             (status.data_percent, self.extend_data),
@@ -373,7 +373,7 @@ class Thin:
                 f"{group.name}/{pool.name} is there and is no pool of Carver's, or lost a tag that"
                 f" says so (see `lvs -o +tags`); if it is yours, rename it (`lvrename`)"
             )
-        status = self.known.pool_status(group.name, pool.name)
+        status = self.activator.pool_status(group.name, pool.name)
         return pools.refusal(group, pool, self.policy, self.kept(group), status)
 
 
@@ -431,9 +431,9 @@ Allocator = Thick | Thin
 class Allocators:
     """Returns the allocator of a class or a volume."""
 
-    def __init__(self, classes: Sequence[DeviceClass], known: Inventory) -> None:
+    def __init__(self, classes: Sequence[DeviceClass], activator: Activator) -> None:
         self._classes = classes
-        self._inventory = known
+        self._activator = activator
 
     def of(self, one: DeviceClass) -> Allocator:
         """The allocator of a class."""
@@ -444,9 +444,9 @@ class Allocators:
             case None, Cache() as cache:
                 return Cached(one.layout, kept, cache)
             case Policy() as policy, None:
-                return Thin(one.name, one.group, policy, kept, self._inventory)
+                return Thin(one.name, one.group, policy, kept, self._activator)
             case Policy() as policy, Cache() as cache:
-                return CachedThin(one.name, one.group, policy, kept, self._inventory, cache)
+                return CachedThin(one.name, one.group, policy, kept, self._activator, cache)
         raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
@@ -505,7 +505,7 @@ class Allocators:
         """The allocator of a class's pool in a group; with the defaults of a class that is gone."""
         found = (one for one in self._classes if one.name == name and one.pool is not None)
         one = next(found, DeviceClass(name, group, pool=Policy()))
-        return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._inventory)
+        return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._activator)
 
     def beside_bytes(self, group: report.Group, device_class: str) -> int:
         """The bytes for snapshots of a class's volumes, beside its reserve and pools' promises."""

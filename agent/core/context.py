@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass, field
 
+from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
 from agent.core.conflicts import Conflicts
 from agent.core.group_worker import GroupWorkers
 from agent.core.holds import Holds
-from agent.core.inventory import Inventory
 from agent.core.limiter import Limiter
 from agent.core.locks import Admission, VolumeLocks
+from agent.core.mender import Mender
 from agent.core.pace import Paces
+from agent.core.reports import Reports
 from agent.core.settings import Config
+from agent.core.tag_writer import TagWriter
 from agent.core.volume_groups import VolumeGroups
 from lvm.devices import Devices
 from mount.command import Runner, Stream
@@ -26,7 +29,10 @@ class Context:
     run: Runner
     kernel: Kernel
     volume_groups: VolumeGroups
-    inventory: Inventory
+    reports: Reports
+    activator: Activator
+    mender: Mender
+    tag_writer: TagWriter
     devices: Devices
     stream: Stream
     allocators: Allocators

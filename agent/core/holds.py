@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from agent.core import errors, tag, volume_states
-from agent.core.inventory import Inventory
+from agent.core.reports import Reports
 from agent.core.volume_states import Call, Ender, Outcome
 
 
@@ -104,9 +104,9 @@ class Holds:
                 return False
             return snapshot_uuid not in found.before
 
-    def resume(self, inventory: Inventory, *groups: str) -> int:
+    def resume(self, reports: Reports, *groups: str) -> int:
         """Note by tags which volumes of these groups, or of all, calls must know so; how many."""
-        every = inventory.present(inventory.state(*groups))
+        every = reports.fresh(*groups).volumes()
         found = [one for one in every if volume_states.row_of(one.ended_by).is_noted]
         for one in found:
             self._note(str(one.id), one.ended_by, one.own_tags)

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agent.core import users
+from agent.core.activator import Activator
 from agent.core.background import Attempts, PeriodicTask
-from agent.core.inventory import Inventory
+from agent.core.backing import Backing
 from agent.core.records import Volume
+from agent.core.reports import Reports
 from lvm.devices import Device
 from lvm.tuning import PLAIN, Tuning, limits
 from mount import errors as mount_errors
@@ -36,12 +38,14 @@ _NEARLY = 0.95
 
 @dataclass
 class Limited:
-    """A volume whose I/O is limited.
+    """A volume whose I/O is limited: by its id, which is shown, and by its backing.
 
+    `number` is that of the device which its backing had then: it may be another's by now.
     `limited_seconds`: how long its pods did as much as a limit allows.
     """
 
     volume_id: str
+    backing: Backing
     number: DeviceNumber
     tuning: Tuning
     size_bytes: int
@@ -74,8 +78,11 @@ class Limited:
 class Limiter:
     """Sets, keeps and removes the limits of volumes in use."""
 
-    def __init__(self, cgroups: Cgroups, inventory: Inventory, kernel: Kernel) -> None:
-        self._cgroups, self._inventory, self._kernel = cgroups, inventory, kernel
+    def __init__(
+        self, cgroups: Cgroups, reports: Reports, activator: Activator, kernel: Kernel
+    ) -> None:
+        self._cgroups, self._kernel = cgroups, kernel
+        self._reports, self._activator = reports, activator
         # Held for writes to cgroupfs, which wait for no disk.
         self._guard = threading.Lock()
         self._limited: dict[DeviceNumber, Limited] = {}
@@ -110,10 +117,10 @@ class Limiter:
         said = limits(volume.own_tags) if tuning is None else tuning
         if not said.is_limited and not self._limited:
             return
-        device = self._inventory.device(str(volume.id))
+        device = self._activator.device(volume.backing)
         if device is None or not self._is_used(device):
             return
-        new = Limited(str(volume.id), device.number, said, volume.capacity_bytes)
+        new = Limited(str(volume.id), volume.backing, device.number, said, volume.capacity_bytes)
         with self._guard:
             before = self._limited.pop(new.number, None)
             if before is not None and before.volume_id == new.volume_id:
@@ -124,41 +131,41 @@ class Limiter:
             if new.io_max != (UNLIMITED if before is None else before.io_max):
                 self._set_own(new)
 
-    def grown(self, volume_id: str, size_bytes: int) -> None:
+    def grown(self, volume: Backing, size_bytes: int) -> None:
         """Limit a volume by its new size, in bytes as its users see it."""
         with self._guard:
-            for one in self._of(volume_id):
+            for one in self._of(volume):
                 if one.size_bytes != size_bytes:
                     one.size_bytes = size_bytes
                     self._set_own(one)
 
     @contextmanager
-    def leaving(self, volume_id: str, *, is_last: bool) -> Iterator[None]:
+    def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
         """Unmount a volume within the `with`; then limits are gone unless it is in use still.
 
         `is_last`: without limits meanwhile, as the last unmount writes what is left.
         """
-        with self.lifted(*[volume_id] * is_last):
+        with self.lifted(*[volume] * is_last):
             try:
                 yield
             finally:
-                self._forget_unused(volume_id)
+                self._forget_unused(volume)
 
-    def _forget_unused(self, volume_id: str) -> None:
-        for one in self._of(volume_id):
-            if not self._is_used(self._inventory.device(volume_id)):
+    def _forget_unused(self, volume: Backing) -> None:
+        for one in self._of(volume):
+            if not self._is_used(self._activator.device(volume)):
                 with self._guard:
                     self._limited.pop(one.number, None)
                     self._set(one, UNLIMITED)
 
     @contextmanager
-    def lifted(self, *volume_ids: str) -> Iterator[None]:
+    def lifted(self, *volumes: Backing) -> Iterator[None]:
         """Have volumes without limits within the `with`, until the last of those that overlap ends.
 
         A snapshot has a file system write all that is in memory, while its group waits.
         """
         with self._guard:
-            found = [one for volume_id in volume_ids for one in self._of(volume_id)]
+            found = [one for volume in volumes for one in self._of(volume)]
             for one in found:
                 self._lifted[one.number] += 1
                 self._set(one, UNLIMITED)
@@ -178,14 +185,14 @@ class Limiter:
         After a start, or when a group is back. What a process set that was killed, and the tags do
         not say, is removed.
         """
-        own = list(self._inventory.present(self._inventory.state(*groups)))
+        own = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
             for volume in own:
                 with attempts.one():
                     self.apply(volume)
             with attempts.one():
                 self._lift_others(own)
-        return sum(1 for one in own if any(self._of(str(one.id))))
+        return sum(1 for one in own if any(self._of(one.backing)))
 
     def _lift_others(self, own: Sequence[Volume]) -> None:
         """Remove limits of these volumes that no tag has: a killed process left them."""
@@ -195,11 +202,12 @@ class Limiter:
             present = {}
         with self._guard:
             for volume in own if present.keys() - self._limited.keys() else ():
-                device = self._inventory.device(str(volume.id))
+                device = self._activator.device(volume.backing)
                 if device is None or device.number in self._limited:
                     continue
                 if device.number in present:
-                    self._set(Limited(str(volume.id), device.number, PLAIN, 0), UNLIMITED)
+                    left = Limited(str(volume.id), volume.backing, device.number, PLAIN, 0)
+                    self._set(left, UNLIMITED)
 
     def check(self) -> None:
         """Set again what others took away, and measure who is at a limit. Raises NoCgroup."""
@@ -214,7 +222,7 @@ class Limiter:
             for one in self.limited:
                 if self._lifted[one.number] or present.get(one.number) == one.io_max:
                     continue
-                device = self._inventory.device(one.volume_id)
+                device = self._activator.device(one.backing)
                 if device is None or device.number != one.number:
                     # It is not active any more, and its number may be another's.
                     del self._limited[one.number]
@@ -237,9 +245,9 @@ class Limiter:
             users.places(self._kernel, table.read(self._kernel), device)
         )
 
-    def _of(self, volume_id: str) -> Sequence[Limited]:
-        """The volume, if it is limited; by its device, as an inline volume's id is the CO's."""
-        device = self._inventory.device(volume_id) if self._limited else None
+    def _of(self, volume: Backing) -> Sequence[Limited]:
+        """The volume, if it is limited; by its device, as a backing may lack its group."""
+        device = self._activator.device(volume) if self._limited else None
         found = None if device is None else self._limited.get(device.number)
         return [] if found is None else [found]
 

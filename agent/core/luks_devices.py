@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 from agent.core import errors, users
+from agent.core.backing import Backing
 from agent.core.context import Context
 from agent.core.records import Volume
 from lvm import thin
@@ -76,7 +77,8 @@ class Mappings:
     """Closes and erases encrypted volumes; agent/operations/encrypt.py opens them."""
 
     def __init__(self, context: Context) -> None:
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._activator = context.activator
         self._devices = context.devices
         waits = context.config.lvm != "host" and luks.has_udev()
         self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
@@ -88,12 +90,12 @@ class Mappings:
         parts = known.of_device(mapping.number)
         return bool(parts or users.places(self._kernel, known, mapping))
 
-    def close_unused(self, volume_id: str) -> None:
+    def close_unused(self, volume: Backing) -> None:
         """Close a volume that is open and unused; one command at most.
 
         Raises CryptBusy, which names who has it open.
         """
-        device = self._inventory.device(volume_id)
+        device = self._activator.device(volume)
         if device is None:
             return
         self._devices.close_leftovers(device.logical)
@@ -105,7 +107,7 @@ class Mappings:
 
     def ensure_closed(self, volume: Volume) -> None:
         """Close a volume; raises VolumeInUse if it is mounted or published."""
-        mapping = self._inventory.mapping(volume)
+        mapping = self._activator.mapping(volume)
         if mapping is None:
             return
         if self.is_used(mapping):
@@ -119,9 +121,9 @@ class Mappings:
         opens whatever else is left of the volume. One command if the volume is inactive. In a thin
         pool that is full or read-only, the header is not overwritten, and goes with its chunk.
         """
-        active = self._inventory.activate(volume)
+        active = self._activator.activate(volume)
         self.copies.forget(active.logical.uuid)
-        pool = thin.status_of(self._inventory.status(volume.group.name, volume.name))
+        pool = thin.status_of(self._activator.status(volume.group.name, volume.name))
         if pool is not None and (pool.mode != "rw" or pool.data_percent >= _FULL_PERCENT):
             _log.warning("the header of %s is not overwritten: its pool is full", volume.id)
             return

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
-from agent.core import errors, ids, tag, volume_states
+from agent.core import backing, errors, ids, tag, volume_states
+from agent.core.backing import Backing
 from agent.core.ids import VolumeId
 from agent.core.requests import BLOCK, MOUNT
 from agent.core.volume_states import Ender
@@ -44,15 +45,25 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that Carver made. `own_tags` are decoded; sizes are in bytes."""
+    """A volume that Carver made. `own_tags` are decoded; sizes are in bytes.
+
+    `id` is what callers name the volume by, for its whole life. `backing` is the logical volume
+    that has its data now: devices are found by it, and commands name it. Both are put together
+    where a record is made, and no other code takes one for the other.
+    """
 
     id: VolumeId
+    backing: Backing
     group: report.Group
-    name: str
     size_bytes: int
     own_tags: Mapping[str, str]
     health: str = ""
     read_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the logical volume that backs it."""
+        return self.backing.name
 
     @property
     def layout(self) -> Layout:
@@ -243,11 +254,15 @@ class Volume:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `size_bytes` is its volume's then, `area_bytes` its COW store's."""
+    """A snapshot. `size_bytes` is its volume's then, `area_bytes` its COW store's.
+
+    `id` and `backing` are as those of a `Volume`. `source_id` is the volume that callers took it
+    of, `origin` the logical volume that a copy-on-write snapshot is activated with.
+    """
 
     id: VolumeId
+    backing: Backing
     group: report.Group
-    name: str
     source_id: VolumeId
     size_bytes: int
     time_nanoseconds: int
@@ -255,6 +270,12 @@ class Snapshot:
     own_tags: Mapping[str, str]
     overflowed: bool | None = False
     pool: str = ""
+    origin: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the logical volume that backs it."""
+        return self.backing.name
 
     @property
     def capacity_bytes(self) -> int:
@@ -354,6 +375,13 @@ class Newer(Generic[_Record]):
         if self.needs:
             return errors.NeedsOther(str(self.shown.id), self.needs)
         return errors.TagsDamaged(str(self.shown.id), self.faults)
+
+
+def to_use(either: _Record | Newer[_Record]) -> _Record:
+    """A volume or snapshot; raises NeedsOther or TagsDamaged for one that must not be used."""
+    if isinstance(either, Newer):
+        raise either.problem
+    return either
 
 
 # Keys of which one value must not be chosen among several: what is done to data goes by them.
@@ -488,6 +516,29 @@ def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer
     return _guarded(group, logical, _as_volume(group, logical, own_tags))
 
 
+# The volumes of the state of each group that was asked for last, by the group's name.
+_last_volumes: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] = {}
+
+
+def volumes_of(group: report.Group) -> Sequence[Volume | Newer[Volume]]:
+    """The volumes of a group; found once for each of its states, as lists are frequent.
+
+    A state is the same object until something changes in the group.
+    """
+    state, own = _last_volumes.get(group.name, (None, ()))
+    if state is not group:
+        own = tuple(one for one in (volume(group, one) for one in every(group)) if one is not None)
+        _last_volumes[group.name] = (group, own)
+    return own
+
+
+def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
+    """The volume of a group that the CO calls `name`; raises NeedsOther, TagsDamaged."""
+    logical = group.volumes.get(names.logical_volume(prefix, name))
+    either = None if logical is None else volume(group, logical)
+    return None if either is None else to_use(either)
+
+
 def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
     """A logical volume as one to erase; None if it is not.
 
@@ -513,8 +564,8 @@ def snapshot(
         return None
     made = Snapshot(
         id=VolumeId.of(group, logical.name),
+        backing=backing.of(group, logical.name),
         group=group,
-        name=logical.name,
         source_id=VolumeId.of(group, own_tags.get(tag.SOURCE) or logical.origin or UNKNOWN),
         size_bytes=_number(own_tags, tag.SIZE) or _shown_bytes(group, logical),
         time_nanoseconds=_number(own_tags, tag.TIME),
@@ -522,6 +573,7 @@ def snapshot(
         own_tags=own_tags,
         overflowed=logical.overflowed,
         pool=logical.pool,
+        origin=logical.origin,
     )
     return _guarded(group, logical, made)
 
@@ -569,7 +621,9 @@ def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
         # The report is older than the split.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})
-    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, own_tags, read_only=True)
+    return Volume(
+        *(snapshot.id, snapshot.backing, group, snapshot.area_bytes, own_tags), read_only=True
+    )
 
 
 def _as_volume(
@@ -577,8 +631,8 @@ def _as_volume(
 ) -> Volume:
     return Volume(
         VolumeId.of(group, logical.name),
+        backing.of(group, logical.name),
         group,
-        logical.name,
         logical.size_bytes,
         own_tags,
         health=logical.health or _lies_on(group, logical).health,

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from agent.core import errors, trace
-from agent.core.inventory import Inventory
+from agent.core.activator import Activator
+from agent.core.backing import Backing
 from agent.core.records import Volume
 from lvm.devices import Device
 from mount import command, loop, table, target
@@ -51,14 +52,14 @@ def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]
             yield one.path
 
 
-def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
+def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
     """Sync a mounted btrfs, or the file system of an encrypted volume.
 
     The kernel syncs other file systems when it suspends the device for a snapshot. It cannot find
     a btrfs by its device (s_bdev is not set, fs/btrfs/super.c), and the suspended device of an
     encrypted volume is below the mounted one.
     """
-    device = known.device(volume_id)
+    device = activator.device(volume)
     if device is None:
         return
     for mounted in table.read(kernel).of_device(device.number):
@@ -70,45 +71,45 @@ def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
             return
 
 
-def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
+def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str]:
     """The paths where a volume, or a part of it, is mounted or published; no command.
 
     Device-mapper is asked first: what is mounted, and what a dm-crypt device stands on, is open. A
     bind mount of a device node alone is not.
     """
     mounts = table.read(kernel)
-    if known.is_closed(volume_id) and not nodes.bound_nodes(kernel, mounts):
+    if activator.is_closed(volume) and not nodes.bound_nodes(kernel, mounts):
         return set()
-    device = known.device(volume_id)
+    device = activator.device(volume)
     if device is None:
         return set()
     parts = mounts.of_device(device.number)
     return {one.path for one in (*parts, *places(kernel, mounts, device))}
 
 
-def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
+def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None:
     """Raise VolumeInUse if the volume is mounted, published or open.
 
     Closes dm-crypt devices that a killed cryptsetup left.
     """
     if volume.is_encrypted:
-        known.close_leftovers(volume)
-    if paths := mounted_at(kernel, known, str(volume.id)):
+        activator.close_leftovers(volume)
+    if paths := mounted_at(kernel, activator, volume.backing):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
-    if not known.is_open(volume):
+    if not activator.is_open(volume):
         return
     # udev reads a device after each close by a writer, such as the last unmount.
     end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
     with trace.step(trace.WAIT, "udev"):
-        while known.is_open(volume):
+        while activator.is_open(volume):
             if time.monotonic() >= end:
-                raise errors.VolumeInUse(str(volume.id), _holders(kernel, known, volume))
+                raise errors.VolumeInUse(str(volume.id), _holders(kernel, activator, volume))
             time.sleep(_LOOK_SECONDS)
 
 
-def _holders(kernel: Kernel, known: Inventory, volume: Volume) -> str:
+def _holders(kernel: Kernel, activator: Activator, volume: Volume) -> str:
     """Who has a volume's device open: the devices that stand on it, or else the processes."""
-    device = known.device(str(volume.id))
+    device = activator.device(volume.backing)
     if device is None:
         return "a process has its device open"
     return holders(kernel, device)

@@ -4,13 +4,13 @@ import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from agent.core import locks
+from agent.core import errors, locks
 from agent.core.background import run_all
 from agent.core.disks import names_of, unknown
 from agent.core.group_worker import GroupWorkers
@@ -119,9 +119,35 @@ class VolumeGroups:
         """Whether a group had a logical volume when lvm2 wrote to it last: by lvm2's own copy."""
         return lvm2.is_backed_up(self.node.root, group, name)
 
-    def left(self) -> list[str]:
-        """The groups that no class names, and to which lvm2 wrote on this node."""
-        return sorted(lvm2.backed_up_groups(self.node.root) - {*self.names})
+    def why_unsure(self, silent: Collection[str], name: str) -> str:
+        """Why a logical volume may be in one of these groups, which do not answer; empty if not.
+
+        It is if it is active there, or was there when lvm2 wrote to the group last.
+        """
+        for one in sorted(silent):
+            is_active = self._devices.find(one, name) or self._devices.status(one, name)
+            if is_active or self.was_in(one, name):
+                volume_group = self.known(one)
+                problem = None if volume_group is None else volume_group.problem
+                why = f", and does not answer: {problem}" if problem else ", and does not answer"
+                return f"volume group {one} may have {name}{why}"
+        return ""
+
+    def left_with(self, name: str) -> str | None:
+        """The group that no class names any more and that had a logical volume of that name.
+
+        Raises GroupBusy where it may be on disks that cannot be read. No command.
+        """
+        for one in sorted(lvm2.backed_up_groups(self.node.root) - {*self.names}):
+            if not self.was_in(one, name):
+                continue
+            if self.of(one) is not None:
+                return one
+            if unread := self.unknown_disks():
+                disks = ", ".join(path for path, _ in unread)
+                why = f"it had {name}, and may be on {disks}, which cannot be read"
+                raise errors.GroupBusy(f"volume group {one}", why)
+        return None
 
     def uuids(self) -> Mapping[str, str]:
         """The UUIDs of the groups that were here when they were asked for last, by their names."""

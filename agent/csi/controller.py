@@ -136,7 +136,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
-        volume = self._context.inventory.require(call.volume_id, Call.MANAGE)
+        volume = self._context.mender.mended_volume(call.volume_id, Call.MANAGE)
         if refusal := call.unsupported or validate.refusal(volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
@@ -194,7 +194,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
-        volume = self._context.inventory.require(
+        volume = self._context.mender.mended_volume(
             requests.required(request, "volume_id"), Call.MANAGE
         )
         # The status must be set (CSI spec), though it may be empty.

@@ -30,11 +30,12 @@ _MAX_CHARACTERS = 4096
 class Operator(carver_pb2_grpc.OperatorServicer):
     """The Operator service: each method checks its request, asks one operation, and answers.
 
-    `__init__` keeps what the methods need of the `context`: its `kernel`, or its `inventory`, of
-    which `require(volume_id)` is a volume, and `named(state(), name)` the one that the CO calls
-    `name`; where there is none, errors.NoSuchVolume. Its tags (agent/core/tag.py) are `own_tags`;
-    `inventory.replace_tags(volume.group.name, volume.name, keys, {key: text})` writes them, removes
-    those of `keys` without a text, takes the group for that, and refuses a text that is too long.
+    `__init__` keeps what the methods need of the `context`: its `kernel`; its `mender`, of which
+    `mended_volume(volume_id, call)` is a volume; its `reports`, of which `lists().named(name)` is
+    the one that the CO calls `name`; where there is none, errors.NoSuchVolume. Its tags
+    (agent/core/tag.py) are `own_tags`; `tag_writer.replace(volume.backing, keys, {key: text})`
+    writes them, removes those of `keys` without a text, takes the group for that, and refuses a
+    text that is too long.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from prometheus_client.registry import Collector
 
 from agent.core import records, trace
 from agent.core.errors import AgentError, PoolSilent
-from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.core.report_age import Seen
+from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.trace import Trace
 from agent.daemon.extra import Gauge
 from agent.daemon.registration import Registration, State
@@ -163,14 +163,15 @@ class Scrape:
 
     def __init__(self, service: Service, registration: Registration) -> None:
         self.service, self.registration = service, registration
-        self.classes, self._inventory = service.context.config.classes, service.inventory
+        self.classes = service.context.config.classes
+        self._reports, self._activator = service.reports, service.context.activator
         self.allocators = service.context.allocators
 
     @cached_property
     def known(self) -> Seen:
         """LVM's report. Raises NotReady, what lvm2's report raises."""
         self.service.context.admission.require_open()
-        return self._inventory.seen(MONITOR_AGE_SECONDS)
+        return self._reports.seen(MONITOR_AGE_SECONDS)
 
     @cached_property
     def groups(self) -> dict[str, report.Group | None]:
@@ -180,26 +181,26 @@ class Scrape:
     @cached_property
     def volumes(self) -> list[records.Volume]:
         """Carver's volumes."""
-        return list(self._inventory.seen_volumes(self.known))
+        return list(self.known.volumes())
 
     @cached_property
     def snapshots(self) -> list[records.Snapshot]:
         """Carver's snapshots, also those that it makes for itself."""
-        return list(self._inventory.seen_snapshots(self.known))
+        return list(self.known.snapshots())
 
     @cached_property
     def pools(self) -> list["PoolSeen"]:
         """The thin pools that have data."""
         return [
             PoolSeen((one.device_class, group.name), group, pool, self._status(group, pool))
-            for group in self._inventory.own_groups(self.known)
+            for group in self.known.groups.values()
             for one in self.allocators.thin(group)
             if (pool := one.pool(group)).data_extents
         ]
 
     def _status(self, group: report.Group, pool: Pool) -> ThinPool | None:
         with suppress(PoolSilent):
-            return self._inventory.pool_status(group.name, pool.name)
+            return self._activator.pool_status(group.name, pool.name)
         return None
 
 
@@ -419,7 +420,7 @@ class _Gauges(Collector):
         yield GaugeMetricFamily(
             "carver_report_timestamp_seconds",
             "Time when the report of the groups was read.",
-            self._service.inventory.time_seconds,
+            self._service.reports.time_seconds,
         )
         yield from [row.measured(scrape) for row in OF_GROUPS]
         # A pool that has not answered by then is left out; `carver_storage_health` reports it.

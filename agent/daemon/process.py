@@ -180,7 +180,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
             host.devices.load_targets()
             with (
                 quiesce.resume_left(host.devices, config.groups, release) as held,
-                service.inventory.keep_suspended(held),
+                service.context.activator.keep_suspended(held),
             ):
                 recovery.begin()
 
@@ -188,7 +188,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
             service.volume_groups.rest()
             recovery.step()
 
-        watch = Watch(service.inventory, then=rest_and_retry)
+        watch = Watch(service.reports, then=rest_and_retry)
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")

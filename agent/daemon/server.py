@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 
 from agent.core import errors, extras, group_definitions, locks, trace
+from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.background import reasons
 from agent.core.conflicts import Conflicts
@@ -18,10 +19,12 @@ from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.holds import Holds
 from agent.core.host import Host
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.limiter import Limiter
+from agent.core.mender import Mender
 from agent.core.pace import Paces
+from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.settings import Config
+from agent.core.tag_writer import TagWriter
 from agent.core.trace import Trace, Traces
 from agent.core.volume_groups import VolumeGroups
 from agent.csi.controller import Controller
@@ -93,14 +96,16 @@ class Service:
         volume_groups = self.volume_groups = VolumeGroups(
             lvm, host.disks, host.devices, config.groups, sessions, listed=definitions.listed
         )
-        known = self.inventory = Inventory(volume_groups, host.devices, definitions)
+        reports = self.reports = Reports(volume_groups, definitions)
+        activator = Activator(volume_groups, host.devices, reports)
+        mender = Mender(volume_groups, reports, activator)
         self.node = preflight.Node(
             config,
             host.kernel,
             host.run,
-            lambda: known.seen(MONITOR_AGE_SECONDS),
-            refused=lambda: known.refused,
-            ignored=lambda: known.ignored,
+            lambda: reports.seen(MONITOR_AGE_SECONDS),
+            refused=lambda: reports.refused,
+            ignored=lambda: reports.ignored,
         )
         holds = Holds()
         context = self.context = Context(
@@ -108,16 +113,19 @@ class Service:
             host.run,
             host.kernel,
             volume_groups,
-            known,
+            reports,
+            activator,
+            mender,
+            TagWriter(volume_groups, mender),
             host.devices,
             host.stream,
-            Allocators(config.classes, known),
-            Limiter(host.cgroups, known, host.kernel),
+            Allocators(config.classes, activator),
+            Limiter(host.cgroups, reports, activator, host.kernel),
             Paces(config, host.kernel, volume_groups.changed_at),
             holds,
             Conflicts(holds),
         )
-        self.readiness = Readiness(known, self.node, context.admission)
+        self.readiness = Readiness(reports, self.node, context.admission)
         self.freed_eraser = FreedSpaceEraser(context)
         self.pool_remover = PoolRemover(context, freed=self.freed_eraser.start)
         self.eraser = Eraser(
@@ -135,7 +143,7 @@ class Service:
         deleter = self.deleter = VolumeDeleter(context, self.eraser, self.pool_remover, self.copier)
         creator = VolumeCreator(context, self.eraser, self.pool_remover, self.copier, deleter)
         listing = Listing(context)
-        diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
+        diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, activator)
         self.growth_zeroer = GrowthZeroer(context)
         node_volumes = NodeVolumes(context)
         encrypted = EncryptedDevices(context)
@@ -233,14 +241,14 @@ def resume(service: Service, group: str) -> bool:
     another, or the next step, from being tried: it is logged, once.
     """
     try:
-        seen = service.inventory.state(group)
+        seen = service.reports.fresh(group)
     except errors.GroupRefused:
         return False  # logged by the volume group, and reported by each call
     if group not in seen.groups:
         return False
     steps: dict[str, Callable[[str], int]] = {
         "volumes that are received or were moved": partial(
-            service.context.holds.resume, service.inventory
+            service.context.holds.resume, service.reports
         ),
         "wipes": service.eraser.jobs.look,
         "empty pools": service.pool_remover.jobs.look,

@@ -10,8 +10,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 from agent.core.background import PeriodicTask
 from agent.core.group_worker import Job, Jobs
-from agent.core.inventory import Inventory
 from agent.core.locks import Admission
+from agent.core.reports import Reports
 from agent.core.volume_groups import VolumeGroups
 from lvm.events import DiskEvents
 from mount import command
@@ -25,18 +25,18 @@ _MAX_AGE_SECONDS = 60.0
 
 
 class Watch:
-    """Refreshes the inventory, marks it outdated at events of disks, and does `then` regularly.
+    """Refreshes the cached reports, has disks scanned at events, and does `then` regularly.
 
     `then` has to return at once, as a refresh does: it begins what may hang in other threads.
     """
 
     def __init__(
         self,
-        known: Inventory,
+        reports: Reports,
         listen: Callable[[], DiskEvents | None] = DiskEvents.open,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        self._inventory = known
+        self._reports = reports
         self._listen = listen
         self._events: DiskEvents | None = None
         failure = "%s is not watched: %%s"
@@ -61,7 +61,7 @@ class Watch:
             one.stop()
 
     def _refresh(self) -> None:
-        self._inventory.refresh(_MAX_AGE_SECONDS)
+        self._reports.refresh(_MAX_AGE_SECONDS)
 
     def _hear(self) -> None:
         """Wait for events; where there is no udev, leave it to the clock."""
@@ -74,10 +74,10 @@ class Watch:
             heard = self._events.wait(_TURN_SECONDS)
         except Exception:
             # Events before that are lost.
-            self._inventory.outdate()
+            self._reports.outdate()
             raise
         for event in heard:
-            self._inventory.outdate(event.written)
+            self._reports.outdate(event.written)
 
 
 _FIRST_RETRY_SECONDS = 1.0

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.core import errors, ids, other_drivers, records, report_age, tag, users, volume_states
+from agent.core import (
+    backing,
+    errors,
+    ids,
+    other_drivers,
+    records,
+    report_age,
+    tag,
+    users,
+    volume_states,
+)
 from agent.core.allocation import is_own_pool, pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -72,7 +82,9 @@ class Adopter:
 
     def __init__(self, context: Context) -> None:
         self._config, self._kernel = context.config, context.kernel
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._holds, self._conflicts = context.holds, context.conflicts
 
     def adopt(self, asked: Asked) -> Adoption:
@@ -121,7 +133,7 @@ class Adopter:
         One that has none of them stays as it is. Raises NotAdopted, Receiving, Moved,
         VolumeMissing, GroupMissing.
         """
-        self._inventory.await_others(asked.group)
+        self._reports.await_others(asked.group)
         with self._held(asked) as group:
             adopted = self._adopted(group, asked)
             if adopted is None:
@@ -165,15 +177,16 @@ class Adopter:
         if asked.group not in self._volume_groups.names:
             raise errors.NotAllowed("group", asked.group, self._volume_groups.names)
         with self._volume_groups.hold(asked.group):
-            known = self._inventory.state(asked.group, resume=not asked.dry_run)
-            yield self._inventory.group(known, asked.group)
+            read = self._reports.fresh if asked.dry_run else self._mender.mend
+            known = read(asked.group)
+            yield self._reports.group(known, asked.group)
 
     def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
         """The adopted volume that had that name, or has it. Raises NeedsOther."""
         known = report_age.fresh([group])
-        for one in self._inventory.shown(known):
+        for one in known.shown():
             if (old := one.own_tags.get(tag.ADOPTED)) and asked.name in (old, one.name):
-                return self._inventory.get(known, str(one.id))
+                return known.volume(str(one.id))
         return None
 
     def _require_asked(self, asked: Asked, adopted: Volume) -> None:
@@ -214,9 +227,15 @@ class Adopter:
         self._check_name(asked, found)
         self._check_driver(asked, asked.name, found)
         shape = _shape(asked, group, found, one)
-        volume = Volume(VolumeId.of(group, asked.name), group, asked.name, found.size_bytes, {})
+        volume = Volume(
+            VolumeId.of(group, asked.name),
+            backing.of(group, asked.name),
+            group,
+            found.size_bytes,
+            own_tags={},
+        )
         try:
-            users.require_unused(self._kernel, self._inventory, volume)
+            users.require_unused(self._kernel, self._activator, volume)
         except errors.VolumeInUse as error:
             why = f"{error}; stop what uses it: pods, mounts, swap, other devices on it"
             raise errors.NotAdopted(asked.path, why) from None
@@ -273,7 +292,7 @@ class Adopter:
 
         No group is held: the disk may hang.
         """
-        with self._inventory.activated(asked.group, asked.name) as device:
+        with self._activator.activated(asked.group, asked.name) as device:
             found = filesystem.probe(self._kernel, device.path)
         if found is not None and found.fs_type == _LUKS:
             why = (
@@ -301,9 +320,9 @@ class Adopter:
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
         try:
-            every = self._inventory.everywhere(report_age.fresh([volume.group]))
-            self._inventory.require_not_copied(every, volume_id)
-            users.require_unused(self._kernel, self._inventory, volume)
+            every = self._reports.everywhere(report_age.fresh([volume.group]))
+            every.require_not_copied(volume_id)
+            users.require_unused(self._kernel, self._activator, volume)
         except errors.VolumeInUse as error:
             raise errors.NotAdopted(asked.path, str(error), undo=True) from None
 
@@ -352,4 +371,6 @@ def _as_adopted(
     """The volume, by the group's state before it was adopted."""
     kept = {one.name: one for one in records.every(group) if one.name != found.name}
     group = replace(group, volumes={**kept, name: replace(found, name=name)})
-    return Volume(VolumeId.of(group, name), group, name, found.size_bytes, own_tags)
+    return Volume(
+        VolumeId.of(group, name), backing.of(group, name), group, found.size_bytes, own_tags
+    )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agent.core import errors, ids, tag
+from agent.core import backing, errors, ids, tag, tag_writer
 from agent.core.context import Context
 from agent.core.records import Attachment
 from agent.core.requests import AttachVolume, DetachVolume
@@ -20,7 +20,8 @@ class Attacher:
     """Attaches volumes to this node, and detaches them."""
 
     def __init__(self, context: Context) -> None:
-        self._inventory = context.inventory
+        self._reports, self._mender = context.reports, context.mender
+        self._tag_writer = context.tag_writer
         self._node_id = context.config.node_id
         self._limit = context.config.max_volumes_per_node
         self._guard = threading.Lock()
@@ -35,7 +36,7 @@ class Attacher:
         TooManyAttached, or GroupBusy where a silent group decides that, and BadField for a
         capability that the volume can never have.
         """
-        volume = self._inventory.require(call.volume_id, Call.MANAGE)
+        volume = self._mender.mended_volume(call.volume_id, Call.MANAGE)
         if call.node_id != self._node_id:
             raise errors.NoSuchNode(call.node_id, f"this is node {self._node_id!r}")
         if why := validate.unfit(volume, call.capability):
@@ -61,7 +62,7 @@ class Attacher:
             return
         try:
             group = ids.group_of(call.volume_id)
-            volume = self._inventory.get(self._inventory.state(group), call.volume_id)
+            volume = self._reports.fresh(group).volume(call.volume_id)
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
@@ -72,10 +73,9 @@ class Attacher:
             self._record(call.volume_id, {})
 
     def _record(self, volume_id: str, new: dict[str, str]) -> None:
-        group, name = ids.group_of(volume_id), ids.logical_name(volume_id)
         # Crash point: on record before the answer; the repeated call finds it.
-        with self._inventory.logging_refusals(volume_id, tag.ATTACHED):
-            self._inventory.replace_tags(group, name, (tag.ATTACHED,), new)
+        with tag_writer.logging_refusals(volume_id, tag.ATTACHED):
+            self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new)
 
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:
@@ -88,12 +88,10 @@ class Attacher:
             earlier = frozenset(self._beginning)
             self._beginning.add(volume_id)
         try:
-            known = self._inventory.state(ids.group_of(volume_id))
+            known = self._reports.fresh(ids.group_of(volume_id))
             # A group that was never read does not count: its volumes must not keep others waiting.
-            every = self._inventory.everywhere(known)
-            found = [
-                one for one in self._inventory.shown(every) if one.attachment_to(self._node_id)
-            ]
+            every = self._reports.everywhere(known)
+            found = [one for one in every.shown() if one.attachment_to(self._node_id)]
             attached = earlier.union(str(one.id) for one in found) - {volume_id}
             # In a silent group one may be detached by now: after this code kubelet fails the pod.
             unsure = {str(one.id) for one in found if one.group.name in every.silent}

@@ -83,7 +83,8 @@ class Autoextender:
 
     def __init__(self, context: Context, sweeper: FreedSpaceEraser) -> None:
         self._sweeper = sweeper
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
         self._allocators = context.allocators
         self._counting = threading.Lock()
@@ -123,7 +124,7 @@ class Autoextender:
         known = self._volume_groups.known(group)
         for one in self._allocators.growing(group, None if known is None else known.cached):
             pool = pool_name(one.device_class)
-            status = self._inventory.status(group, pool)
+            status = self._activator.status(group, pool)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
                 percent = _percent(kind, status)
                 if percent > one.policy.autoextend_threshold:
@@ -181,7 +182,7 @@ class Autoextender:
         Where no clean extents are free it grows into those that are to be overwritten.
         """
         with self._volume_groups.hold(part.group):
-            group = self._inventory.state(part.group).group(part.group)
+            group = self._reports.fresh(part.group).group(part.group)
             lvm = self._volume_groups.lvm(part.group)
             more_bytes = part.extend(lvm, group, percent)
             if more_bytes == 0 and self._may_be_unclean(part) and _has_unclean_room(group):

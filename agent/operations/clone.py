@@ -24,14 +24,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import errors, ids, locks, records, tag, volume_states
+from agent.core import backing, errors, ids, locks, records, tag, volume_states
 from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.core.group_worker import AGAIN, Job, Jobs, Steps
 from agent.core.ids import VolumeId
-from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Known
+from agent.core.reports import Reports
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.volume_states import Call, Ender
 from agent.operations.erase_policy import ErasePolicy, Purpose
@@ -61,7 +61,7 @@ def source_of(own_tags: Mapping[str, str]) -> Source | None:
     return Source(SNAPSHOT if is_snapshot else VOLUME, str(parsed))
 
 
-def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
+def find(within: Reports, known: Known, source: Source) -> Snapshot | Volume:
     """The snapshot or volume that a new volume is to be made of, if it can be.
 
     Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted.
@@ -71,7 +71,7 @@ def find(within: Inventory, known: Known, source: Source) -> Snapshot | Volume:
         if found.problem:
             raise errors.SourceLost(source.id, found.problem)
         return found
-    return within.usable(known, source.id, Call.COPY_FROM)
+    return known.usable(source.id, Call.COPY_FROM)
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
@@ -110,7 +110,7 @@ def share(
     thin.snapshot(
         lvm, group.name, name, origin=origin.name, own_tags=own_tags, read_only=False, tuning=tuning
     )
-    return Volume(VolumeId.of(group, name), group, name, present_bytes, own_tags)
+    return Volume(VolumeId.of(group, name), backing.of(group, name), group, present_bytes, own_tags)
 
 
 def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
@@ -148,7 +148,9 @@ class Copier:
 
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._paces = context.inventory, context.paces
+        self._paces = context.paces
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._policy = ErasePolicy(context.config, context.kernel)
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
@@ -292,7 +294,7 @@ class Copier:
     def _source(self, known: Known, volume: Volume, source_id: str) -> Snapshot:
         """The snapshot of that id, as it was when the volume was made; raises as `source_of`."""
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
-            found = self._inventory.snapshot(known, source_id)
+            found = self._reports.snapshot(known, source_id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
             found = bridge
         else:
@@ -319,7 +321,7 @@ class Copier:
         """Whether the state read last has it; one that is left is removed by its own retry."""
         found = self._volume_groups.known(ids.group_of(bridge_id))
         seen = None if found is None else found.cached
-        return seen is not None and ids.logical_name(bridge_id) in seen.volumes
+        return seen is not None and backing.of_id(bridge_id).name in seen.volumes
 
     def resume(self, group: str) -> int:
         """Begin the unfinished copies of a group anew; returns how many there are."""
@@ -327,9 +329,9 @@ class Copier:
             left = 0
             with attempts.one():
                 left = self.jobs.look(group)
-            known = self._inventory.state(group)
-            wanted = self._wanted(self._inventory.everywhere(known))
-            for one in self._inventory.all_snapshots(known):
+            known = self._reports.fresh(group)
+            wanted = self._wanted(self._reports.everywhere(known))
+            for one in known.snapshots():
                 if one.is_bridge and str(one.id) not in wanted:
                     with attempts.one():
                         self.bridges.start(Job(str(one.id)))
@@ -345,9 +347,9 @@ class Copier:
     def _due(self, group: str) -> Iterator[Copy]:
         # Held: no volume that is found is completed, and used, before its job exists.
         with self._volume_groups.hold(group):
-            known = self._inventory.state(group)
+            known = self._reports.fresh(group)
             known.group(group)
-            for volume in self._inventory.present(known):
+            for volume in known.volumes():
                 if volume.ended_by is Ender.COPIER:
                     yield self._copy_of(volume, _source_id(volume))
 
@@ -367,8 +369,8 @@ class Copier:
 
     def _bridge(self, known: Known, identity: str) -> Snapshot | None:
         """The bridge of that id, if it is there."""
-        own_name = ids.logical_name(identity)
-        for group in self._inventory.own_groups(known):
+        own_name = backing.of_id(identity).name
+        for group in known.groups.values():
             if group.name == ids.group_of(identity) and own_name in group.volumes:
                 found = records.snapshot(group, group.volumes[own_name])
                 return found if isinstance(found, Snapshot) and str(found.id) == identity else None
@@ -402,7 +404,7 @@ class Copier:
 
     def _renew(self, volume: Volume) -> None:
         """Give a copied btrfs, if there is one, an id of its own."""
-        device = self._inventory.activate(volume).path
+        device = self._activator.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
             filesystem.renew(self._kernel, device)
 
@@ -421,11 +423,11 @@ class Copier:
             if (source := job.source) is None:
                 # What has its name may be left of it, and is erased: only a report tells.
                 with command.time_limit(_LOOK_SECONDS):
-                    source = self._source(self._inventory.state(group), volume, job.source_id)
+                    source = self._source(self._reports.fresh(group), volume, job.source_id)
                 job.source = source
-            reading = self._inventory.activate_snapshot(source).path
+            reading = self._activator.activate_snapshot(source).path
         with self._volume_groups.hold(volume.group.name):
-            writing = self._inventory.activate(volume).path
+            writing = self._activator.activate(volume).path
         # Unwritten blocks of a thin volume read as zeroes.
         blank = volume.is_thin
         work = self._paces.of(volume.group.name).work(
@@ -441,14 +443,14 @@ class Copier:
             with piece as (offset, length):
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
-        if self._inventory.has_overflowed(source):
+        if self._activator.has_overflowed(source):
             # It may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
         return source
 
     def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
         """Write zeroes to the part of a new volume that no data were copied to."""
-        device = self._inventory.activate(job.volume).path
+        device = self._activator.activate(job.volume).path
         work = self._paces.of(job.volume.group.name).work(
             "zero",
             device,
@@ -480,15 +482,15 @@ class Copier:
         """
         group = ids.group_of(job.key)
         # Any group may have such a volume. No lock is held while one that was changed may hang.
-        self._inventory.everywhere(self._inventory.state(group))
+        self._reports.everywhere(self._reports.fresh(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
-                known = self._inventory.everywhere(self._inventory.state(group, resume=True))
+                known = self._reports.everywhere(self._mender.mend(group))
             bridge = self._bridge(known, job.key)
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)
                 return
-            self._inventory.require_known_unused(known, bridge)
+            known.require_known_unused(bridge)
             if job.key in self._wanted(known):
                 raise errors.VolumeInUse(job.key, "a volume is copied from it")
             self._snapshotter.require_unread(job.key)
@@ -498,7 +500,7 @@ class Copier:
 
     def _wanted(self, known: Every) -> set[str]:
         """The ids of the bridges from which volumes are being copied."""
-        left = list(self._inventory.copies(known))
+        left = list(known.copies())
         found = {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
         # Of one that lost its tag `from`, which may be put back, only the name tells.
         lost = {
@@ -506,9 +508,7 @@ class Copier:
             for one in left
             if not {tag.FROM, tag.ZERO} & one.own_tags.keys()
         }
-        return found | {
-            str(one.id) for one in self._inventory.all_snapshots(known) if one.name in lost
-        }
+        return found | {str(one.id) for one in known.snapshots() if one.name in lost}
 
 
 def _bridge_for(name: str, origin: Snapshot | Volume) -> VolumeId:

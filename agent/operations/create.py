@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, tag, users, volume_states
+from agent.core import backing, errors, ids, tag, users, volume_states
 from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -96,7 +96,8 @@ class VolumeCreator:
     ) -> None:
         self._config = context.config
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._eraser = eraser
         self._pool_remover = pool_remover
         self._copier = copier
@@ -124,8 +125,9 @@ class VolumeCreator:
             # An id that can be none is refused before anything is looked at.
             ids.group_of(call.source.id)
             if call.source.kind == VOLUME:
-                with self._limiter.lifted(call.source.id):
-                    users.flush(self._kernel, self._inventory, call.source.id)
+                origin = backing.of_id(call.source.id)
+                with self._limiter.lifted(origin):
+                    users.flush(self._kernel, self._activator, origin)
         make = partial(self._make_or_find, call, one, admit)
         return self._pool_remover.when_kept(one.group, pool_name(one.name), make)
 
@@ -133,11 +135,11 @@ class VolumeCreator:
         """Make or find a volume, with one group held at a time."""
         prefix = _prefix(call.is_ephemeral)
         # An earlier call may have made it while the class had a group that no class has by now.
-        left = self._inventory.group_left_with(names.logical_volume(prefix, call.name))
+        left = self._volume_groups.left_with(names.logical_volume(prefix, call.name))
         group_name, taken = left or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
-                self._inventory.await_others(group_name)
+                self._reports.await_others(group_name)
                 match self._create(call, one, group_name, taken, admit):
                     case Made() as made:
                         undo.pop_all()
@@ -159,7 +161,7 @@ class VolumeCreator:
             return plan.device_class(self._config, field, parameters)
         except errors.BadField:
             own_name = names.logical_volume(_prefix(is_ephemeral), name)
-            made = self._inventory.search(lambda one: one.name == own_name and not one.is_doomed)
+            made = self._reports.search(lambda one: one.name == own_name and not one.is_doomed)
             if made is None:
                 raise
             return plan.class_of(self._config, made)
@@ -180,9 +182,9 @@ class VolumeCreator:
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_not_here():
-                known = self._inventory.state(group_name, resume=True)
-            every = self._inventory.everywhere(known)
-            found = self._inventory.named(every, call.name, prefix)
+                known = self._mender.mend(group_name)
+            every = self._reports.everywhere(known)
+            found = every.named(call.name, prefix)
             if found is not None and found.group.name != group_name:
                 # Made by another class, or by this one while it had another group.
                 return found.group.name
@@ -192,19 +194,19 @@ class VolumeCreator:
             if found is not None and volume_states.meets(Call.CREATE, found, Outcome.ANEW):
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, found.name)
-                known, found = self._inventory.state(group_name, resume=True), None
-                every = self._inventory.everywhere(known)
+                known, found = self._mender.mend(group_name), None
+                every = self._reports.everywhere(known)
             if found is None and group_name != one.group:
                 return one.group
             own_name = names.logical_volume(prefix, call.name)
-            if found is None and (why := self._inventory.why_unsure(every, own_name)):
+            if found is None and (why := self._volume_groups.why_unsure(every.silent, own_name)):
                 # An earlier call may have made it while the class had that group.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
                 if found is None:
                     with _absence_as_not_here():
-                        group = self._inventory.group(known, one.group)
+                        group = self._reports.group(known, one.group)
                     is_taken = taken is not None and _disks(group) <= taken.disks
                     if is_across and call.source is not None and not is_taken:
                         return _Untaken(call.source, group)
@@ -267,13 +269,13 @@ class VolumeCreator:
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
         """What a volume is to be made of, by the fresh state of its group, which is held."""
         with _absence_as_not_here():
-            known = self._inventory.state(ids.group_of(source.id), resume=True)
+            known = self._mender.mend(ids.group_of(source.id))
         return known, self._found(known, source)
 
     def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
         """What a volume is to be made of; its group is held. Raises NotHere and as `clone.find`."""
         with _absence_as_not_here():
-            origin = clone.find(self._inventory, known, source)
+            origin = clone.find(self._reports, known, source)
         self._conflicts.check(Call.COPY_FROM, str(origin.id))
         return origin
 
@@ -324,7 +326,7 @@ class VolumeCreator:
     ) -> tuple[Volume, Snapshot | None]:
         """Make a volume; with it the snapshot to copy from, if any. Raises NoRoom, NotHere."""
         known, every = states
-        group = self._inventory.group(known, one.group)
+        group = self._reports.group(known, one.group)
         origin = None
         if taken is not None:
             origin = taken.origin
@@ -372,7 +374,7 @@ class VolumeCreator:
         # Only now: a stream for that name might have been received in between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
-        return Volume(volume_id, group, name, size_bytes, own_tags), source
+        return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
 
     def _planned(
         self,
@@ -424,8 +426,8 @@ class VolumeCreator:
         """
         with self._volume_groups.hold(origin.group.name):
             if isinstance(origin, Volume):
-                return self._inventory.activate(origin)
-            return self._inventory.activate_snapshot(origin)
+                return self._activator.activate(origin)
+            return self._activator.activate_snapshot(origin)
 
     def capacity(self, call: GetCapacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command.
@@ -445,7 +447,7 @@ class VolumeCreator:
         parameters = plan.with_defaults(call.parameters, call.capabilities, one)
         try:
             with _absence_as_not_here():
-                group = self._inventory.group(self._inventory.state(one.group), one.group)
+                group = self._reports.group(self._reports.fresh(one.group), one.group)
         except errors.NotHere:
             return Capacity(0, 0, 0)
         plan.check_stripe_size(one, group)

@@ -6,7 +6,7 @@ agent/operations/remove_pool.py for thin volumes.
 
 from contextlib import suppress
 
-from agent.core import errors, ids, records, users, volume_states
+from agent.core import backing, errors, ids, records, users, volume_states
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.volume_states import Call, Outcome
@@ -27,7 +27,8 @@ class VolumeDeleter:
         copier: Copier,
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._detached = context.detached
         self._mappings = Mappings(context)
         self._eraser = eraser
@@ -39,7 +40,7 @@ class VolumeDeleter:
         """Whether a volume that CreateVolume made is staged or published; no command."""
         if ids.is_inline(volume_id):
             return False
-        return bool(users.mounted_at(self._kernel, self._inventory, volume_id))
+        return bool(users.mounted_at(self._kernel, self._activator, backing.of_id(volume_id)))
 
     def delete(self, volume_id: str, *, is_own: bool = True) -> None:
         """Erase and remove a volume; no volume of that id is no error.
@@ -53,15 +54,15 @@ class VolumeDeleter:
 
     def _delete(self, volume_id: str, *, is_own: bool) -> None:
         group = ids.group_of(volume_id)
-        self._inventory.await_others(group)
+        self._reports.await_others(group)
         # Held from the report on: of two deletions at once, one sees that its volume is the last
         # in the pool.
         with self._volume_groups.hold(group):
-            known = self._inventory.state(group, resume=True)
-            volume = self._inventory.get(known, volume_id)
+            known = self._mender.mend(group)
+            volume = known.volume(volume_id)
             if is_own:
                 self._conflicts.require(Call.DELETE, volume)
-            self._inventory.require_not_copied(self._inventory.everywhere(known), volume_id)
+            self._reports.everywhere(known).require_not_copied(volume_id)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id, held, "they are nothing without it, so it is deleted after them"
@@ -79,7 +80,7 @@ class VolumeDeleter:
                 # It was never active, so there are no data to erase, and it cannot be activated.
                 volumes.remove(lvm, group, volume.name)
             elif at_once:
-                users.require_unused(self._kernel, self._inventory, volume)
+                users.require_unused(self._kernel, self._activator, volume)
                 if not volume.is_encrypted:
                     # Crash point: the pool may be empty; the next start removes it.
                     self._pool_remover.remove(volume)
@@ -89,8 +90,8 @@ class VolumeDeleter:
             self._mappings.erase(volume)
             # Crash point: without its header, and there; the caller repeats the call.
             with self._volume_groups.hold(group):
-                known = self._inventory.state(group, resume=True)
-                volume = self._inventory.get(known, volume_id)
+                known = self._mender.mend(group)
+                volume = known.volume(volume_id)
                 self._pool_remover.remove(volume)
         if at_once:
             self._pool_remover.after(volume, self._eraser.grace_seconds)

@@ -23,7 +23,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from agent.core import errors, luks_devices, tag
+from agent.core import backing, errors, luks_devices, tag, tag_writer
 from agent.core.classes import BYPASSES, DeviceClass
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid
@@ -51,7 +51,8 @@ class EncryptedDevices:
     def __init__(self, context: Context) -> None:
         self._config: Config = context.config
         self._kernel = context.kernel
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender, self._tag_writer = context.mender, context.tag_writer
         self._mappings = Mappings(context)
         self._cryptsetup = self._mappings.cryptsetup
         # Digests of the keys that each open volume has, as far as this process knows.
@@ -86,14 +87,14 @@ class EncryptedDevices:
         self.check(volume, keys)
         if not volume.is_encrypted:
             return device, {}
-        mapping = self._inventory.mapping(volume)
+        mapping = self._activator.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
         # An operator's cryptsetup may be at the re-encryption now: nothing of it is closed.
         header = luks.read(self._kernel, device.path)
         if header is not None and header.is_reencrypting:
             raise errors.Reencrypting(str(volume.id), device.path)
-        self._inventory.close_leftovers(volume)
+        self._activator.close_leftovers(volume)
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
@@ -103,7 +104,7 @@ class EncryptedDevices:
         if tag.SHARED_KEY in volume.own_tags:
             self._settle(volume, device)
         self._mappings.copies.keep(device)
-        mapping = self._inventory.mapping(volume)
+        mapping = self._activator.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
         if tag.FORMATTED not in volume.own_tags:
@@ -119,7 +120,8 @@ class EncryptedDevices:
 
     def follow_open(self, volume_id: str, keys: Keys) -> None:
         """Give a volume in use, if it is open, the present key of its secret; see `follow`."""
-        if keys.present and (device := self._inventory.device(volume_id)) is not None:
+        device = self._activator.device(backing.of_id(volume_id)) if keys.present else None
+        if device is not None:
             self.follow(volume_id, device, keys)
 
     def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
@@ -134,7 +136,7 @@ class EncryptedDevices:
             return
         device = mapping.logical
         try:
-            volume = self._inventory.require(volume_id, Call.USE)
+            volume = self._mender.mended_volume(volume_id, Call.USE)
             try:
                 self._rotate(volume, device, keys, keys.present)
             except mount_errors.WrongKey:
@@ -160,7 +162,7 @@ class EncryptedDevices:
         size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
-        volume = self._inventory.cached(volume_id)
+        volume = self._reports.cached(volume_id)
         called = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
         if not keys.present and self._key_file(called) is None:
             if if_possible:
@@ -177,10 +179,8 @@ class EncryptedDevices:
         Versions up to 0.2.0 were to re-encrypt a copy that has the tag `sharedKey`.
         """
         sealed = {tag.SEALED: self._header(volume, device).uuid}
-        with self._inventory.logging_refusals(str(volume.id), tag.SHARED_KEY):
-            self._inventory.replace_tags(
-                volume.group.name, volume.name, (tag.SHARED_KEY, tag.SEALED), sealed
-            )
+        with tag_writer.logging_refusals(str(volume.id), tag.SHARED_KEY):
+            self._tag_writer.replace(volume.backing, (tag.SHARED_KEY, tag.SEALED), sealed)
 
     def _sealed(
         self, volume: Volume, device: Device, key: Key, header: Header | None
@@ -290,7 +290,7 @@ class EncryptedDevices:
         ]
 
     def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
-        self._inventory.replace_tags(volume.group.name, volume.name, tag.OF_KEYS, new)
+        self._tag_writer.replace(volume.backing, tag.OF_KEYS, new)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
         one = self._class(volume.own_tags.get(tag.CLASS, ""))

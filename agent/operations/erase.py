@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import classes, errors, ids, records, tag, users, volume_states
+from agent.core import backing, classes, errors, ids, records, tag, users, volume_states
 from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs, Steps, Stopping
@@ -179,7 +179,9 @@ class Eraser:
         given_up: Callable[[str], object],
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
+        self._lvm = context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
         self.policy = ErasePolicy(context.config, context.kernel)
         self._emptied, self._given_up = emptied, given_up
@@ -206,7 +208,7 @@ class Eraser:
         if volume.is_doomed:
             self._start(volume)
             return
-        users.require_unused(self._kernel, self._inventory, volume)
+        users.require_unused(self._kernel, self._activator, volume)
         if volume.is_encrypted:
             self._mappings.ensure_closed(volume)
         is_kept = self.policy.erases(volume) or volume.is_thin
@@ -236,7 +238,7 @@ class Eraser:
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
             # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
-            if job.removed or name not in self._inventory.state(group).group(group).volumes:
+            if job.removed or name not in self._reports.fresh(group).group(group).volumes:
                 return False
             own_tags = job.volume.own_tags
             volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
@@ -269,11 +271,11 @@ class Eraser:
         """
         # Held: a volume found is not removed and created anew before its job exists.
         with self._volume_groups.hold(group), Attempts() as attempts:
-            known = self._inventory.state(group, resume=True)
+            known = self._mender.mend(group)
             known.group(group)
-            for volume in self._inventory.doomed(known):
+            for volume in known.doomed():
                 with attempts.one():
-                    self._inventory.require_repaired(known, volume)
+                    known.require_repaired(volume)
                     yield self._wipe_of(volume)
 
     def _wipe_of(self, volume: Volume) -> _Wipe:
@@ -298,7 +300,7 @@ class Eraser:
             yield from self._erase_and_remove(job)
         except errors.NoSuchVolume:
             volume = job.volume
-            group = self._inventory.state(volume.group.name).group(volume.group.name)
+            group = self._reports.fresh(volume.group.name).group(volume.group.name)
             if volume.name in group.volumes:
                 why = "it is there, and not on record as deleted; call again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
@@ -324,7 +326,7 @@ class Eraser:
             job.check()
             lvm = self._lvm(group_name)
             if is_partial:
-                group = self._inventory.state(group_name).group(group_name)
+                group = self._reports.fresh(group_name).group(group_name)
                 mark_for_erase(lvm, group, volume.missing_disks if are_lost else ())
             volumes.remove(lvm, group_name, *doomed)
             job.removed = True
@@ -347,7 +349,7 @@ class Eraser:
         if volume.read_only:
             with self._volume_groups.hold(group):
                 volumes.allow_writing(self._lvm(group), group, volume.name)
-        self._inventory.activate(volume, partial=bool(volume.missing_disks))
+        self._activator.activate(volume, partial=bool(volume.missing_disks))
         doomed = [volume.name, *(yield from self._detach_cache(volume))]
         if self._dead_images(volume):
             # The disk may have failed only for a while (lvmraid(7)).
@@ -355,7 +357,9 @@ class Eraser:
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = []
         for name in doomed:
-            are_lost.append((yield from self._overwrite(job, replace(volume, name=name))))
+            # The volume, or its cache: a logical volume of its own for a while.
+            part = replace(volume, backing=backing.of(volume.group, name))
+            are_lost.append((yield from self._overwrite(job, part)))
         if dead := self._dead_images(volume):
             raise errors.NotOverwritten(
                 str(volume.id),
@@ -399,8 +403,8 @@ class Eraser:
         Raises NoSuchVolume, NotOverwritten.
         """
         group = volume.group.name
-        known = self._inventory.state(group, resume=True)
-        volume = self._inventory.doomed_one(known, str(volume.id))
+        known = self._mender.mend(group)
+        volume = known.doomed_volume(str(volume.id))
         if is_given_up(volume.on_disks) and volume.missing_disks:
             self._given_up(group)
             why = "it was given up, and goes when all that goes with it is deleted"
@@ -422,7 +426,7 @@ class Eraser:
         logical = volume.group.volumes.get(volume.name)
         if logical is not None and logical.layout == {"linear"}:
             return ""
-        status = self._inventory.status(volume.group.name, volume.name)
+        status = self._activator.status(volume.group.name, volume.name)
         found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
         return next((one.health for one in found if sum(one.failed) > lost), "")
 
@@ -453,7 +457,7 @@ class Eraser:
         job raises NotOverwritten first; the kernel writes on, and the job is retried.
         """
         group, name = volume.group.name, volume.name
-        if caches.is_clean(self._inventory.status(group, name)):
+        if caches.is_clean(self._activator.status(group, name)):
             return
         try:
             with self._volume_groups.hold(group):
@@ -462,7 +466,7 @@ class Eraser:
             _log.warning("the cache of %s is written back by lvm2 instead: %s", volume.id, error)
             return
         deadline_seconds = time.monotonic() + self.write_back_seconds
-        while not caches.is_clean(self._inventory.status(group, name)):
+        while not caches.is_clean(self._activator.status(group, name)):
             if time.monotonic() >= deadline_seconds:
                 raise errors.NotOverwritten(
                     str(volume.id),
@@ -474,7 +478,7 @@ class Eraser:
 
     def _overwrite(self, job: _Wipe, volume: Volume) -> Generator[float, None, bool]:
         """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
-        device = self._inventory.activate(volume).path
+        device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL
         whole_bytes, method = self._kernel.device_size_bytes(device), self.policy.method(job.volume)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, records, tag, volume_states
+from agent.core import backing, errors, ids, records, tag, volume_states
 from agent.core.allocation import Allocator, is_own_pool
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs, Steps
@@ -55,7 +55,8 @@ class GrowthZeroer:
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._reports, self._activator = context.reports, context.activator
+        self._lvm = context.volume_groups.lvm
         self._paces, self._policy = context.paces, ErasePolicy(context.config, context.kernel)
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
@@ -117,8 +118,8 @@ class GrowthZeroer:
         """
         group = ids.group_of(volume_id)
         with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
-            found = self._inventory.state(group).group(group)
-            if (reserved := records.reservation(found, ids.logical_name(volume_id))) is not None:
+            found = self._reports.fresh(group).group(group)
+            if (reserved := records.reservation(found, backing.of_id(volume_id).name)) is not None:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
@@ -146,10 +147,10 @@ class GrowthZeroer:
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
         new = New(records.reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
-        return self._inventory.state(group.name).group(group.name).volume(new.name)
+        return self._reports.fresh(group.name).group(group.name).volume(new.name)
 
     def _overwrite(self, job: _Growth) -> Steps:
-        device = self._inventory.ensure_active(job.group, job.name).path
+        device = self._activator.ensure_active(job.group, job.name).path
         work = self._paces.of(job.group).work(
             "zero",
             device,
@@ -185,7 +186,8 @@ class FreedSpaceEraser:
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._reports, self._activator = context.reports, context.activator
+        self._lvm = context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
         self.policy = ErasePolicy(context.config, context.kernel)
         self.jobs: Jobs[Job] = Jobs(
@@ -212,7 +214,7 @@ class FreedSpaceEraser:
         try:
             with self._conflicts.enter(Call.GROW, group):
                 with self._volume_groups.hold(group):
-                    if is_sweep(self._inventory.state(group).group(group), ids.SWEEP):
+                    if is_sweep(self._reports.fresh(group).group(group), ids.SWEEP):
                         volumes.remove(self._lvm(group), group, ids.SWEEP)
                 yield
         finally:
@@ -223,7 +225,7 @@ class FreedSpaceEraser:
                 halted.ended.add_done_callback(lambda _: self.start(group))
 
     def _due(self, name: str) -> Iterator[Job]:
-        if _is_left(self._inventory.state(name).group(name)):
+        if _is_left(self._reports.fresh(name).group(name)):
             yield Job(f"{name}/{ids.SWEEP}")
 
     def _sweep(self, job: Job) -> Steps:
@@ -242,7 +244,7 @@ class FreedSpaceEraser:
             if taken.uuid != uuid:
                 # An earlier process may have zeroed an unknown part of it: all is zeroed again.
                 uuid, done_bytes = taken.uuid, 0
-            device = self._inventory.ensure_active(name, ids.SWEEP).path
+            device = self._activator.ensure_active(name, ids.SWEEP).path
             work = self._paces.of(name).work(
                 "erase",
                 device,
@@ -262,10 +264,10 @@ class FreedSpaceEraser:
         zero. Raises NotSwept.
         """
         # A fresh report: a volume that was made in a pool since would go with the pool.
-        group = self._inventory.state(name).group(name)
+        group = self._reports.fresh(name).group(name)
         for root in _roots(group):
             self._remove(group, root)
-        group, lvm = self._inventory.state(name).group(name), self._lvm(name)
+        group, lvm = self._reports.fresh(name).group(name), self._lvm(name)
         if erase.unmark_if_erased(lvm, group):
             return None
         if group.missing_disks:
@@ -283,7 +285,7 @@ class FreedSpaceEraser:
             raise errors.NotSwept(name, why)
         if disks:
             self._reserve(group, disks)
-            group = self._inventory.state(name).group(name)
+            group = self._reports.fresh(name).group(name)
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
-from agent.core import codes, errors, ids, records, secret, tag, users
+from agent.core import codes, errors, ids, records, secret, tag, tag_writer, users
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -67,7 +67,8 @@ class Expander:
         encrypted: EncryptedDevices,
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._growth_zeroer = growth_zeroer
         self._volumes, self._encrypted = node_volumes, encrypted
         self._mappings = Mappings(context)
@@ -85,7 +86,7 @@ class Expander:
         """
         volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
         try:
-            seen = self._inventory.cached(volume_id)
+            seen = self._reports.cached(volume_id)
             # A claim that is made smaller again withdraws what is on record.
             is_on_record = seen is not None and (
                 seen.wanted_bytes or seen.refused_bytes or _lacks_request(seen, call.size)
@@ -146,10 +147,10 @@ class Expander:
 
     def _expand(self, call: ExpandVolume, is_in_use: bool) -> Volume:
         group = ids.group_of(call.volume_id)
-        self._inventory.await_others(group)
+        self._reports.await_others(group)
         with self._volume_groups.hold(group):
-            known = self._inventory.state(group, resume=True)
-            volume = self._inventory.usable(known, call.volume_id, Call.EXPAND)
+            known = self._mender.mend(group)
+            volume = known.usable(call.volume_id, Call.EXPAND)
             volume.require_header_bytes()
             wanted = _wanted_bytes(volume, call.size)
             if wanted > volume.size_bytes:
@@ -176,7 +177,7 @@ class Expander:
             if call.size.required_bytes:
                 self._withdraw(volume, wanted)
         volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
-        self._limiter.grown(call.volume_id, volume.capacity_bytes)
+        self._limiter.grown(volume.backing, volume.capacity_bytes)
         return volume
 
     def needs_node(self, volume: Volume) -> bool:
@@ -187,7 +188,7 @@ class Expander:
         """
         if volume.own_tags.get(tag.ACCESS) != BLOCK or volume.is_encrypted:
             return True
-        device = self._inventory.device(str(volume.id))
+        device = self._activator.device(volume.backing)
         return device is not None and bool(loop.over(self._kernel, device.number))
 
     def fill_device(
@@ -238,7 +239,7 @@ class Expander:
         No command where there is no tag. A refusal of lvm2 is logged only: the volume is usable,
         and the next stage or expansion tries again.
         """
-        seen = self._inventory.cached(volume_id)
+        seen = self._reports.cached(volume_id)
         if seen is None or not seen.refused_bytes:
             return
         with self._logging_refusals(volume_id), self._held(volume_id) as volume:
@@ -249,11 +250,11 @@ class Expander:
     def _held(self, volume_id: str) -> Iterator[Volume]:
         """The volume by a fresh report, while the group is held."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            yield self._inventory.require(volume_id, Call.EXPAND)
+            yield self._mender.mended_volume(volume_id, Call.EXPAND)
 
     def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
         """Go on where lvm2 refuses a tag that is for the volume's health only."""
-        return self._inventory.logging_refusals(volume_id, tag.REFUSED)
+        return tag_writer.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
         """Extend a volume, before it is activated, to the size on record; the volume then.
@@ -272,10 +273,10 @@ class Expander:
                 return volume
 
     def _caught_up(self, volume: Volume) -> Volume:
-        self._inventory.await_others(volume.group.name)
+        self._reports.await_others(volume.group.name)
         with self._volume_groups.hold(volume.group.name):
-            known = self._inventory.state(volume.group.name, resume=True)
-            volume = self._inventory.usable(known, str(volume.id), Call.EXPAND)
+            known = self._mender.mend(volume.group.name)
+            volume = known.usable(str(volume.id), Call.EXPAND)
             wanted = volume.wanted_bytes
             try:
                 self._extend(known, volume, wanted)
@@ -313,13 +314,13 @@ class Expander:
 
     def _deactivate_origin(self, known: Fresh, volume: Volume) -> None:
         """Deactivate an active origin with its snapshots, without which lvm2 does not extend it."""
-        if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
+        if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return
-        users.require_unused(self._kernel, self._inventory, volume)
-        every = self._inventory.everywhere(known)
+        users.require_unused(self._kernel, self._activator, volume)
+        every = self._reports.everywhere(known)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
-            self._inventory.require_not_copied(every, one)
-        if self._inventory.mapping(volume) is not None:
+            every.require_not_copied(one)
+        if self._activator.mapping(volume) is not None:
             raise _Open(volume)
         volumes.deactivate(
             self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
@@ -348,7 +349,7 @@ class Expander:
         if new.items() - volume.own_tags.items():
             old = {one: volume.own_tags[one] for one in new if one in volume.own_tags}
             group = volume.group.name
-            with self._inventory.logging_refusals(str(volume.id), tag.REQUESTED):
+            with tag_writer.logging_refusals(str(volume.id), tag.REQUESTED):
                 volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
@@ -360,7 +361,7 @@ class Expander:
         volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
         if new:
             # Refresh the cached state, which is all that staging of a raw block volume reads.
-            self._inventory.state(group)
+            self._reports.fresh(group)
 
 
 def _request(volume: Volume, size: SizeRange, size_bytes: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from agent.core import errors, ids, records, tag, users
+from agent.core import backing, errors, ids, records, tag, users
 from agent.core.background import Attempts
 from agent.core.context import Context
 from agent.core.group_worker import Job, Jobs
@@ -72,7 +72,9 @@ class GroupSnapshotter:
     def __init__(self, context: Context, snapshotter: Snapshotter, eraser: Eraser) -> None:
         self._config, self._kernel = context.config, context.kernel
         self._limiter, self._conflicts = context.limiter, context.conflicts
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._devices = context.devices
         self._snapshotter = snapshotter
         self._eraser = eraser
@@ -95,13 +97,14 @@ class GroupSnapshotter:
         """
         sources = {ids.group_of(one) for one in call.source_ids}
         for one in call.source_ids:
-            with self._limiter.lifted(one):
-                users.flush(self._kernel, self._inventory, one)
+            source = backing.of_id(one)
+            with self._limiter.lifted(source):
+                users.flush(self._kernel, self._activator, source)
         own_name = self.logical_name(call.name)
         groups = self._groups(sources, lambda known: self._named(known, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as turns:
-            known = self._inventory.state(*groups, resume=True)
-            every = self._inventory.everywhere(known)
+            known = self._mender.mend(*groups)
+            every = self._reports.everywhere(known)
             found = self._named(every, own_name)
             if not found:
                 return self._make(call, known, undo, turns)
@@ -119,7 +122,7 @@ class GroupSnapshotter:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. A report of its groups."""
         if not _is_one(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
-        every = self._inventory.everywhere(self._inventory.state(*self._groups_of(call.id)))
+        every = self._reports.everywhere(self._reports.fresh(*self._groups_of(call.id)))
         found = self._find(every, call.id)
         if not records.is_whole(found):
             self._require_half_made(every, found)
@@ -138,15 +141,15 @@ class GroupSnapshotter:
             return
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
-            known = self._inventory.state(*groups, resume=True)
-            every = self._inventory.everywhere(known)
+            known = self._mender.mend(*groups)
+            every = self._reports.everywhere(known)
             found = self._find(every, call.id)
             if records.is_whole(found):
                 _compare(call, found)
-            elif found and (awaited := self._inventory.awaited(every, found)):
+            elif found and (awaited := self._reports.awaited(every, found)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
             for one in found:
-                self._inventory.require_not_copied(every, str(one.id))
+                every.require_not_copied(str(one.id))
                 self._snapshotter.require_unread(str(one.id))
         self._discard(known, call.id)
 
@@ -167,7 +170,7 @@ class GroupSnapshotter:
             left = {k: one for k, one in self._unrecorded(every).items() if k in mine}
             # Crash point: all were taken and the record is missing; or a version without it.
             whole = {k for k, members in left.items() if records.is_whole(members)}
-            half = {k for k in left.keys() - whole if self._inventory.is_half_made(every, left[k])}
+            half = {k for k in left.keys() - whole if self._reports.is_half_made(every, left[k])}
             with Attempts() as attempts:
                 for identity in sorted(half):
                     with attempts.one():
@@ -177,7 +180,7 @@ class GroupSnapshotter:
         return len(half)
 
     def _everywhere(self, groups: Iterable[str]) -> Every:
-        return self._inventory.everywhere(self._inventory.state(*groups))
+        return self._reports.everywhere(self._reports.fresh(*groups))
 
     def _unrecorded(self, known: Every) -> Mapping[str, list[Snapshot]]:
         """The group snapshots that are not on record as complete, with their snapshots.
@@ -185,7 +188,7 @@ class GroupSnapshotter:
         Without those of which only a newer version knows a part.
         """
         found: dict[str, list[Snapshot]] = {}
-        for identity, members in self._inventory.group_snapshots(known).items():
+        for identity, members in known.group_snapshots().items():
             own = [one for one in members if isinstance(one, Snapshot)]
             if own == members and any(tag.COMMITTED not in one.own_tags for one in own):
                 found[identity] = own
@@ -195,7 +198,7 @@ class GroupSnapshotter:
         self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
-        sources = [self._inventory.usable(known, one, Call.SNAPSHOT) for one in call.source_ids]
+        sources = [known.usable(one, Call.SNAPSHOT) for one in call.source_ids]
         for source_id in call.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
         own = self.logical_name(call.name)
@@ -268,9 +271,9 @@ class GroupSnapshotter:
 
     def _require_half_made(self, known: Every, found: list[Snapshot]) -> None:
         """Raise NotWhole for one that may be whole, or was, and so is neither undone nor absent."""
-        if not found or self._inventory.is_half_made(known, found):
+        if not found or self._reports.is_half_made(known, found):
             return
-        why = _why_awaited(self._inventory.awaited(known, found)) or (
+        why = _why_awaited(self._reports.awaited(known, found)) or (
             f"{len(found)} of its {found[0].own_tags.get(tag.MEMBERS, 'many')} snapshots are"
             " left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
         )
@@ -286,11 +289,11 @@ class GroupSnapshotter:
         """
         for one in held:
             turns.enter(
-                one.group.name, self._inventory.keep_suspended([(one.group.name, one.name)])
+                one.group.name, self._activator.keep_suspended([(one.group.name, one.name)])
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with self._limiter.lifted(*(str(one.id) for one in held)), quiesce:
+            with self._limiter.lifted(*(one.backing for one in held)), quiesce:
                 yield quiesce
         finally:
             for (group, _), free in quiesce.free.items():
@@ -306,7 +309,7 @@ class GroupSnapshotter:
         mounts = table.read(self._kernel)
         held = {}
         for one in volumes:
-            device = self._inventory.device(str(one.id))
+            device = self._activator.device(one.backing)
             if device is not None:
                 self._require_holdable(one, device, mounts)
                 held[str(one.id)] = one
@@ -341,12 +344,12 @@ class GroupSnapshotter:
     def _groups_of(self, group_snapshot_id: str) -> Set[str]:
         """The groups that may have parts of one; its id names the group of its first source."""
         own = ids.group_of(group_snapshot_id)
-        return self._groups([own], lambda known: self._inventory.members(known, group_snapshot_id))
+        return self._groups([own], lambda known: known.members(group_snapshot_id))
 
     def _groups(self, own: Iterable[str], find: Callable[[Every], list[Snapshot]]) -> Set[str]:
         """These groups, and those that may have further parts of what `find` finds in any."""
-        groups, state = frozenset(own), self._inventory.state
-        while more := self._places(find(self._inventory.everywhere(state(*groups)))) - groups:
+        groups, state = frozenset(own), self._reports.fresh
+        while more := self._places(find(self._reports.everywhere(state(*groups)))) - groups:
             groups |= more
         return groups
 
@@ -361,23 +364,23 @@ class GroupSnapshotter:
 
     def _named(self, known: Every, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""
-        for identity in self._inventory.group_snapshots(known):
+        for identity in known.group_snapshots():
             if ids.logical_name(identity) == own_name:
-                return self._inventory.members(known, identity)
+                return known.members(identity)
         return []
 
     def _find(self, known: Every, group_snapshot_id: str) -> list[Snapshot]:
         """The snapshots of a group; raises OtherGroup where neither one nor its group is here."""
-        found = self._inventory.members(known, group_snapshot_id)
+        found = known.members(group_snapshot_id)
         if not found:
-            self._inventory.require_group_of(known, group_snapshot_id)
+            known.require_group_of(group_snapshot_id)
         return found
 
     def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
         """Discard what a failed call made; if that fails too, it is retried until it is done."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
-                self._discard(self._inventory.state(*groups), group_snapshot_id)
+                self._discard(self._reports.fresh(*groups), group_snapshot_id)
         except Exception as error:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
             # Crash point: the next start undoes it.
@@ -389,16 +392,16 @@ class GroupSnapshotter:
         """Discard what a failed call left, unless a later call has completed it."""
         # The call that failed holds the name until its answer.
         with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
-            self._inventory.await_others(*job.groups)
+            self._reports.await_others(*job.groups)
             with self._volume_groups.hold(*job.groups):
                 every = self._everywhere(job.groups)
-                found = self._inventory.members(every, job.key)
+                found = every.members(job.key)
                 if records.is_whole(found):
                     if not self._is_to_be_undone(found):
                         self._commit(found)
                         return
                     for one in found:
-                        self._inventory.require_not_copied(every, str(one.id))
+                        every.require_not_copied(str(one.id))
                         self._snapshotter.require_unread(str(one.id))
                 else:
                     self._require_half_made(every, found)
@@ -410,7 +413,7 @@ class GroupSnapshotter:
         return self.undone.has(found[0].group_snapshot_id) and not is_recorded
 
     def _discard(self, known: Known, group_snapshot_id: str) -> None:
-        members = self._inventory.members(known, group_snapshot_id)
+        members = known.members(group_snapshot_id)
         if any(tag.COMMITTED in one.own_tags for one in members):
             # Crash point: without the record, what is left is half-made. So the record is removed
             # before the first snapshot.
@@ -421,7 +424,7 @@ class GroupSnapshotter:
         for one in sorted(members, key=lambda one: one.group.name == own):
             self._snapshotter.discard(one)
         # Also COW stores without an origin, which a failed lvcreate left.
-        for volume in self._inventory.doomed(known):
+        for volume in known.doomed():
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
 

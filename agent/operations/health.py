@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from agent.core import errors, ids, records, tag
+from agent.core import backing, errors, records, tag
+from agent.core.activator import Activator
 from agent.core.background import Probes
-from agent.core.inventory import Inventory
+from agent.core.backing import Backing
 from agent.core.records import Volume
 from agent.core.requests import BLOCK
 from agent.core.volume_group import VolumeGroup
@@ -203,12 +204,12 @@ class _Kernels(NamedTuple):
 
 
 class Diagnosis:
-    """Finds what is wrong with volumes of the inventory, by report and by the kernel."""
+    """Finds what is wrong with volumes, by report and by the kernel."""
 
-    def __init__(self, kernel: Kernel, kernel_devices: Devices, known: Inventory) -> None:
+    def __init__(self, kernel: Kernel, kernel_devices: Devices, activator: Activator) -> None:
         self._kernel = kernel
         self._devices = kernel_devices
-        self._inventory = known
+        self._activator = activator
         self._looks: Probes[_Kernels] = Probes()
         # For tests.
         self.settling_seconds = SETTLING_SECONDS
@@ -246,7 +247,7 @@ class Diagnosis:
         named = f"thin pool {place}"
 
         def look() -> _Kernels:
-            status = thin.status_of(self._inventory.status(group.name, name))
+            status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
                 return _Kernels()
             return _Kernels(tuple(_of_pool(status, named, has_all=has_all(group, name))))
@@ -260,15 +261,17 @@ class Diagnosis:
         mounts: table.Table | None,
         until_seconds: float | None,
     ) -> _Kernels:
+        logical = backing.of_id(volume_id) if volume is None else volume.backing
+
         def look() -> _Kernels:
-            return self._look(volume_id, volume, mounts or self.mounts())
+            return self._look(logical, volume, mounts or self.mounts())
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
         # A volume hangs together with its pool, or with its group.
-        group, pool = _group_of(volume_id, volume), _pool_of(volume)
-        place = f"{group}/{pool}" if pool else group
-        named = f"logical volume {ids.logical_name(volume_id)}"
+        pool = _pool_of(volume)
+        place = f"{logical.group}/{pool}" if pool else logical.group
+        named = f"logical volume {logical.name}"
         return self._waited(volume_id, place, named, look, until_seconds)
 
     def _waited(
@@ -285,14 +288,14 @@ class Diagnosis:
         )
         return _Kernels((*known.conditions, silent), known.has_status)
 
-    def _look(self, volume_id: str, volume: Volume | None, mounts: table.Table) -> _Kernels:
-        name, status = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
+    def _look(self, logical: Backing, volume: Volume | None, mounts: table.Table) -> _Kernels:
+        status = self._activator.status_of(logical)
         # Only a report has what a pool promised: without one it counts as kept.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
-        found = [*by_device_mapper(name, status, has_room)]
-        device = self._inventory.device(volume_id)
+        found = [*by_device_mapper(logical.name, status, has_room)]
+        device = self._activator.device(logical)
         if device is not None:
-            found += self._of_device(_group_of(volume_id, volume), name, device, mounts)
+            found += self._of_device(logical, device, mounts)
             if volume is not None and self._is_left_open(volume, device, mounts):
                 found.append(
                     Condition(
@@ -302,13 +305,14 @@ class Diagnosis:
                     )
                 )
         for snapshot in records.snapshots_of(volume) if volume is not None else ():
-            if not snapshot.problem and self._inventory.has_overflowed(snapshot):
+            if not snapshot.problem and self._activator.has_overflowed(snapshot):
                 found.append(overflowed(snapshot))
         return _Kernels(tuple(found), bool(status))
 
     def _of_device(
-        self, group: str, name: str, device: Device, mounts: table.Table
+        self, logical: Backing, device: Device, mounts: table.Table
     ) -> Iterator[Condition]:
+        group, name = logical.group, logical.name
         if self._is_left_suspended(group, name):
             yield Condition(
                 Reason.DEVICE_SUSPENDED,
@@ -346,16 +350,9 @@ class Diagnosis:
         return self._is_suspended(group, name)
 
     def _is_suspended(self, group: str, name: str) -> bool:
-        return not self._inventory.is_kept_suspended(group, name) and self._devices.is_suspended(
+        return not self._activator.is_kept_suspended(group, name) and self._devices.is_suspended(
             group, name
         )
-
-
-def _group_of(volume_id: str, volume: Volume | None) -> str:
-    """The group's name; empty for an inline volume that no report has yet."""
-    if (parsed := ids.VolumeId.parse(volume_id)) is not None:
-        return parsed.group
-    return volume.group.name if volume is not None else ""
 
 
 def _pool_of(volume: Volume | None) -> str:

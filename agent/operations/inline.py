@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from agent.core import codes, errors, ids, tag, users
+from agent.core import backing, codes, errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.group_worker import Looks
 from agent.core.parameters import SIZE
@@ -105,7 +105,8 @@ class InlineVolumes:
         self, context: Context, creator: VolumeCreator, deleter: VolumeDeleter, stager: Stager
     ) -> None:
         self._config = context.config
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._reports, self._activator = context.reports, context.activator
         self._creator, self._deleter = creator, deleter
         self._stager = stager
         self._locks = context.locks
@@ -144,7 +145,7 @@ class InlineVolumes:
             tuning=call.parameters.tuning,
             is_ephemeral=True,
         )
-        device = self._inventory.device(call.volume_id)
+        device = self._activator.device(backing.of_id(call.volume_id))
         known = table.read(self._kernel)
         self._check_place(call.volume_id, device, place, known)
         attempt = _Attempt()
@@ -203,7 +204,7 @@ class InlineVolumes:
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 # Only a fresh report proves that there are none.
-                known = self._inventory.state(group)
+                known = self._reports.fresh(group)
             found, is_here = self._all(known, group), group in known.groups
         finally:
             if found or not is_here:
@@ -232,12 +233,12 @@ class InlineVolumes:
                 f"volume_context[{SIZE}]",
                 f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
-        groups = self._inventory.own_groups(known)
+        groups = known.groups.values()
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
             # Those of a group that was never read do not count: they must keep no pod waiting.
-            every = (one for one in self._inventory.shown(known) if one.is_ephemeral)
+            every = (one for one in known.shown() if one.is_ephemeral)
             there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in every}
             self._admitted.admit(call.volume_id, allocated_bytes, there, limit)
 
@@ -265,7 +266,7 @@ class InlineVolumes:
         """
         if tag.FORMATTED in volume.own_tags:
             return False
-        with self._inventory.activated(volume.group.name, volume.name) as device:
+        with self._activator.activated(volume.group.name, volume.name) as device:
             return filesystem.probe(self._kernel, device.path) is None
 
     def _remove(self, volume_id: str, group: str) -> None:
@@ -275,7 +276,7 @@ class InlineVolumes:
             suppress(errors.OperationPending),
             self._locks.hold(ids.logical_name(volume_id)),
         ):
-            known = self._inventory.state(group)
+            known = self._reports.fresh(group)
             every = [one for one in self._all(known, group) if one.own_tags[tag.NAME] == volume_id]
             for volume in filter(self._is_forgotten, every):
                 _log.warning(
@@ -289,17 +290,17 @@ class InlineVolumes:
 
     def _all(self, known: Known, group: str = "") -> list[Volume]:
         """The inline volumes of a group, or of all groups."""
-        every = (one for one in self._inventory.present(known) if one.is_ephemeral)
+        every = (one for one in known.volumes() if one.is_ephemeral)
         return [one for one in every if group in ("", one.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
         own_name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
-        volume = self._inventory.search(lambda one: one.name == own_name)
+        volume = self._reports.search(lambda one: one.name == own_name)
         if volume is None:
             # A group that does not answer, or is not here, may have it.
-            known = self._inventory.state()
-            self._inventory.require_none_named(known, volume_id, ids.INLINE_PREFIX)
-            self._inventory.require_groups(known)
+            known = self._reports.fresh()
+            known.require_none_named(volume_id, ids.INLINE_PREFIX)
+            self._reports.require_groups(known)
         return volume
 
     def _is_forgotten(self, volume: Volume) -> bool:

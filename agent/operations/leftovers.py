@@ -24,7 +24,8 @@ class Leftovers:
     """Looks for what calls left that failed; no command where none fails."""
 
     def __init__(self, context: Context) -> None:
-        self._config, self._inventory = context.config, context.inventory
+        self._config = context.config
+        self._volume_groups, self._reports = context.volume_groups, context.reports
 
     @contextmanager
     def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
@@ -35,9 +36,9 @@ class Leftovers:
             one = plan.device_class(self._config, "parameters", call.parameters)
             # Wherever it is: the class may have had another group when the volume was made.
             every = self._every(one.group)
-            found = _callers(self._inventory.own_groups(every))
+            found = _callers(every.groups.values())
             is_there = any(logical.name == name for logical in found)
-            return is_there or bool(self._inventory.why_unsure(every, name))
+            return is_there or bool(self._volume_groups.why_unsure(every.silent, name))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield
@@ -75,17 +76,17 @@ class Leftovers:
         """What may be a caller's in these groups, by their fresh state."""
         # An id that can be none has no group.
         groups = [one for one in groups if one]
-        known = self._inventory.state(*groups).groups if groups else {}
+        known = self._reports.fresh(*groups).groups if groups else {}
         return _callers(known[one] for one in groups if one in known)
 
     def _every(self, group: str) -> Every:
         """All groups, as the call itself looks for its volume: this one by its fresh state."""
         try:
-            known = self._inventory.state(group)
+            known = self._reports.fresh(group)
         except errors.GroupRefused:
             # What is in it is another node's, or no one's: no call here comes by it.
             known = Fresh({}, asked=frozenset({group}))
-        return self._inventory.everywhere(known)
+        return self._reports.everywhere(known)
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:

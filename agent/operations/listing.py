@@ -34,26 +34,26 @@ class Listing:
 
     def __init__(self, context: Context) -> None:
         self._volume_groups = context.volume_groups
-        self._inventory = context.inventory
+        self._reports = context.reports
 
     def page(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids; raises what a missing group raises."""
-        known = self._inventory.lists()
+        known = self._reports.lists()
         for name in self._volume_groups.names:
             # A list without a group's volumes would say that they are gone.
             known.group(name)
-        return requests.part({str(one.id): one for one in self._inventory.listed(known)}, page)
+        return requests.part({str(one.id): one for one in known.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
         """The volumes of the groups that are here; raises TooManyCalls, Starting."""
         known, away = self._look()
-        found = self._inventory.listed(known)
+        found = known.listed()
         return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
         """The snapshots of the groups that are here; raises TooManyCalls, Starting."""
         known, away = self._look()
-        found = self._inventory.snapshots(known)
+        found = self._reports.listed_snapshots(known)
         return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
 
     def _look(self) -> tuple[Every, Mapping[str, str]]:
@@ -65,7 +65,7 @@ class Listing:
         for name, end in begun.items():
             try:
                 # The second call raises the reason, also for a group that Carver could not make.
-                group = end()[name] or self._inventory.group(Report({}), name)
+                group = end()[name] or self._reports.group(Report({}), name)
             except _NO_ANSWER as error:
                 away[name] = str(error)
             else:

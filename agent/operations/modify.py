@@ -27,7 +27,7 @@ def modify(context: Context, call: ModifyVolume) -> None:
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
-        volume = context.inventory.require(call.volume_id, Call.MANAGE)
+        volume = context.mender.mended_volume(call.volume_id, Call.MANAGE)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
@@ -82,7 +82,7 @@ def bound(context: Context, group: Group) -> int:
         return 0
     bound_kib = context.config.recovery_bound_kib(group.name)
     alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
-    for volume in context.inventory.present(report_age.fresh([group])):
+    for volume in report_age.fresh([group]).volumes():
         one = group.volume(volume.name)
         if "raid" not in one.layout:
             continue
@@ -104,11 +104,13 @@ def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Seque
 
 def resume(context: Context, *groups: str) -> int:
     """`bound` these groups, or all, at the start: the setting may be another than before."""
-    known, count = context.inventory, 0
+    reports, count = context.reports, 0
     with Attempts() as attempts:
-        for one in known.fresh_groups(*groups):
+        for one in reports.fresh(*groups).groups.values():
             with attempts.one(), context.volume_groups.hold(one.name):
-                count += bound(context, known.group(known.state(one.name), one.name))
+                count += bound(
+                    context, context.reports.group(context.reports.fresh(one.name), one.name)
+                )
     return count
 
 

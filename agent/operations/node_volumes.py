@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, trace, users
+from agent.core import backing, errors, ids, trace, users
 from agent.core.context import Context
 from agent.core.requests import VolumeAt
 from agent.core.volume_states import Call
@@ -34,7 +34,8 @@ class NodeVolumes:
     """Finds the devices and mounts of volumes."""
 
     def __init__(self, context: Context) -> None:
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._activator, self._mender = context.activator, context.mender
         self._conflicts = context.conflicts
         # The directories in which kubelet may have volumes mounted.
         self.inside = context.config.kubelet_dir
@@ -52,7 +53,7 @@ class NodeVolumes:
         if ids.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
         self._conflicts.check(Call.USE, volume_id)
-        return self._inventory.device(volume_id)
+        return self._activator.device(backing.of_id(volume_id))
 
     def statistics(self, call: VolumeAt) -> Statistics:
         """How large and how full the volume is where it is staged or published."""
@@ -78,19 +79,21 @@ class NodeVolumes:
         try:
             return self._at(call, known)
         except (errors.NoSuchPath, errors.NotStaged):
-            device = self._inventory.device(call.volume_id)
+            device = self._activator.device(backing.of_id(call.volume_id))
             found = [] if device is None else users.places(self._kernel, known, device)
             if device is not None and found:
                 return device, found[0]
             # A report, which tells it from a volume that does not exist.
-            self._inventory.require(call.volume_id, Call.USE)
+            self._mender.mended_volume(call.volume_id, Call.USE)
             why = "it is mounted and published nowhere on this node"
             raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 
     def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
-        inline = ids.is_inline(call.volume_id)
-        device = (self._inventory.device if inline else self.device)(call.volume_id)
+        if ids.is_inline(call.volume_id):
+            device = self._activator.device(backing.of_id(call.volume_id))
+        else:
+            device = self.device(call.volume_id)
         try:
             mounted = known.top(self.place(call.path))
         except mount_errors.BadPath:
@@ -113,7 +116,7 @@ class NodeVolumes:
 
         Raises ForeignMount for another volume's.
         """
-        device = self._inventory.device(call.volume_id)
+        device = self._activator.device(backing.of_id(call.volume_id))
         if device is None:
             # Only the stale node of a device that went away may be unmounted.
             mounts.ensure_unmounted(self._kernel, call.path, [])

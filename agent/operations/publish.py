@@ -11,7 +11,7 @@ deactivated or closed by hand, or with a mount namespace that ended.
 import logging
 from dataclasses import replace
 
-from agent.core import errors, ids, users
+from agent.core import backing, errors, ids, users
 from agent.core.context import Context
 from agent.core.requests import PublishVolume, StageVolume, VolumeAt
 from agent.core.volume_states import Call
@@ -35,7 +35,8 @@ class Publisher:
         encrypted: EncryptedDevices,
         stager: Stager,
     ) -> None:
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._reports, self._mender = context.reports, context.mender
         self._limiter = context.limiter
         self._volumes = node_volumes
         self._encrypted = encrypted
@@ -81,7 +82,7 @@ class Publisher:
                 raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
         else:
             # Crash point: an earlier publication staged it, and ended before it wrote the tag.
-            self._stager.record_formatted(self._inventory.cached(call.volume_id), staged.fs_type)
+            self._stager.record_formatted(self._reports.cached(call.volume_id), staged.fs_type)
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
@@ -124,16 +125,16 @@ class Publisher:
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
             # Crash point: bound and not limited; the next start limits it.
-            if (seen := self._inventory.cached(call.volume_id)) is not None:
+            if (seen := self._reports.cached(call.volume_id)) is not None:
                 self._limiter.apply(seen)
         except mount_errors.MountError:
             self._volumes.detach_unused(loop.over(self._kernel, device.number))
             raise
 
     def _is_encrypted(self, volume_id: str) -> bool:
-        volume = self._inventory.cached(volume_id)
+        volume = self._reports.cached(volume_id)
         if volume is None or not volume.is_listed:
-            volume = self._inventory.require(volume_id, Call.USE)
+            volume = self._mender.mended_volume(volume_id, Call.USE)
         return volume.is_encrypted
 
     def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
@@ -151,7 +152,9 @@ class Publisher:
     def unpublish(self, call: VolumeAt) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
         call = replace(call, path=self._volumes.place(call.path))
-        with self._limiter.leaving(call.volume_id, is_last=ids.is_inline(call.volume_id)):
+        with self._limiter.leaving(
+            backing.of_id(call.volume_id), is_last=ids.is_inline(call.volume_id)
+        ):
             self._volumes.ensure_unmounted(call)
         # Crash point: unmounted, and the path is left; kubelet repeats the call.
         target.ensure_absent(self._kernel, call.path)

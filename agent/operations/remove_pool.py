@@ -49,7 +49,9 @@ class PoolRemover:
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
         self._freed = freed
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._devices = context.inventory, context.devices
+        self._devices = context.devices
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._lvm, self._policy = (
             context.volume_groups.lvm,
             ErasePolicy(context.config, context.kernel),
@@ -158,7 +160,7 @@ class PoolRemover:
                 volumes.remove(self._lvm(group.name), group.name, one.name)
 
     def _due(self, group: str) -> Iterator[Job]:
-        for pool in _abandoned(self._inventory.state(group).group(group)):
+        for pool in _abandoned(self._reports.fresh(group).group(group)):
             yield Job(f"{group}/{pool}")
 
     def _erase_and_remove(self, job: Job) -> Steps:
@@ -171,7 +173,7 @@ class PoolRemover:
             cache = self._detached_cache(group, pool)
             if self._policy.zeroes:
                 wiping = self._wiping_device(group, pool)
-                parted = self._inventory.ensure_active(group_name, cache).path if cache else ""
+                parted = self._activator.ensure_active(group_name, cache).path if cache else ""
         if self._policy.zeroes:
             yield from self._zero_pool(job, pool, wiping)
             if parted:
@@ -196,14 +198,14 @@ class PoolRemover:
             return caches.parted(group, pool.name)
         if not self._policy.zeroes:
             return ""  # it is removed with its pool
-        if not self._inventory.is_active(group.name, pool.name):
+        if not self._activator.is_active(group.name, pool.name):
             volumes.activate(self._lvm(group.name), group.name, pool.name)
         caches.split(self._lvm(group.name), pool)
         return caches.attached(pool)
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
         """A fresh report of the group, if the pool exists and holds no user's volume."""
-        group = self._inventory.state(group_name, resume=True).group(group_name)
+        group = self._mender.mend(group_name).group(group_name)
         made = group.volumes.get(pool)
         if made is not None and is_half_made_pool(made):
             volumes.remove(self._lvm(group_name), group_name, pool)
@@ -225,7 +227,7 @@ class PoolRemover:
             own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
             new = New(name, pool.size_bytes, own_tags)
             thin.create(self._lvm(group.name), group.name, pool.name, new)
-        return self._inventory.ensure_active(group.name, name).path
+        return self._activator.ensure_active(group.name, name).path
 
     def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
         """Zero all that a pool ever allocated, by a volume in it."""
@@ -249,7 +251,7 @@ class PoolRemover:
 
     def _is_full(self, group: str, pool: str) -> bool:
         """Whether all chunks of an active pool are allocated, or leaked; no command."""
-        status = thin.status_of(self._inventory.status(group, pool))
+        status = thin.status_of(self._activator.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
     def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> Steps:

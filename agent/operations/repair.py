@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from agent.core import errors, ids, records, tag, users
+from agent.core.activator import Activator
 from agent.core.classes import AUTO
 from agent.core.context import Context
 from agent.core.group_worker import Looks
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
+from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.volume_states import Call
 from agent.operations.erase import mark_for_erase
 from agent.operations.erase_policy import ErasePolicy
@@ -35,20 +36,20 @@ class Progress:
     message: str
 
 
-def rebuilding(known: Inventory, group: report.Group) -> str:
+def rebuilding(activator: Activator, group: report.Group) -> str:
     """The RAID volumes of a group that are not in sync, with percentages; empty if all are."""
     found = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
         is_raid = "raid" in logical.layout
-        status = _raid(known, group.name, logical.name) if is_raid else None
+        status = _raid(activator, group.name, logical.name) if is_raid else None
         if status is not None and status.is_syncing:
             found.append(f"{logical.name} {status.synced_percent:.0f} %")
     return ", ".join(found)
 
 
-def _raid(known: Inventory, group: str, name: str) -> Raid | None:
+def _raid(activator: Activator, group: str, name: str) -> Raid | None:
     """The kernel's status of an active RAID volume; no command."""
-    return next((one for one in known.status(group, name) if isinstance(one, Raid)), None)
+    return next((one for one in activator.status(group, name) if isinstance(one, Raid)), None)
 
 
 class Repairer:
@@ -56,7 +57,9 @@ class Repairer:
 
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
+        self._lvm = context.volume_groups.lvm
         self._allocators = context.allocators
         self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
 
@@ -67,7 +70,7 @@ class Repairer:
         NotRepairable, NoRoom, VolumeInUse.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            volume = self._inventory.require(volume_id, Call.MANAGE)
+            volume = self._mender.mended_volume(volume_id, Call.MANAGE)
             logical = volume.group.volume(volume.name)
             if "raid" in logical.layout and not logical.pool:
                 if any(volume.group.lost_images(logical)) and volume.group.survives(logical):
@@ -96,10 +99,10 @@ class Repairer:
             why = f"{lost} of its images are on missing disks, and data are on none of the others"
             raise errors.NotRepairable(path, why)
         if lost:
-            self._inventory.ensure_active(group.name, name)
+            self._activator.ensure_active(group.name, name)
         # The kernel's status: a refresh leaves no trace in lvm2's metadata, so the report would be
         # as before.
-        status = _raid(self._inventory, group.name, name)
+        status = _raid(self._activator, group.name, name)
         if status is not None and status.is_syncing:
             # lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
@@ -155,12 +158,12 @@ class Repairer:
                 " call again with `--pool-metadata`: the metadata are written anew as far as they"
                 " can be read",
             )
-        known = self._inventory.state(group.name)
-        for one in self._inventory.present(known):
+        known = self._reports.fresh(group.name)
+        for one in known.volumes():
             if one.group.name == group.name and one.name in members:
-                users.require_unused(self._kernel, self._inventory, one)
+                users.require_unused(self._kernel, self._activator, one)
         for name in (*members, pool):
-            if self._inventory.is_active(group.name, name):
+            if self._activator.is_active(group.name, name):
                 volumes.deactivate(lvm, group.name, name)
         groups.repair_pool(lvm, group.name, pool)
         if why := self._damage(group, pool):
@@ -173,7 +176,7 @@ class Repairer:
 
     def _damage(self, group: report.Group, pool: str) -> str:
         """What is wrong with a pool's metadata, by the kernel or by its activation; or empty."""
-        if not self._inventory.is_active(group.name, pool):
+        if not self._activator.is_active(group.name, pool):
             try:
                 volumes.activate(self._lvm(group.name), group.name, pool)
             except mount_errors.OutcomeUnknown:
@@ -181,7 +184,7 @@ class Repairer:
             except mount_errors.CommandFailed as error:
                 # lvm2 has thin_check(8) look at them first.
                 return f"it cannot be activated: {error}"
-        status = thin.status_of(self._inventory.status(group.name, pool))
+        status = thin.status_of(self._activator.status(group.name, pool))
         if status is None:
             return ""
         if status.mode in ("rw", "out_of_data_space") and not status.needs_check:
@@ -216,7 +219,7 @@ class AutoRepair:
     """Repairs volumes that lack a disk for longer than their class allows (`repair = "auto"`)."""
 
     def __init__(self, context: Context, repairer: Repairer) -> None:
-        self._inventory = context.inventory
+        self._reports = context.reports
         self._repairer = repairer
         classes = [one for one in context.config.classes if one.repair == AUTO]
         # The delays in seconds, by class.
@@ -253,10 +256,10 @@ class AutoRepair:
     def _degraded(self, group: str) -> Iterator[Volume]:
         """The volumes of these classes in a group that lack a disk; none if no group answers."""
         try:
-            seen = self._inventory.seen(MONITOR_AGE_SECONDS)
+            seen = self._reports.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError, OSError):
             return
-        for one in self._inventory.seen_volumes(seen):
+        for one in seen.volumes():
             is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
             # By lvm2's report: the tag of one may be lost, which keeps no other.
             is_raid = "raid" in one.group.volume(one.name).layout

@@ -45,7 +45,9 @@ class Replacement:
     def __init__(
         self, context: Context, repairer: Repairer, *, freed: Callable[[str], object]
     ) -> None:
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._context, self._repairer = context, repairer
         self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
@@ -93,7 +95,7 @@ class Replacement:
 
         The earlier watcher ended with the service, or with the node. One command for each group.
         """
-        left = [one for one in self._inventory.fresh_groups(*names) if one.moves]
+        left = [one for one in list(self._reports.fresh(*names).groups.values()) if one.moves]
         with Attempts() as attempts:
             for one in left:
                 with attempts.one():
@@ -107,15 +109,15 @@ class Replacement:
         caller reads the group that is found. Raises what `state` raises where none has either, and
         GroupBusy where the old disk may be in one that was never read.
         """
-        own = list(self._inventory.own_groups(self._inventory.hint()))
+        own = list(self._reports.hint().groups.values())
         if (found := self._having(own, old)) is not None:
             return found.name
         if (found := self._having(own, new)) is not None:
-            every = self._inventory.everywhere(self._inventory.state(found.name))
+            every = self._reports.everywhere(self._reports.fresh(found.name))
             every.require_read()
-            own = list(self._inventory.own_groups(every))
+            own = list(every.groups.values())
         else:
-            own = self._inventory.fresh_groups()
+            own = list(self._reports.fresh().groups.values())
         found = self._having(own, old) or self._having(own, new)
         if found is None:
             raise _no_such_disk(old, own)
@@ -125,7 +127,7 @@ class Replacement:
         return next((one for one in groups if self._find(one, disk) is not None), None)
 
     def _look(self, name: str) -> Group:
-        return self._inventory.group(self._inventory.state(name, resume=True), name)
+        return self._reports.group(self._mender.mend(name), name)
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
         """A disk of the group, by its UUID or any path of its device."""
@@ -233,7 +235,7 @@ class Replacement:
             if not group.moves or since >= _WATCH_SECONDS:
                 groups.move(lvm, leaving.name, coming.name)
                 self._watched[leaving.uuid] = time.monotonic()
-            found = [self._inventory.status(group.name, name) for name in sorted(group.moves)]
+            found = [self._activator.status(group.name, name) for name in sorted(group.moves)]
             moves = [one for each in found for one in each if isinstance(one, Mirror)]
             how_far = ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
             return Progress(False, f"{leaving.name} is moved: {how_far}")
@@ -296,7 +298,7 @@ class Replacement:
         except ExceptionGroup as error:
             # The disk is out all the same, and the next start bounds them.
             _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, reasons(error))
-        if unsynced := rebuilding(self._inventory, group):
+        if unsynced := rebuilding(self._activator, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")
 

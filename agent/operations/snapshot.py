@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from agent.core import errors, ids, records, requests, tag, users, volume_states
+from agent.core import backing, errors, ids, records, requests, tag, users, volume_states
 from agent.core.allocation import closed_to_new, full
 from agent.core.classes import SNAPSHOT_SIZE
 from agent.core.context import Context
@@ -50,7 +50,8 @@ class Snapshotter:
         self._config = context.config
         self._readers = readers
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._eraser = eraser
         self._pool_remover = pool_remover
         self._allocators = context.allocators
@@ -64,17 +65,18 @@ class Snapshotter:
         if not call.topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
-        with self._limiter.lifted(call.source_id):
-            users.flush(self._kernel, self._inventory, call.source_id)
+        source = backing.of_id(call.source_id)
+        with self._limiter.lifted(source):
+            users.flush(self._kernel, self._activator, source)
         group = ids.group_of(call.source_id)
-        self._inventory.await_others(group)
+        self._reports.await_others(group)
         with self._volume_groups.hold(group):
-            known = self._inventory.state(group, resume=True)
+            known = self._mender.mend(group)
             self.require_free(known, name)
-            for found in self._inventory.snapshots(self._inventory.everywhere(known)):
+            for found in self._reports.listed_snapshots(self._reports.everywhere(known)):
                 if found.name == name:
                     return _same(found, call)
-            volume = self._inventory.get(known, call.source_id)
+            volume = known.volume(call.source_id)
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin; the next call, or the
@@ -108,7 +110,7 @@ class Snapshotter:
             tag.SEQUENCE: str(records.next_sequence(group)),
             **{key: volume.own_tags[key] for key in INHERITED if key in volume.own_tags},
         }
-        with self._limiter.lifted(str(volume.id)):
+        with self._limiter.lifted(volume.backing):
             if pool:
                 thin.snapshot(
                     lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
@@ -125,14 +127,15 @@ class Snapshotter:
                 )
         return Snapshot(
             VolumeId.of(group, name),
+            backing.of(group, name),
             group,
-            name,
             volume.id,
             volume.size_bytes,
             int(own_tags[tag.TIME]),
             area_bytes,
             own_tags,
             pool=pool,
+            origin=volume.name,
         )
 
     def make_room(self, *volumes: Volume) -> None:
@@ -194,11 +197,11 @@ class Snapshotter:
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             return
-        self._inventory.await_others(parsed.group)
+        self._reports.await_others(parsed.group)
         with self._volume_groups.hold(parsed.group):
-            known = self._inventory.state(parsed.group, resume=True)
+            known = self._mender.mend(parsed.group)
             try:
-                snapshot = self._inventory.snapshot(known, snapshot_id)
+                snapshot = self._reports.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
                 # Crash point: split, and its COW store is left, tagged as deleted.
                 self.go_on(known, snapshot_id)
@@ -206,7 +209,7 @@ class Snapshotter:
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
             # A copy in another group reads it, and its extents are erased at once.
-            self._inventory.require_not_copied(self._inventory.everywhere(known), snapshot_id)
+            self._reports.everywhere(known).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
             self.part(snapshot)
         self.finish(snapshot)
@@ -225,7 +228,7 @@ class Snapshotter:
         if not any(names.is_of(one, own_name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
             return
         try:
-            remains = self._inventory.doomed_one(known, snapshot_id)
+            remains = known.doomed_volume(snapshot_id)
         except (errors.NoSuchVolume, errors.OtherGroup):
             return
         self._eraser.delete(remains)
@@ -236,7 +239,7 @@ class Snapshotter:
             if snapshot.is_thin:
                 # Only a fresh report says whether it is the last in its pool.
                 name = snapshot.group.name
-                snapshot = replace(snapshot, group=self._inventory.state(name).group(name))
+                snapshot = replace(snapshot, group=self._reports.fresh(name).group(name))
             self.part(snapshot)
         self.finish(snapshot)
 
@@ -278,28 +281,28 @@ class Snapshotter:
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             raise errors.NoSuchSnapshot(snapshot_id)
-        return self._inventory.snapshot(self._inventory.state(parsed.group), snapshot_id)
+        return self._reports.snapshot(self._reports.fresh(parsed.group), snapshot_id)
 
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
         """A part of the snapshots, in the order of their ids; of one group where an id names it."""
         named = VolumeId.parse(call.snapshot_id or call.source_id)
         if named is not None and self._volume_groups.of(named.group) is not None:
             # So the external-snapshotter polls one snapshot: another group may hang.
-            known: Known = self._inventory.state(named.group)
-            self._inventory.group(known, named.group)
+            known: Known = self._reports.fresh(named.group)
+            self._reports.group(known, named.group)
         else:
-            known = self._inventory.lists()
-            self._inventory.require_groups(known)
+            known = self._reports.lists()
+            self._reports.require_groups(known)
         found = {
             str(one.id): one
-            for one in self._inventory.snapshots(known)
+            for one in self._reports.listed_snapshots(known)
             if call.source_id in ("", str(one.source_id)) and call.snapshot_id in ("", str(one.id))
         }
         return requests.part(found, call.page)
 
     def require_free(self, known: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is erased."""
-        for doomed in self._inventory.doomed(known):
+        for doomed in known.doomed():
             if doomed.name in logical:
                 # A killed lvcreate leaves one too, for which no job exists yet.
                 self._eraser.delete(doomed)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from agent.core import errors, tag
+from agent.core import backing, errors, tag
 from agent.core.background import MKFS
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
@@ -52,7 +52,9 @@ class Stager:
         expander: Expander,
     ) -> None:
         self._run, self._kernel = context.run, context.kernel
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender, self._tag_writer = context.mender, context.tag_writer
         self._detached = context.detached
         self._oldest_kernel = context.config.oldest_kernel
         self._mappings = Mappings(context)
@@ -79,7 +81,7 @@ class Stager:
             if device is not None and known.top_of(call.staging_path, device.number) is not None:
                 # Kubelet stages it so after its own start.
                 known = self.without_errors(call, device, known)
-            find = partial(self._inventory.require, call.volume_id, Call.USE)
+            find = partial(self._mender.mended_volume, call.volume_id, Call.USE)
             self.ensure_mounted(call, device, find, known)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
@@ -87,11 +89,11 @@ class Stager:
         """Activate and open a raw block volume, and complete its growth."""
         if device is None or not self._is_ready(call, device):
             volume, device = self._activated(
-                call, self._inventory.require(call.volume_id, Call.USE)
+                call, self._mender.mended_volume(call.volume_id, Call.USE)
             )
             device, tags = self._encrypted.opened(volume, device, call.keys)
             self._record_later(volume, tags)
-        seen = self._inventory.cached(call.volume_id)
+        seen = self._reports.cached(call.volume_id)
         if seen is None or not seen.refused_bytes:
             return
         # The size is not refused any more if all of the volume can be used by its device.
@@ -100,10 +102,10 @@ class Stager:
 
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
         """Whether an active raw block volume is as large as is on record, and open or plain."""
-        seen = self._inventory.cached(call.volume_id)
+        seen = self._reports.cached(call.volume_id)
         if seen is None or seen.wanted_bytes or not seen.is_listed:
             return False
-        if self._inventory.has_lost_disk(seen):
+        if self._activator.has_lost_disk(seen):
             return False
         if device.below is not None:
             return self._mappings.is_used(device)
@@ -126,7 +128,7 @@ class Stager:
         if device is None or (mounted := known.top_of(call.staging_path, device.number)) is None:
             seen = self._mounted(call, find())
         else:
-            seen = self._inventory.cached(call.volume_id)
+            seen = self._reports.cached(call.volume_id)
             fs_type = call.capability.fs_type or call.parameters.fs_type or mounted.fs_type
             if mounted.fs_type != fs_type:
                 raise errors.Incompatible(
@@ -161,7 +163,7 @@ class Stager:
         volume = self._expander.catch_up(volume)
         # Crash point: grown or active, and no more; the next call goes on from there.
         with self._volume_groups.hold(volume.group.name):
-            return volume, self._inventory.activate(volume)
+            return volume, self._activator.activate(volume)
 
     def _mounted(self, call: StageVolume, volume: Volume) -> Volume:
         """Activate, open, format and mount a volume; the volume as it was activated."""
@@ -180,7 +182,7 @@ class Stager:
         # An earlier call's mkfs or fsck may outlast it.
         self._detached.finish(str(volume.id))
         device, tags = self._encrypted.opened(volume, device, call.keys)
-        with self._closing_on_failure(call.volume_id, device):
+        with self._closing_on_failure(volume, device):
             tags |= self.ensure_formatted(call, volume, device, fs_type)
             self._record_later(volume, tags)
             target.ensure_directory(self._kernel, call.staging_path)
@@ -258,7 +260,7 @@ class Stager:
         is_of_source = volume.is_copied and _is_derived(found.uuid)
         if volume.own_tags.keys() & _IN_USE or not (is_own or is_of_source):
             return False
-        self._inventory.require_same(volume, device)
+        self._activator.require_same(volume, device)
         return filesystem.discard_unfinished(self._kernel, device.path, found.fs_type, found.uuid)
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
@@ -276,7 +278,7 @@ class Stager:
         found: filesystem.Signature | None,
     ) -> None:
         """Raise NoSuchVolume, UnexpectedContents where a volume changed since `look` found that."""
-        self._inventory.require_same(volume, device)
+        self._activator.require_same(volume, device)
         if (now := look()) != found:
             raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
 
@@ -316,7 +318,7 @@ class Stager:
         elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
             fs_type = mounted.fs_type
             try:
-                volume = self._inventory.require(call.volume_id, Call.USE)
+                volume = self._mender.mended_volume(call.volume_id, Call.USE)
                 self._tag_remount(volume, {tag.REMOUNT: "yes"})
                 # Crash point: by the tag, the next call goes on after the unmount.
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
@@ -328,9 +330,9 @@ class Stager:
         _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
         # It was mounted, so a blank device has lost its file system, and must not get another.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
-        if self._inventory.has_lost_disk(volume):
+        if self._activator.has_lost_disk(volume):
             # A mapping on what the disk was keeps that from being activated anew.
-            self._mappings.close_unused(call.volume_id)
+            self._mappings.close_unused(volume.backing)
             self._mounted(call, volume)
         else:
             self._detached.finish(call.volume_id)
@@ -343,14 +345,14 @@ class Stager:
     def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
         """The volume, if an earlier call unmounted it to mount it again."""
         try:
-            volume = self._inventory.require(volume_id, Call.USE)
+            volume = self._mender.mended_volume(volume_id, Call.USE)
         except _LOOKUP_ERRORS:
             return None
         is_open = device.below is not None or not volume.is_encrypted
         return volume if is_open and tag.REMOUNT in volume.own_tags else None
 
     def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
-        self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
+        self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new)
 
     def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
         """Write tags after the answer. If they are lost, the next stage finds the same."""
@@ -358,14 +360,14 @@ class Stager:
             self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
 
     @contextmanager
-    def _closing_on_failure(self, volume_id: str, device: Device) -> Iterator[None]:
+    def _closing_on_failure(self, volume: Volume, device: Device) -> Iterator[None]:
         """Close an encrypted volume on an exception, unless mkfs goes on and keeps it open."""
         try:
             yield
         except Exception:
             if device.below is not None:
                 with suppress(mount_errors.MountError, mount_errors.CommandError):
-                    self._mappings.close_unused(volume_id)
+                    self._mappings.close_unused(volume.backing)
             raise
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
@@ -378,18 +380,18 @@ class Stager:
 
         An encrypted volume is closed by one command, unless it is published still.
         """
-        path = self._volumes.place(call.path)
-        with self._limiter.leaving(call.volume_id, is_last=True):
+        path, logical = self._volumes.place(call.path), backing.of_id(call.volume_id)
+        with self._limiter.leaving(logical, is_last=True):
             self._volumes.ensure_unmounted(replace(call, path=path))
-        seen = self._inventory.cached(call.volume_id)
+        seen = self._reports.cached(call.volume_id)
         if seen is not None and tag.REMOUNT in seen.own_tags:
             # A publish was to mount it again, and the next one must not.
             with suppress(errors.AgentError, mount_errors.CommandError):
-                self._inventory.replace_tags(seen.group.name, seen.name, (tag.REMOUNT,), {})
+                self._tag_writer.replace(seen.backing, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
         with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
             # Crash point: unmounted and open; the next unstage or stage closes it.
-            self._mappings.close_unused(call.volume_id)
+            self._mappings.close_unused(logical)
 
 
 def _own_uuid(device: Device) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from agent.core import errors, records
 from agent.core.context import Context
 from agent.core.disks import REMEDY
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
+from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.volume_group import VolumeGroup
 from agent.operations import health, preflight
 from agent.operations.health import Condition, Diagnosis, Reason
@@ -28,8 +28,8 @@ class Readiness:
     Probe failed, sidecars would exit for good.
     """
 
-    def __init__(self, known: Inventory, node: preflight.Node, admission: Admission) -> None:
-        self._inventory = known
+    def __init__(self, reports: Reports, node: preflight.Node, admission: Admission) -> None:
+        self._reports = reports
         self._node = node
         self._admission = admission
 
@@ -38,7 +38,7 @@ class Readiness:
         for found in preflight.cheap(self._node):
             if found.verdict == preflight.FAIL:
                 raise errors.NotReady(f"{found.message}; {found.remedy}")
-        for problem in (self._admission.problem, self._inventory.problem):
+        for problem in (self._admission.problem, self._reports.problem):
             if isinstance(problem, mount_errors.ProgramMissing):
                 raise errors.NotReady(str(problem))
         return self._admission.is_open
@@ -51,7 +51,7 @@ class Readiness:
         self.probe()
         try:
             self._admission.require_open()
-            self._inventory.seen(MONITOR_AGE_SECONDS)
+            self._reports.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError) as error:
             raise errors.NotReady(str(error)) from None
 
@@ -60,7 +60,8 @@ class StorageHealth:
     """Carries out NodeGetStorageHealth."""
 
     def __init__(self, context: Context, diagnosis: Diagnosis, node: preflight.Node) -> None:
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
         self._admission, self._diagnosis, self.node = context.admission, diagnosis, node
         # For tests.
         self.disk_errors = DiskErrors()
@@ -80,7 +81,7 @@ class StorageHealth:
     def conditions(self) -> Sequence[Condition]:
         """What is wrong with the storage, each reason once; usually nothing."""
         self._asked_seconds = time.monotonic()
-        self._inventory.keep_fresh()
+        self._reports.keep_fresh()
         until = time.monotonic() + health.PATIENCE_SECONDS
         found = []
         if (problem := self._admission.problem) is not None:
@@ -126,7 +127,7 @@ class StorageHealth:
     def _was_here(self, volume_group: VolumeGroup) -> bool:
         """Whether the group ever was on this node; some clusters have nodes without disks."""
         name = volume_group.name
-        if volume_group.last_seen is not None or self._inventory.is_any_active(name):
+        if volume_group.last_seen is not None or self._activator.is_any_active(name):
             return True
         # lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
         return name in lvm2.backed_up_groups(self.node.lvm_root)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
-from agent.core import errors, ids, locks, requests
+from agent.core import backing, errors, ids, locks, records, requests
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
@@ -53,7 +53,8 @@ class VolumesHealth:
     """
 
     def __init__(self, context: Context, diagnosis: Diagnosis) -> None:
-        self._kernel, self._inventory = context.kernel, context.inventory
+        self._kernel = context.kernel
+        self._reports, self._activator = context.reports, context.activator
         self._volume_groups = context.volume_groups
         self._diagnosis, self._conflicts = diagnosis, context.conflicts
         # The directories in which kubelet may have volumes.
@@ -98,7 +99,7 @@ class VolumesHealth:
         `begin_states` does, for all together. Of one that never did it has the active volumes, once
         it has been silent for long. Raises where no group ever answered what a look at one raises.
         """
-        self._inventory.keep_fresh()
+        self._reports.keep_fresh()
         silent = [one for one in self._volume_groups if one.silent_seconds]
         unread = [one for one in self._volume_groups if one.status == "unknown"]
         if unread:
@@ -115,7 +116,7 @@ class VolumesHealth:
         every += (
             (str(one), volume_group, None)
             for volume_group in unknown
-            for one in self._inventory.active_ids(ids.VOLUME_PREFIX, volume_group.name)
+            for one in self._activator.active_ids(ids.VOLUME_PREFIX, volume_group.name)
         )
         rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
         return requests.first(self._unhealthy(rest), page, attrgetter("size_bytes"))
@@ -136,7 +137,7 @@ class VolumesHealth:
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """The volumes of the last report that may be used: not deleted, held or moved since."""
         group = volume_group.cached or volume_group.last_seen
-        for one in self._inventory.seen_volumes(Seen({} if group is None else {group.name: group})):
+        for one in Seen({} if group is None else {group.name: group}).volumes():
             if one.is_listed:
                 # Whatever it is that one may not be used for, the others are listed.
                 with suppress(errors.AgentError):
@@ -145,7 +146,7 @@ class VolumesHealth:
 
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._conflicts.check(Call.USE, volume_id)
-        self._inventory.keep_fresh()
+        self._reports.keep_fresh()
         groups, name = self._volume_groups, parsed.group
         if (volume_group := groups.known(name) or groups.of(name)) is None:
             raise errors.OtherGroup(volume_id, f"group {name} is not on this node")
@@ -156,9 +157,10 @@ class VolumesHealth:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
             volume = None  # by that report; it may be complete by now
-        active = self._inventory.device(volume_id) is not None
-        is_new = parsed.name not in volume_group.cached.volumes
-        if is_new and active and names.is_of(ids.VOLUME_PREFIX, parsed.name):
+        logical = backing.of_id(volume_id) if volume is None else volume.backing
+        active = self._activator.device(logical) is not None
+        is_new = logical.name not in volume_group.cached.volumes
+        if is_new and active and names.is_of(ids.VOLUME_PREFIX, logical.name):
             # Made since the last report.
             return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):
@@ -191,8 +193,9 @@ class VolumesHealth:
 
     def _inline(self, volume_id: str) -> VolumeHealth:
         """The health of an inline volume: its id is kubelet's and does not say its group."""
-        volume = self._inventory.cached(volume_id)
-        if self._inventory.device(volume_id) is not None:
+        volume = self._reports.cached(volume_id)
+        logical = backing.of_id(volume_id) if volume is None else volume.backing
+        if self._activator.device(logical) is not None:
             if volume is None:
                 return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
         elif volume is None or self._group_of(volume).is_changed:
@@ -235,7 +238,7 @@ class VolumesHealth:
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """A volume by a report of its group; None if it is absent or being deleted."""
         try:
-            return self._inventory.seen_volume(Seen({group.name: group}), volume_id)
+            return Seen({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
             return None
 
@@ -261,7 +264,7 @@ class VolumesHealth:
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
-            return self._inventory.named_in(group, volume_id, ids.INLINE_PREFIX)
+            return records.named(group, volume_id, ids.INLINE_PREFIX)
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:

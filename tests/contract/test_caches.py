@@ -604,7 +604,7 @@ def test_an_empty_pool_that_is_not_active_is_given_back_with_its_cache(
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"contents" * (MIB // 8))
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     host.deactivate(group, f"pool-{name}")
-    service.inventory.state()
+    service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back(group, f"pool-{name}").result(600)
     assert free(host, group) == (sum(SLOW), sum(FAST))

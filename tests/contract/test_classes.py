@@ -12,7 +12,7 @@ import pytest
 from fakes.host import FakeHost
 from real.any import AnyHost
 
-from agent.core import errors, tag
+from agent.core import backing, errors, tag
 from agent.core.classes import DeviceClass
 from agent.core.ids import VolumeId
 from agent.core.parameters import STORAGE_CLASS, Parameter, Parameters
@@ -320,7 +320,11 @@ def test_a_raid_in_use_is_not_half_made_while_it_gets_images(
     def seen(*bare: str, **more: str) -> Volume:
         within = replace(found, volumes={**found.volumes, **{one: parts[one] for one in bare}})
         return Volume(
-            VolumeId.of(found, "vol-pvc-1"), within, "vol-pvc-1", SIZE, {**own_tags, **more}
+            VolumeId.of(found, "vol-pvc-1"),
+            backing.of(found, "vol-pvc-1"),
+            within,
+            SIZE,
+            {**own_tags, **more},
         )
 
     assert seen(first, second).is_half_made

@@ -457,7 +457,7 @@ def test_half_made_one_is_undone_at_start(
     service: Service,
 ) -> None:
     whole = client.group_snapshot("other", pair)
-    service.inventory.state()
+    service.reports.fresh()
     assert service.group_snapshotter.resume() == 1
     left = {logical_name(one) for one in ids(whole)}
     assert names(host, group) == {"vol-data", "vol-wal", *left}
@@ -484,7 +484,7 @@ def test_one_that_lost_a_part_is_kept_until_deleted(
     group: str,
     service: Service,
 ) -> None:
-    service.inventory.state()
+    service.reports.fresh()
     assert service.group_snapshotter.resume() == 0
     with expect.code("FAILED_PRECONDITION", rest.group_snapshot_id, "1 of its 2"):
         client.find_group_snapshot(rest.group_snapshot_id, ids(rest))

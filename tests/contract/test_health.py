@@ -57,7 +57,7 @@ def test_a_suspended_device_is_reported_until_it_is_resumed(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     service.diagnosis.settling_seconds = 0.1
-    service.inventory.state()
+    service.reports.fresh()
     host.suspend(group, "vol-pvc-1")
     try:
         host.commands.clear()
@@ -72,7 +72,7 @@ def test_an_overflowed_snapshot_is_reported_of_its_volume_until_it_is_deleted(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     snapshot = client.snapshot("s", volume.volume_id, {"size": "4Mi"})
-    service.inventory.state()
+    service.reports.fresh()
     assert reported(client, volume) == []
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
@@ -82,7 +82,7 @@ def test_an_overflowed_snapshot_is_reported_of_its_volume_until_it_is_deleted(
     assert f"snapshot {snapshot.snapshot_id} of it is of no use" in status.message
     assert "of no use" in status.message
     client.delete_snapshot(snapshot.snapshot_id)
-    service.inventory.state()
+    service.reports.fresh()
     assert reported(client, volume) == []
 
 
@@ -109,7 +109,7 @@ def test_a_volume_that_may_not_be_used_keeps_no_other_from_the_list(
 ) -> None:
     service.diagnosis.settling_seconds = 0.1
     other = client.create("pvc-2", 16 * MIB, block())
-    service.inventory.state()
+    service.reports.fresh()
     holds, held = service.context.holds, other.volume_id
     # Each is so before a report has its tag.
     if how == "moved":

@@ -15,6 +15,7 @@ from csi_client import Client
 from fakes.cgroups import FakeCgroups
 from real.any import AnyHost, logical, lvm2_commands, names
 
+from agent.core import backing
 from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.settings(
 
 def limits(host: AnyHost, service: Service, volume: csi.Volume) -> IoMax:
     """What the kernel allows the pods on the device that they use."""
-    device = service.inventory.device(volume.volume_id)
+    device = service.context.activator.device(backing.of_id(volume.volume_id))
     assert device is not None
     return host.cgroups.limits().get(device.number, UNLIMITED)
 
@@ -224,7 +225,7 @@ def test_limits_are_set_again_after_a_start_and_those_that_no_tag_says_are_remov
 ) -> None:
     pod = pod_of(client, host)
     pod.begin()
-    device = service.inventory.device(pod.id)
+    device = service.context.activator.device(backing.of_id(pod.id))
     assert device is not None
     # Killed between the tag and the limit; and between the removal of the tag and that of it.
     host.cgroups.limit(device.number, UNLIMITED)
@@ -340,7 +341,7 @@ def test_a_volume_is_without_limits_until_the_last_of_several_calls_needs_it_no_
     pod.begin()
     limiter, own = service.context.limiter, (ExitStack(), ExitStack())
     for one in own:
-        one.enter_context(limiter.lifted(pod.id))
+        one.enter_context(limiter.lifted(backing.of_id(pod.id)))
     own[ends_first].close()
     assert limits(host, service, pod.volume) == UNLIMITED
     # Nor does a change of the limits, or a look at them, end it.

@@ -80,7 +80,7 @@ def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
             call()
     # Existing volumes are served.
     assert client.create("pvc-1", EXTENT, block()) == volume
-    service.inventory.state()
+    service.reports.fresh()
     assert "GroupMetadataFull" in {one.reason for one in client.storage_health()}
 
 

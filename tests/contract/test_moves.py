@@ -381,7 +381,7 @@ def test_random_histories_move_to_the_byte(
         else:
             raise AssertionError(f"{seed}: the move does not come to an end")
         stand.before = lambda _words: None
-        known = here.service.inventory.state(here.group).group(here.group)
+        known = here.service.reports.fresh(here.group).group(here.group)
         size = known.volume("vol-db").size_bytes
         assert there.content("vol-db", size) == here.content("vol-db", size), seed
         here.host.deactivate(here.group, "vol-db")

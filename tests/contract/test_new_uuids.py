@@ -36,7 +36,7 @@ def test_a_group_of_another_uuid_has_its_volumes_under_other_ids(
     host.deactivate(group, "vol-pvc-1")
     host.lvm("vgchange", "--uuid", "--", group)
     with served(host, config) as (service, client):
-        service.inventory.state()
+        service.reports.fresh()
         [found] = client.volumes()
         before, now = (VolumeId.parse(one.volume_id) for one in (volume, found))
         assert before is not None

@@ -121,7 +121,7 @@ def test_what_a_pool_grew_into_before_it_was_overwritten_is_overwritten_after_it
     made = client.create("pvc-1", 20 * EXTENT, block(), parameters={"class": "thin"})
     host.lvm("vgchange", "--addtag", MARKED, "--", group)
     fill(host, group, "vol-pvc-1", 15 * MIB)
-    service.inventory.state()
+    service.reports.fresh()
     assert service.autoextender.step(0)
     host.lvm("vgchange", "--deltag", MARKED, "--", group)
     client.delete(made.volume_id)

@@ -17,8 +17,8 @@ from nodes import Node
 from real.any import AnyHost
 from use import Use
 
-from agent.core.inventory import Inventory
 from agent.core.settings import Config
+from agent.core.tag_writer import TagWriter
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from mount import errors as mount_errors
 from mount import luks
@@ -260,17 +260,17 @@ def test_without_tags_a_volume_is_used_by_the_key_that_it_has(
     """lvm2 writes no tag while a disk is missing, and without one no key is changed."""
     used.unpublish("a")
     used.unstage()
-    real = Inventory.replace_tags
+    real = TagWriter.replace
 
     def refuse(*_: object) -> None:
         raise mount_errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
 
-    monkeypatch.setattr(Inventory, "replace_tags", refuse)
+    monkeypatch.setattr(TagWriter, "replace", refuse)
     used.stage(NAMED)
     assert used.slots() == (0,)
     used.publish("a", NAMED)
     assert used.slots() == (0,)
-    monkeypatch.setattr(Inventory, "replace_tags", real)
+    monkeypatch.setattr(TagWriter, "replace", real)
     used.publish("b", NAMED)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.unpublish("a", "b")

@@ -290,7 +290,7 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
 ) -> None:
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
-    service.inventory.state()
+    service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back(group, "pool-thin").result(600)
     assert report.read(host.lvm).group(group).free_extents == 30

@@ -206,14 +206,14 @@ def test_a_fresh_state_says_nothing_of_a_group_that_was_not_read(
 ) -> None:
     with serving.served(host, config) as (service, client):
         there = client.create("there", SIZE, block(), parameters={"class": "b"})
-        known = service.inventory.state(group)
+        known = service.reports.fresh(group)
         assert known.asked == {group}
         with pytest.raises(AssertionError, match="was not read"):
-            service.inventory.get(known, there.volume_id)
-        every = service.inventory.everywhere(known)
+            known.volume(there.volume_id)
+        every = service.reports.everywhere(known)
         assert isinstance(every, report_age.Every)
         assert not every.silent
-        assert service.inventory.get(every, there.volume_id).name == "vol-there"
+        assert every.volume(there.volume_id).name == "vol-there"
 
 
 def test_an_id_of_another_group_beside_the_one_of_a_call_is_refused(
@@ -247,7 +247,7 @@ def test_a_decision_about_all_groups_reads_those_alone_that_carver_changed(
         changes = ((True, lambda: client.snapshot("t", there.volume_id)), (False, list))
         for is_read, change in changes:
             snapshot = client.snapshot("s", source.volume_id)
-            service.inventory.state()
+            service.reports.fresh()
             change()
             host.commands.clear()
             client.delete_snapshot(snapshot.snapshot_id)

@@ -159,7 +159,7 @@ def _all(
     )
     with nodes.made(hosts[name], own, made.directory, name) as node:
         made.nodes[name] = node
-        node.service.inventory.state()
+        node.service.reports.fresh()
         listener(node).find_other_groups()
         listener(node).serve()
         try:

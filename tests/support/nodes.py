@@ -91,7 +91,7 @@ class Node:
 
     def names(self) -> set[str]:
         """Logical volumes, by lvm2; but for pools."""
-        found = self.service.inventory.state(self.group).group(self.group)
+        found = self.service.reports.fresh(self.group).group(self.group)
         return {one.name for one in found.volumes.values() if "pool" not in one.layout}
 
 

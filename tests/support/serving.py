@@ -69,7 +69,7 @@ def again(service: Service) -> None:
         every: list[Jobs[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
         for jobs in every:
             in_background.ended(jobs)
-            service.inventory.state()
+            service.reports.fresh()
             in_background.again(jobs)
             in_background.ended(jobs)
         in_background.ended(service.pool_remover.jobs)

@@ -145,7 +145,7 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
 
     def reasons() -> set[str]:
         """The reasons that all calls report of the volume; those of the storage are the same."""
-        service.inventory.state()
+        service.reports.fresh()
         seen = [client.volume_health(big.volume_id), client.node_health(big.volume_id, target)]
         seen += [one for one in client.unhealthy() if one.volume_id == big.volume_id]
         by_call = [{one.reason for one in health.health_statuses} for health in seen]

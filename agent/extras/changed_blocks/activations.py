@@ -49,7 +49,8 @@ class Reservations:
     """
 
     def __init__(self, context: Context) -> None:
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
         self._turns: defaultdict[tuple[str, str], _Turn] = defaultdict(_Turn)
 
@@ -74,7 +75,7 @@ class Reservations:
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
                 with attempts.one(), self._volume_groups.hold(name):
-                    found = self._inventory.state(name).groups.get(name)
+                    found = self._reports.fresh(name).groups.get(name)
                     for pool in _marked(found) if found is not None else ():
                         with attempts.one():
                             count += self._resume(name, pool)
@@ -84,7 +85,7 @@ class Reservations:
         """Release what an earlier process left of a pool; whether it was released."""
         if self._turns[group, pool].readers:
             return False
-        if not self._inventory.is_active(group, pool):
+        if not self._activator.is_active(group, pool):
             volumes.activate(self._volume_groups.lvm(group), group, pool)
         self._release(group, pool)
         return True
@@ -138,7 +139,7 @@ class Reservations:
 
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
-            found = self._inventory.state(group).group(group)
+            found = self._reports.fresh(group).group(group)
             if pool in _marked(found):
                 # Left by a reading that could not release it.
                 self._release(group, pool)
@@ -160,7 +161,7 @@ class Reservations:
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
-        status = self._inventory.status(group, pool)
+        status = self._activator.status(group, pool)
         return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in status)
 
 
@@ -192,7 +193,8 @@ class Activations:
     """
 
     def __init__(self, context: Context) -> None:
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
         self._guard = threading.Lock()
         # By group and name: the number of readers. By lease: the snapshot, and the lease's end
@@ -258,7 +260,7 @@ class Activations:
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
                 with attempts.one(), self._volume_groups.hold(name):
-                    known = self._inventory.state(name)
+                    known = self._reports.fresh(name)
                     if unread := self._unread(known):
                         self._deactivate(name, unread)
                         count += len(unread)
@@ -267,9 +269,9 @@ class Activations:
     def _activate(self, snapshot: Snapshot) -> devices.Device:
         group, name = snapshot.group.name, snapshot.name
         is_own = tag.ACTIVATED in snapshot.own_tags
-        if snapshot.is_thin and not is_own and not self._inventory.is_active(group, name):
+        if snapshot.is_thin and not is_own and not self._activator.is_active(group, name):
             volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
-        return self._inventory.activate_snapshot(snapshot)
+        return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, known: Fresh) -> list[str]:
         """The names of snapshots that have the tag and are neither read nor copied."""
@@ -277,14 +279,14 @@ class Activations:
         with self._guard:
             self._leases = {lease: one for lease, one in self._leases.items() if one[1] > now}
             read = {*self._readers, *(key for key, _ in self._leases.values())}
-        own = [one for one in self._inventory.all_snapshots(known) if tag.ACTIVATED in one.own_tags]
+        own = [one for one in known.snapshots() if tag.ACTIVATED in one.own_tags]
         unread = [one for one in own if (one.group.name, one.name) not in read]
         if not unread:
             return []
         # A copy, which may be in another group, opens it only for moments.
-        everywhere = self._inventory.everywhere(known)
+        everywhere = self._reports.everywhere(known)
         everywhere.require_read()
-        copied = {one.own_tags.get(tag.FROM) for one in self._inventory.copies(everywhere)}
+        copied = {one.own_tags.get(tag.FROM) for one in everywhere.copies()}
         return [
             one.name
             for one in unread
@@ -293,7 +295,7 @@ class Activations:
 
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
-        active = [one for one in names if self._inventory.is_active(group, one)]
+        active = [one for one in names if self._activator.is_active(group, one)]
         # First those that an earlier try deactivated: one that fails again keeps no other's tag.
         self._forget(group, [one for one in names if one not in active])
         if active:
@@ -302,6 +304,6 @@ class Activations:
 
     def _forget(self, group: str, names: Sequence[str]) -> None:
         """Take the tag from those of these snapshots that are not active."""
-        done = [(group, one) for one in names if not self._inventory.is_active(group, one)]
+        done = [(group, one) for one in names if not self._activator.is_active(group, one)]
         if done:
             volumes.mark_all(self._volume_groups.lvm(group), done, old=_OWN)

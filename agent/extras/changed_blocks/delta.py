@@ -115,7 +115,9 @@ class Delta:
     """
 
     def __init__(self, context: Context) -> None:
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._kernel, self._devices, self._stream = context.kernel, context.devices, context.stream
         self._paces, self._directory = context.paces, context.config.endpoint.parent
         self.reservations = Reservations(context)
@@ -197,7 +199,7 @@ class Delta:
         def require() -> None:
             for one, _ in those:
                 # Anything read just before that may have been overwritten already.
-                if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
+                if isinstance(one, Snapshot) and self._activator.has_overflowed(one):
                     raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
 
         user_start = partial(start_of_user_data, self._kernel, places)
@@ -210,7 +212,7 @@ class Delta:
                 raise errors.NoSuchSnapshot(one)
         groups = sorted({ids.group_of(one) for one in identities})
         with self._volume_groups.hold(*groups):
-            known = self._inventory.state(*groups, resume=True)
+            known = self._mender.mend(*groups)
             found = [self._found(known, one) for one in identities]
             if len(found) > 1:
                 _require_comparable(*found)
@@ -226,8 +228,8 @@ class Delta:
 
     def _found(self, known: Fresh, identity: str) -> _Read:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
-            return self._inventory.usable(known, identity, Call.MANAGE)
-        found = self._inventory.snapshot(known, identity)
+            return known.usable(identity, Call.MANAGE)
+        found = self._reports.snapshot(known, identity)
         if found.problem:
             raise errors.SourceLost(identity, found.problem)
         return found
@@ -250,7 +252,7 @@ class Delta:
     def _activate(self, ending: ExitStack, one: _Read) -> str:
         if isinstance(one, Snapshot):
             return ending.enter_context(self.activations.held(one)).path
-        return self._inventory.activate(one).path
+        return self._activator.activate(one).path
 
     def _spool(
         self,

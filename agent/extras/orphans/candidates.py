@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from agent.core import ids, tag
+from agent.core import backing, tag
 from agent.core.ids import VolumeId
-from agent.core.inventory import Inventory
 from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Fresh
+from agent.core.reports import Reports
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
 from lvm import report
@@ -82,9 +82,9 @@ class Candidate:
         return text.format(**{key: shlex.quote(one) for key, one in fields.items()})
 
 
-def of_volumes(inventory: Inventory, known: Fresh, references: References) -> Iterator[Candidate]:
+def of_volumes(reports: Reports, known: Fresh, references: References) -> Iterator[Candidate]:
     """Find Carver's volumes that nothing in the cluster refers to."""
-    for one in inventory.present(known):
+    for one in known.volumes():
         # Volumes that move between nodes are left to the operator.
         if not (kind := one.orphan):
             continue
@@ -93,10 +93,10 @@ def of_volumes(inventory: Inventory, known: Fresh, references: References) -> It
                 yield _inline(one)
         elif not references.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
             yield Candidate(Kind(kind), str(one.id), _uuid(one), _about(one), handle=str(one.id))
-    for one in inventory.doomed(known):
+    for one in known.doomed():
         why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
-    yield from _half_made(inventory, inventory.everywhere(known))
+    yield from _half_made(reports, reports.everywhere(known))
 
 
 def of_objects(references: References) -> Iterator[Candidate]:
@@ -143,14 +143,14 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(inventory: Inventory, known: Every) -> Iterator[Candidate]:
+def _half_made(reports: Reports, known: Every) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
-    copying = {one.own_tags[tag.NAME] for one in inventory.copies(known)}
-    half_made = inventory.half_made(known)
-    for one in inventory.all_snapshots(known):
+    copying = {one.own_tags[tag.NAME] for one in known.copies()}
+    half_made = reports.half_made(known)
+    for one in known.snapshots():
         if one.is_bridge:
             # One whose copy may be in a group that does not answer is in use, for what is known.
-            if one.own_tags[tag.NAME] in copying or not inventory.is_known_unused(known, one):
+            if one.own_tags[tag.NAME] in copying or not known.is_known_unused(one):
                 continue
             yield _snapshot(one, "was made for a copy that is not in progress")
         elif one.group_snapshot_id in half_made:
@@ -181,12 +181,12 @@ def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) ->
 
     An inline volume's id does not name its group: then all of Carver's groups must be present.
     """
-    parsed = VolumeId.parse(handle)
-    if parsed is not None:
-        group = known.groups.get(parsed.group)
-        return group is not None and parsed.is_of(group.uuid) and parsed.name not in group.volumes
-    name = ids.logical_name(handle)
-    return all(one in known.groups and name not in known.groups[one].volumes for one in groups)
+    logical = backing.of_id(handle)
+    every = [known.groups.get(one) for one in ([logical.group] if logical.group else groups)]
+    return all(
+        group is not None and logical.may_be_in(group) and logical.name not in group.volumes
+        for group in every
+    )
 
 
 # Of pkg/volume/csi in kubelet.

@@ -28,6 +28,7 @@ def add(line: CommandLine) -> None:
 def _orphans(parsed: argparse.Namespace) -> int:
     from agent.cli import status
     from agent.core.host import this_host
+    from agent.core.reports import Reports
     from agent.extras.orphans import command
     from agent.extras.orphans.look import Finder
 
@@ -35,7 +36,7 @@ def _orphans(parsed: argparse.Namespace) -> int:
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     # Reads LVM and the kernel itself: the service need not run.
-    finder = Finder(config, host.kernel, status.known_to(config, host))
+    finder = Finder(config, host.kernel, Reports(status.volume_groups(config, host)))
     if parsed.delete:
         command.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:

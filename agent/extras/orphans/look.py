@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from agent.core import boot, errors
 from agent.core.background import PeriodicTask
-from agent.core.inventory import Inventory
+from agent.core.reports import Reports
 from agent.core.settings import Config
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
@@ -137,10 +137,10 @@ class Looking(Protocol):
 class Finder:
     """Finds orphans by the cluster that the configuration names."""
 
-    def __init__(self, config: Config, kernel: Kernel, inventory: Inventory) -> None:
+    def __init__(self, config: Config, kernel: Kernel, reports: Reports) -> None:
         self._config = config
         self._kernel = kernel
-        self._inventory = inventory
+        self._reports = reports
         # Beside the socket, like Carver's other files.
         self._history = History(config.endpoint.parent / "orphans.json")
 
@@ -152,7 +152,7 @@ class Finder:
         """
         config = self._config
         found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
-        known = self._inventory.state()
+        known = self._reports.fresh()
         wanted = references.read(
             self._lists(),
             config.driver_name,
@@ -162,7 +162,7 @@ class Finder:
         )
         mounts = table.read(self._kernel)
         found = [
-            *candidates.of_volumes(self._inventory, known, wanted),
+            *candidates.of_volumes(self._reports, known, wanted),
             *candidates.candidates(found_places, mounts, known, config.groups, wanted),
             *candidates.of_objects(wanted),
         ]

@@ -35,7 +35,8 @@ class Mover:
 
     def __init__(self, context: Context, deleter: VolumeDeleter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._deleter = deleter
         self._holds = context.holds
 
@@ -46,7 +47,7 @@ class Mover:
             names = (one.name, str(one.id), one.own_tags[tag.NAME])
             return name in names and not one.is_ephemeral
 
-        if (found := self._inventory.search(is_it)) is None:
+        if (found := self._reports.search(is_it)) is None:
             raise errors.NoSuchVolume(name)
         return self._state(found)
 
@@ -62,8 +63,8 @@ class Mover:
                 why = f"it moves to {was}; end that by --finish or --undo first"
                 raise errors.NotMoved(volume_id, why)
             if not was:
-                known = self._inventory.state(volume.group.name, resume=True)
-                self._inventory.usable(known, volume_id, Call.MANAGE)
+                known = self._mender.mend(volume.group.name)
+                known.usable(volume_id, Call.MANAGE)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
@@ -78,11 +79,11 @@ class Mover:
         volume = self._moving(volume_id)
         held = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
         try:
-            users.require_unused(self._kernel, self._inventory, volume)
+            users.require_unused(self._kernel, self._activator, volume)
             if not token:
                 group = volume.group.name
                 with self._volume_groups.hold(group):
-                    known = self._inventory.state(group, resume=True).group(group)
+                    known = self._mender.mend(group).group(group)
                     there = frozenset(one.uuid for one in records.every(known))
                     self._holds.note(volume_id, held, there)
         except BaseException:
@@ -105,18 +106,18 @@ class Mover:
                 return self._state(volume)
             if volume.ended_by is not Ender.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
-            known = self._inventory.state(volume.group.name, resume=True)
+            known = self._mender.mend(volume.group.name)
             parsed = VolumeId.parse(snapshot_id)
             if parsed is not None and parsed.group != volume.group.name:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
-            snapshot = self._inventory.snapshot(known, snapshot_id)
+            snapshot = self._reports.snapshot(known, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
             if not self._holds.has_all(volume_id, token, uuid):
                 why = f"it may have been used since {snapshot_id} was taken; send another"
                 raise errors.NotMoved(volume_id, why)
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
-            users.require_unused(self._kernel, self._inventory, volume)
+            users.require_unused(self._kernel, self._activator, volume)
             self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
                 self._mark(volume, volume_states.tags_for(Ender.MOVER))
@@ -174,8 +175,8 @@ class Mover:
             self._holds.allow(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
-        known = self._inventory.state(ids.group_of(volume_id), resume=True)
-        volume = self._inventory.get(known, volume_id)
+        known = self._mender.mend(ids.group_of(volume_id))
+        volume = known.volume(volume_id)
         if volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         return volume
@@ -189,14 +190,14 @@ class Mover:
     def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
         word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
-        places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
+        places = users.mounted_at(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
             state=volume_states.word_of(Ender.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if _is_gone(volume) else "",
-            in_use=bool(places) or self._inventory.is_open(volume),
+            in_use=bool(places) or self._activator.is_open(volume),
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
         )
 

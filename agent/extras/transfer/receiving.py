@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from agent.core import errors, ids, tag, users, volume_states
+from agent.core import backing, errors, ids, tag, users, volume_states
 from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
@@ -48,7 +48,8 @@ class Receiver:
     def __init__(self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover) -> None:
         self._config, self._run = context.config, context.run
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._deleter = deleter
         self._pool_remover = pool_remover
         self._holds = context.holds
@@ -61,10 +62,10 @@ class Receiver:
         Raises NeedsOther, TagsDamaged: a volume here may not be usable on its first node.
         """
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
-        found = self._inventory.search(lambda one: one.name == own_name)
+        found = self._reports.search(lambda one: one.name == own_name)
         if found is not None:
             return _state(found)
-        self._inventory.require_none_named(self._inventory.state(), name, ids.VOLUME_PREFIX)
+        self._reports.fresh().require_none_named(name, ids.VOLUME_PREFIX)
         return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
@@ -84,18 +85,18 @@ class Receiver:
         return self._pool_remover.when_kept(one.group, pool_name(one.name), begin)
 
     def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
-        self._inventory.await_others(one.group)
+        self._reports.await_others(one.group)
         with self._volume_groups.hold(one.group):
-            known = self._inventory.state(one.group, resume=True)
-            found = self._inventory.named(self._inventory.everywhere(known), name)
+            known = self._mender.mend(one.group)
+            found = self._reports.everywhere(known).named(name)
             if found is None:
                 return self._make(known, one, name, header)
             if found.group.name == one.group:
                 return self._go_on(found, name, header)
         # It was received into another class's group.
         with self._volume_groups.hold(found.group.name):
-            known = self._inventory.state(found.group.name, resume=True)
-            return self._go_on(self._inventory.get(known, str(found.id)), name, header)
+            known = self._mender.mend(found.group.name)
+            return self._go_on(known.volume(str(found.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
         """Record that everything before an offset is on the disk. One command."""
@@ -118,7 +119,7 @@ class Receiver:
     def open(self, volume_id: str) -> None:
         """Activate what was received, for reading."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            self._inventory.activate(self._coming(volume_id))
+            self._activator.activate(self._coming(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
         """Make it a volume of this node, its file system checked. A second call does nothing.
@@ -127,16 +128,16 @@ class Receiver:
         ContentsLost.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._inventory.state(ids.group_of(volume_id), resume=True)
-            volume = self._inventory.get(known, volume_id)
+            known = self._mender.mend(ids.group_of(volume_id))
+            volume = known.volume(volume_id)
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # An earlier call may have finished it without its answer from lvm2.
                 self._holds.allow(volume_id)
                 return
             volume = self._coming(volume_id)
             self._require_whole(volume, release)
-            users.require_unused(self._kernel, self._inventory, volume)
-            device = self._inventory.activate(volume)
+            users.require_unused(self._kernel, self._activator, volume)
+            device = self._activator.activate(volume)
             if tag.FINISHING not in volume.own_tags:
                 new = {tag.FINISHING: volume.own_tags[tag.CHAIN]}
                 volume = self._mark(volume, new, without=(tag.CHAIN,))
@@ -152,16 +153,16 @@ class Receiver:
         Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._inventory.state(ids.group_of(volume_id), resume=True)
+            known = self._mender.mend(ids.group_of(volume_id))
             try:
-                volume = self._inventory.get(known, volume_id)
+                volume = known.volume(volume_id)
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
                 return
             if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
-                users.require_unused(self._kernel, self._inventory, volume)
+                users.require_unused(self._kernel, self._activator, volume)
                 # Before the first byte is erased: then it no longer holds what its tags say.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
@@ -174,8 +175,8 @@ class Receiver:
         Raises NotReceived where it did not come by this move, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._inventory.state(ids.group_of(volume_id), resume=True)
-            volume = self._inventory.get(known, volume_id)
+            known = self._mender.mend(ids.group_of(volume_id))
+            volume = known.volume(volume_id)
             if _is_coming(volume):
                 return
             was = volume.own_tags.get(tag.RELEASED, "")
@@ -186,7 +187,7 @@ class Receiver:
                 raise errors.NotReceived(volume_id, why)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "it is withdrawn only while it has none")
-            users.require_unused(self._kernel, self._inventory, volume)
+            users.require_unused(self._kernel, self._activator, volume)
             new = {**volume_states.tags_for(Ender.RECEIVER), tag.FINISHING: _WITHDRAWN}
             self._holds.receiving(volume_id)
             self._mark(volume, new)
@@ -200,7 +201,7 @@ class Receiver:
         if header.offset_bytes:
             why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
-        group = self._inventory.group(known, one.group)
+        group = self._reports.group(known, one.group)
         self._require_blocks(name, group, sending.blocks_of(header))
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
         own_tags = sending.tags_of(name, one, header, size_bytes, group)
@@ -222,7 +223,9 @@ class Receiver:
             new = New(logical, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
-        made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, own_tags)
+        made = Volume(
+            VolumeId.of(group, logical), backing.of(group, logical), group, size_bytes, own_tags
+        )
         return _state(made)
 
     def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
@@ -234,7 +237,7 @@ class Receiver:
         if volume.own_tags.get(tag.CHAIN) == header.chain:
             return _state(volume)
         self._require_fit(volume, name, header)
-        users.require_unused(self._kernel, self._inventory, volume)
+        users.require_unused(self._kernel, self._activator, volume)
         group = volume.group
         extent = group.extent_size_bytes
         size_bytes = layout.round_up(header.size_bytes, extent, volume.layout)
@@ -244,7 +247,7 @@ class Receiver:
                 raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
-        self._inventory.activate(volume)
+        self._activator.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
             asked = sending.requested(header, size_bytes)
             without = () if asked else (tag.REQUESTED,)
@@ -314,7 +317,7 @@ class Receiver:
         # A stream of an earlier version, or of a file system that was made since, does not tell.
         self._require_blocks(own_tags[tag.NAME], volume.group, found.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
-        proof = partial(self._inventory.require_same, volume, device)
+        proof = partial(self._activator.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
     def _require_blocks(self, name: str, group: report.Group, held_bytes: int) -> None:
@@ -325,8 +328,8 @@ class Receiver:
 
     def _coming(self, volume_id: str) -> Volume:
         """A volume that is being received; the group is held. Raises NotReceived."""
-        known = self._inventory.state(ids.group_of(volume_id), resume=True)
-        volume = self._inventory.get(known, volume_id)
+        known = self._mender.mend(ids.group_of(volume_id))
+        volume = known.volume(volume_id)
         if not _is_coming(volume):
             raise errors.NotReceived(volume_id, "it is not being received")
         return volume

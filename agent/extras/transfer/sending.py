@@ -111,7 +111,9 @@ class Sender:
     """Opens snapshots and makes the headers of their streams."""
 
     def __init__(self, context: Context, activations: Activations) -> None:
-        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
         self._kernel = context.kernel
         self._activations = activations
 
@@ -122,18 +124,18 @@ class Sender:
         SourceLost, TagsDamaged, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
-            known = self._inventory.state(group_of(snapshot_id), resume=True)
+            known = self._mender.mend(group_of(snapshot_id))
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
             lease = self._activations.lease(snapshot)
-        return self._with_blocks(header), lease
+        return self._with_blocks(header, snapshot), lease
 
-    def _with_blocks(self, header: Header) -> Header:
+    def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
         """Add the largest logical block that the contents can lie on, if that can be found.
 
         It is read from the snapshot's device, which is active, with no group held.
         """
-        device = self._inventory.device(header.snapshot_id)
+        device = self._activator.device(snapshot.backing)
         if device is not None:
             with suppress(OSError, mount_errors.MountError):
                 held = block_sizes.of_contents(self._kernel, header.facts, device.path)
@@ -142,7 +144,7 @@ class Sender:
 
     def chain(self, snapshot_id: str) -> str:
         """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""
-        known = self._inventory.state(group_of(snapshot_id))
+        known = self._reports.fresh(group_of(snapshot_id))
         return chain_of(self._ready(known, snapshot_id))
 
     def _header(self, known: Fresh, snapshot: Snapshot, base_id: str) -> Header:
@@ -174,7 +176,7 @@ class Sender:
         )
 
     def _ready(self, known: Fresh, snapshot_id: str) -> Snapshot:
-        snapshot = self._inventory.snapshot(known, snapshot_id)
+        snapshot = self._reports.snapshot(known, snapshot_id)
         if snapshot.problem:
             raise errors.SourceLost(snapshot_id, snapshot.problem)
         return snapshot
@@ -185,7 +187,7 @@ class Sender:
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
             try:
-                volume = self._inventory.get(known, volume_id).own_tags
+                volume = known.volume(volume_id).own_tags
             except errors.NoSuchVolume:
                 volume = {}
             # It may have been formatted, or got its header or another key, since.

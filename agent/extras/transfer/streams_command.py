@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 
 from agent.cli import terminal
 from agent.cli.volumes import VolumeVerbs
-from agent.core import errors, ids
-from agent.core.ids import VolumeId
+from agent.core import backing, errors, ids
 from agent.csi.client import Client
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.comparing import Spool
@@ -452,13 +451,11 @@ def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
 
 def _device(at: VolumeVerbs, identity: str) -> str:
     """The device that the service has just activated; raises Inactive."""
-    parsed = VolumeId.parse(identity)
-    if parsed is None:
-        raise errors.NoSuchVolume(identity)
-    found = at.host.devices.find(parsed.group, parsed.name)
-    if found is None:
-        raise lvm_errors.Inactive(parsed.group, parsed.name)
-    return found.path
+    logical = backing.of_id(identity)
+    device = at.host.devices.find(logical.group, logical.name)
+    if device is None:
+        raise lvm_errors.Inactive(logical.group, logical.name)
+    return device.path
 
 
 @contextmanager

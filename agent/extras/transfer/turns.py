@@ -5,10 +5,9 @@ from collections.abc import Generator, Iterator
 
 import grpc
 
-from agent.core import errors
+from agent.core import backing, errors
 from agent.core.context import Context
 from agent.core.group_worker import Stopping
-from agent.core.ids import VolumeId
 from lvm import errors as lvm_errors
 from proto import carver_pb2 as carver
 
@@ -43,18 +42,18 @@ class Turns:
         """
         if first.kind not in KINDS:
             raise errors.NotAllowed("kind", first.kind, KINDS)
-        found = VolumeId.parse(first.volume_id)
-        if found is None:
+        logical = backing.of_id(first.volume_id)
+        if not logical.group:
             raise errors.NoSuchVolume(first.volume_id)
-        device = self._devices.find(found.group, found.name)
+        device = self._devices.find(logical.group, logical.name)
         if device is None:
-            raise lvm_errors.Inactive(found.group, found.name)
+            raise lvm_errors.Inactive(logical.group, logical.name)
 
         def check() -> None:
             if not context.is_active():
                 raise errors.NotWanted("turns")
 
-        work = self._paces.of(found.group).work(
+        work = self._paces.of(logical.group).work(
             first.kind, device.path, check=check, most_bytes=_MOST_BYTES, may_join=True
         )
         asked: carver.TurnRequest | None = first

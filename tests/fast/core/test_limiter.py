@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from agent.core import backing
 from agent.core.limiter import Limited
 from lvm.tuning import Tuning
 from mount.cgroups import IoCount
@@ -25,7 +26,7 @@ def test_time_counts_in_which_as_much_was_done_as_a_limit_allows(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tuning = Tuning(write_iops=100, write_bandwidth=1 << 20)
-    one = Limited("vol", (252, 0), tuning, 1 << 30)
+    one = Limited("vol", backing.of_id("vol"), (252, 0), tuning, 1 << 30)
     one.measure(IoCount())
     now += 10
     one.measure(done)

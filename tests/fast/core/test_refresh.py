@@ -11,7 +11,7 @@ import pytest
 import pyudev
 from fakes.host import FakeHost
 
-from agent.core.inventory import Inventory
+from agent.core.reports import Reports
 from agent.core.volume_groups import VolumeGroups
 from agent.daemon import startup
 from agent.daemon.startup import Watch
@@ -39,11 +39,11 @@ class Events:
         return answer
 
 
-class Known(Inventory):
+class Known(Reports):
     """Counts the calls of the background threads."""
 
     def __init__(self, fake: FakeHost) -> None:
-        super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, []), fake.devices)
+        super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, []))
         self.outdated: list[str | None] = []
         self.renewed: list[float] = []
         self.turned = threading.Event()
@@ -106,8 +106,8 @@ def test_a_group_that_hangs_does_not_delay_the_other_s_refresh(tmp_path: Path) -
     for one in ("sick", "sound"):
         fake.lvm2.add_group(one)
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
-    known = Inventory(volume_groups, fake.devices)
-    known.state()
+    known = Reports(volume_groups)
+    known.fresh()
     for group in volume_groups:
         group.tried_seconds -= 61
         fake.lvm2.groups[group.name].seqno += 1

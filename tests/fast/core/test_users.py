@@ -7,11 +7,13 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-from agent.core import errors, trace, users
+from agent.core import backing, errors, trace, users
 from agent.core.trace import WAIT, Trace
 from lvm.devices import Device
 
-VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a", is_encrypted=False)
+VOLUME: Any = SimpleNamespace(
+    id="data@00000000/vol-a", backing=backing.of_id("data@00000000/vol-a"), is_encrypted=False
+)
 
 
 class Known:
@@ -20,10 +22,10 @@ class Known:
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
-    def device(self, _volume_id: str) -> None:
+    def device(self, _volume: object) -> None:
         return None
 
-    def is_closed(self, _volume_id: object) -> bool:
+    def is_closed(self, _volume: object) -> bool:
         return False
 
     def is_open(self, _volume: object) -> bool:
@@ -53,13 +55,13 @@ def test_a_device_that_stays_open_is_in_use() -> None:
 
 
 class Standing(Known):
-    """An inventory that has an active volume's device, which stays open."""
+    """An activator that has an active volume's device, which stays open."""
 
     def __init__(self, path: str) -> None:
         super().__init__(1000)
         self.path = path
 
-    def device(self, _volume_id: str) -> Any:
+    def device(self, _volume: object) -> Any:
         return Device(self.path, (253, 0), "", "")
 
 

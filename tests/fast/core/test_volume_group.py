@@ -17,8 +17,8 @@ from fakes.host import FakeHost
 from agent.core import errors, metadata_cache, records
 from agent.core import volume_group as module
 from agent.core.group_worker import GroupWorkers
-from agent.core.inventory import Inventory
 from agent.core.metadata_cache import MetadataCache
+from agent.core.reports import Reports
 from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
@@ -573,18 +573,18 @@ class SomeHang:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> tuple[Inventory, SomeHang]:
+def node(tmp_path: Path) -> tuple[Reports, SomeHang]:
     fake = FakeHost(tmp_path)
     for one in [*SICK, "sound"]:
         fake.lvm2.add_group(one)
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
-    known = Inventory(volume_groups, fake.devices)
-    known.state()
+    known = Reports(volume_groups)
+    known.fresh()
     return known, SomeHang(fake, volume_groups)
 
 
 def test_groups_that_hang_are_waited_for_together(
-    node: tuple[Inventory, SomeHang], monkeypatch: pytest.MonkeyPatch
+    node: tuple[Reports, SomeHang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 30)
     known, hanging = node
@@ -601,15 +601,15 @@ def test_tags_are_read_once_for_each_change(
     fake = FakeHost(tmp_path)
     group = fake.lvm2.add_group("sound")
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sound"])
-    known = Inventory(volume_groups, fake.devices)
+    known = Reports(volume_groups)
     for name in ("a", "b"):
         new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
         volumes.create(volume_groups.lvm("sound"), "sound", new)
-    found = [one.name for one in known.present(known.state())]
+    found = [one.name for one in known.fresh().volumes()]
     assert found == ["vol-a", "vol-b"]
     with monkeypatch.context() as patch:
         patch.setattr(records, "volume", lambda *_: pytest.fail("a volume was read again"))
-        assert [one.name for one in known.present(known.state())] == found
+        assert [one.name for one in known.fresh().volumes()] == found
     del group.volumes["vol-a"]
     group.seqno += 1
-    assert [one.name for one in known.present(known.state())] == ["vol-b"]
+    assert [one.name for one in known.fresh().volumes()] == ["vol-b"]

@@ -102,8 +102,8 @@ class Stand:
         self.client.volumes()
 
     def found(self) -> Volume:
-        known = self.service.inventory.state("data")
-        return self.service.inventory.get(known, self.volume_id)
+        known = self.service.reports.fresh("data")
+        return known.volume(self.volume_id)
 
     def call_of(self, call: Call) -> Callable[[], object]:
         one, client = self.volume_id, self.client
@@ -168,7 +168,7 @@ def test_a_volume_is_seen_as_the_table_says(stand: Stand, state: State) -> None:
     assert volume_states.of(volume)[0] is (State.READY if state is State.HELD else state)
     assert volume.orphan == row.orphan
     # What a process notes at its start; a hold ends with its process.
-    noted = stand.service.context.holds.resume(stand.service.inventory)
+    noted = stand.service.context.holds.resume(stand.service.reports)
     assert noted == row.is_noted
 
 

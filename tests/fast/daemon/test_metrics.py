@@ -470,7 +470,7 @@ def test_a_snapshot_s_area_is_measured_and_copies_are_counted(measured: Measured
     volume = measured.client.create("pvc-1", 64 * MIB, block())
     snapshot = measured.client.snapshot("1", volume.volume_id, {"size": "16MiB"})
     measured.host.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(4 * MIB))
-    measured.service.inventory.state()
+    measured.service.reports.fresh()
     found = measured.samples()
     assert found["carver_snapshot_used_ratio", snapshot.snapshot_id] == 0.25
     assert [found["carver_copies", one] for one in ("queued", "running", "failed")] == [0, 0, 0]

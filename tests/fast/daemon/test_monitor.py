@@ -20,9 +20,9 @@ from fast.daemon.conftest import Start
 from serving import machine
 from started import page
 
-from agent.core import errors, inventory
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
+from agent.core import errors, reports
 from agent.core.locks import Admission
+from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.settings import Config
 from agent.core.values import Address
 from agent.core.volume_groups import VolumeGroups
@@ -211,17 +211,15 @@ def test_the_process_is_healthy_while_it_answers_over_its_socket(
     service.stop()
 
 
-def readiness(
-    config: Config, fake: FakeHost, known: Inventory, root: Path = Path("/")
-) -> Readiness:
-    node = preflight.Node(config, fake.kernel, fake.run, known.state, root)
+def readiness(config: Config, fake: FakeHost, known: Reports, root: Path = Path("/")) -> Readiness:
+    node = preflight.Node(config, fake.kernel, fake.run, known.fresh, root)
     return Readiness(known, node, Admission())
 
 
 def test_the_node_is_ready_when_its_groups_are_there_and_asked_once_a_minute(
     config: Config, fake: FakeHost, serve: Serve, tmp_path: Path
 ) -> None:
-    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    known = fake_known.reports(fake.lvm2, "data", lvm=fake.lvm)
     node = readiness(config, fake, known, tmp_path)
     port = serve(readyz=monitor.readyz(node.check))
     control = tmp_path / "dev/mapper/control"
@@ -243,7 +241,7 @@ def test_an_absent_group_costs_no_command_until_a_disk_comes(
     fake.lvm2.groups.clear()
     now = [0.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    known = fake_known.reports(fake.lvm2, "data", lvm=fake.lvm)
     for minute in range(1, 10):
         now[0] = 60.0 * minute
         known.seen(MONITOR_AGE_SECONDS)
@@ -263,7 +261,7 @@ def test_a_hanging_disk_is_the_reason_why_the_node_is_not_ready(
     disks = FakeDisks(fake.lvm2, fake.block)
     disks.hanging.add("/dev/sdb")
     fake.lvm2.groups.clear()
-    known = Inventory(VolumeGroups(fake.lvm, disks, fake.lvm2, ["data"]), fake.lvm2)
+    known = Reports(VolumeGroups(fake.lvm, disks, fake.lvm2, ["data"]))
     with pytest.raises(errors.NotReady, match="/dev/sdb"):
         readiness(config, fake, known).check()
 
@@ -272,7 +270,7 @@ def test_a_failing_lvm2_is_the_reason_why_the_node_is_not_ready(
     config: Config, fake: FakeHost, well: None
 ) -> None:
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
-    node = readiness(config, fake, fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm))
+    node = readiness(config, fake, fake_known.reports(fake.lvm2, "data", lvm=fake.lvm))
     for _ in range(2):
         with pytest.raises(errors.NotReady, match="a disk hangs"):
             node.check()
@@ -290,14 +288,14 @@ def test_a_hanging_lvm2_delays_a_scrape_by_seconds_only(
         assert answering.wait(60)
 
     fake.intercept = hang
-    monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 0.05)
-    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    monkeypatch.setattr(reports, "_MONITOR_WAIT_SECONDS", 0.05)
+    known = fake_known.reports(fake.lvm2, "data", lvm=fake.lvm)
     for _ in range(3):
         with pytest.raises(mount_errors.CommandTimedOut):
             known.seen(MONITOR_AGE_SECONDS)
     assert len(asked) == 1
     answering.set()
-    monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 20.0)
+    monkeypatch.setattr(reports, "_MONITOR_WAIT_SECONDS", 20.0)
     assert "data" in known.seen(MONITOR_AGE_SECONDS).groups
     assert len(asked) == 1
 

@@ -484,7 +484,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
         if second % 10 == 0:
             service.readiness.check()
         recovery.step()
-        service.inventory.refresh(60.0)
+        service.reports.refresh(60.0)
     assert len(fake.commands) <= 1
     monkeypatch.undo()
     service.stop()

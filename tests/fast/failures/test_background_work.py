@@ -64,7 +64,7 @@ def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("agent.operations.repair._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.05)
     monkeypatch.setattr("agent.core.volume_group._SHORT_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("agent.core.inventory._MONITOR_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("agent.core.reports._MONITOR_WAIT_SECONDS", 0.1)
     running = serving.start(config, fake)
     yield running
     running.stop()
@@ -182,7 +182,7 @@ def test_a_raid_volume_is_repaired_while_another_group_hangs(
     for one in GROUPS:
         client.create(f"raid-{one}", EXTENT, block(), parameters={"class": f"raid-{one}"})
         fake.lose_disk(one, 0)
-    service.inventory.state()
+    service.reports.fresh()
     asked = hang()
     service.auto_repair.looks.start()
     assert asked.wait(60)
@@ -256,4 +256,4 @@ def test_a_group_snapshot_blocks_only_the_group_whose_disk_hangs(
     assert not fake.lvm2.is_suspended("a", "vol-a")
     taken = client.group_snapshot("hourly", list(ids.values()))
     assert taken.ready_to_use
-    assert service.inventory.is_kept_suspended("a", "vol-a") is False
+    assert service.context.activator.is_kept_suspended("a", "vol-a") is False

@@ -153,7 +153,7 @@ def test_no_device_is_used_and_no_program_runs_while_a_group_is_held(
             service.volume_groups.hold("b").__enter__()
         with pytest.raises(AssertionError, match="background work is waited for"):
             locks.aside("a").__enter__()
-        assert service.inventory.state("a").group("a").name == "a"
+        assert service.reports.fresh("a").group("a").name == "a"
         # Another thread holds nothing, and may be left behind.
         read = command.begin("look", lambda: context.kernel.read(device, 0, 512))
         assert read.result(expect.PATIENCE_SECONDS) == bytes(512)
@@ -177,7 +177,7 @@ def test_a_group_that_hangs_holds_up_no_other_in_a_copy_between_both(
         wanted = of_snapshot(client.snapshot("s", source.volume_id).snapshot_id)
     gate = Gate()
     # The first command of the call that has to do with that group.
-    service.inventory.state()
+    service.reports.fresh()
     fake.lvm2.groups[where].seqno += 1
 
     def hangs(words: Sequence[str]) -> Result | None:
@@ -248,7 +248,7 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
     readers: list[list[str]] = []
     Between(fake, lambda: readers.append(service.copier.reading(snapshot)))
     gate = Gate()
-    state = service.inventory.state
+    state = service.reports.fresh
 
     def hangs(*groups: str, **more: Any) -> Any:
         if groups == ("a",) and threading.current_thread().name.startswith("work"):
@@ -256,7 +256,7 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
         return state(*groups, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service.inventory, "state", hangs)
+        patch.setattr(service.reports, "fresh", hangs)
         of = of_snapshot(snapshot)
         make = partial(client.create, "copy", SIZE, block(), parameters=THERE, source=of)
         with gate.call(make):
@@ -353,7 +353,7 @@ def test_a_source_is_looked_at_again_for_a_disk_that_came_meanwhile(
         if not taken:
             new, area_bytes = fake.new_device(100 * MIB), MIB - groups.LABEL_BYTES
             groups.extend(fake.lvm, "b", new, area_bytes)
-            service.inventory.outdate()
+            service.reports.outdate()
         taken.append(str(found.id))
         return found
 
@@ -446,7 +446,7 @@ def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
             one._is_stale = True
         return make()
 
-    monkeypatch.setattr("agent.core.inventory.begin_states", begins)
+    monkeypatch.setattr("agent.core.reports.begin_states", begins)
     volume, staging = client.create("1", SIZE), tmp_path / "staging"
     one = volume.volume_id
     client.stage(volume, staging)
@@ -459,7 +459,7 @@ def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
         call(lambda: client.node_expand(one, staging, 3 * SIZE))
     client.unstage(one, staging)
     call(lambda: client.stage(volume, staging))
-    assert service.inventory.require(one, Call.USE).size_bytes == 3 * SIZE
+    assert service.context.mender.mended_volume(one, Call.USE).size_bytes == 3 * SIZE
     client.unstage(one, staging)
     call(lambda: client.create("copy", 0, parameters=THERE, source=of_snapshot(taken)))
     call(lambda: client.delete_snapshot(taken))
@@ -520,7 +520,7 @@ def test_a_source_that_is_read_stays_active_for_a_copy_that_begins_meanwhile(
         fake.kernel.override(logical_block_bytes=blocks)  # type: ignore[attr-defined]
         with expect.code("INVALID_ARGUMENT", "blocks of 512"):
             client.create("second", SIZE, block(), parameters=THERE, source=of)
-        active = service.inventory.is_active("a", "copy-first")
+        active = service.context.activator.is_active("a", "copy-first")
         copying.open.set()
         assert first.result(expect.PATIENCE_SECONDS).content_source == of
     assert active

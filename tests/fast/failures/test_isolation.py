@@ -24,7 +24,7 @@ from started import Started
 
 from agent.core import volume_group
 from agent.core.classes import DeviceClass
-from agent.core.inventory import MONITOR_AGE_SECONDS
+from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.values import Address
 from agent.csi.client import block, mounted, of_snapshot, of_volume
@@ -442,7 +442,7 @@ def test_volumes_of_a_group_whose_lvm2_hangs_are_listed_and_no_list_waits_for_it
     monkeypatch.setattr(conditions, "SILENT_SECONDS", 0.5)
     fake.lvm2.groups["b"].volumes["vol-of-b"].health = "partial"
     fake.lvm2.groups["b"].seqno += 1
-    service.inventory.state()
+    service.reports.fresh()
     if not is_read:
         forget(service, "a")
     trouble = Trouble(fake)
@@ -560,7 +560,7 @@ def test_metrics_and_readiness_while_disks_hang(
     if hangs == "a":
         assert found["carver_lvm_up",] == 1
         assert found["carver_group_present", "b"] == 1
-        service.readiness._inventory.seen(MONITOR_AGE_SECONDS)
+        service.readiness._reports.seen(MONITOR_AGE_SECONDS)
     else:
         assert found["carver_lvm_up",] == 0
 

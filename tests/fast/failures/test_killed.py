@@ -682,7 +682,7 @@ def read_blocks(what: str, trial: Arranged) -> list[UserExtent] | list[Extent]:
 
 def require_inactive(service: Service, host: AnyHost, group: str) -> None:
     """No snapshot is active, nor tagged as active."""
-    found = service.inventory.state(group).group(group).volumes.values()
+    found = service.reports.fresh(group).group(group).volumes.values()
     assert not [one.name for one in found if "carver.activated=reading" in one.tags]
     assert not [one for one in host.devices.active(group) if one.startswith("snap-")]
 

@@ -80,7 +80,7 @@ class Node:
     def retry(self) -> None:
         """Retry a failed erase, and wait for its end."""
         self.wait()
-        self.service.inventory.state()
+        self.service.reports.fresh()
         jobs = self.service.eraser.jobs
         in_background.again(jobs)
         self.wait()
@@ -147,17 +147,17 @@ def test_the_cost_of_retrying_an_erase_does_not_grow_with_their_number(
     node.lose()
     assert in_background.look(node.service, node.service.eraser.jobs) == number
     node.wait()
-    made, make, read = Counter[str](), records._as_volume, node.service.inventory.state
+    made, make, read = Counter[str](), records._as_volume, node.service.reports.fresh
 
     def counted(*words: Any) -> records.Volume:
         made["volumes"] += 1
         return make(*words)
 
-    def state(*groups: str, **options: bool) -> report.Report:
-        made["reads"] += "quick" in options
+    def fresh(*groups: str) -> report.Report:
+        made["reads"] += 1
         return read(*groups)
 
-    monkeypatch.setattr(node.service.inventory, "state", state)
+    monkeypatch.setattr(node.service.reports, "fresh", fresh)
     monkeypatch.setattr(records, "_as_volume", counted)
     jobs = node.service.eraser.jobs
     in_background.again(jobs)

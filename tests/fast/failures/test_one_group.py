@@ -60,7 +60,7 @@ def client(machine: Machine, service: Service) -> Iterator[Client]:
         volume = caller.create("pvc-1", SIZE, mounted("ext4"))
         machine.made["pvc-1"] = volume.volume_id
         machine.made["snap"] = caller.snapshot("snap", volume.volume_id).snapshot_id
-        service.inventory.state()
+        service.reports.fresh()
         service.volume_groups.run_deferred()
         machine.read.clear()
         yield caller

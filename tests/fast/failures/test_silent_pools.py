@@ -10,7 +10,7 @@ import pytest
 from fakes.host import FakeHost
 from fast.failures.test_isolation import SICK, SOUND, scraped, succeeds
 
-from agent.core import background, inventory
+from agent.core import activator, background
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
@@ -58,7 +58,7 @@ def silent(
         return real(group, name)
 
     monkeypatch.setattr(fake.lvm2, "status", status)
-    monkeypatch.setattr(inventory, "_POOL_SECONDS", 0.05)
+    monkeypatch.setattr(activator, "_POOL_SECONDS", 0.05)
     monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.1)
     yield over

@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from fakes.known import inventory, machine
+from fakes.known import machine, reports
 
 from lvm import devices, report, volumes
 from lvm.devices import Devices
@@ -92,11 +92,11 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     volumes.create_snapshot(
         lvm, "data", "snap-a", origin="vol-a", size_bytes=size, own_tags=own_tags, disks=[second]
     )
-    known = inventory(fake, "data")
+    known = reports(fake, "data")
     fake.deactivate("data", "vol-a")
-    [snapshot] = known.snapshots(known.state())
+    [snapshot] = known.listed_snapshots(known.fresh())
     assert snapshot.is_ready
     fake.groups["data"].disks[1].missing = True
-    [snapshot] = known.snapshots(known.state())
+    [snapshot] = known.listed_snapshots(known.fresh())
     assert not snapshot.is_ready
     assert not snapshot.problem

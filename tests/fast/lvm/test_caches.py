@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from fakes.known import inventory, machine
+from fakes.known import activator, machine, reports
 from fakes.lvm import FakeLvm
 
 from agent.core.allocation import Allocators
@@ -63,9 +63,9 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
             pool=Policy(chance.choice((1.0, 1.5)), Reserve(percent=chance.choice((10, 50, 100)))),
             cache=Cache(chance.choice(caches.KINDS), "writeback", size),
         )
-        known = inventory(fake, "data")
-        allocator = Allocators([one], known).of(one)
-        group = known.state().group("data")
+        known = reports(fake, "data")
+        allocator = Allocators([one], activator(fake, "data")).of(one)
+        group = known.fresh().group("data")
         maximum = allocator.maximum_bytes(group)
         rooms[maximum > 0] += 1
         if not maximum:
@@ -74,13 +74,13 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
                 assert one.cache.of_pool(group) > group.fast_free_extents
             continue
         allocator.create(lvm, group, New("all", maximum, {}))
-        group = known.state().group("data")
+        group = known.fresh().group("data")
         made = group.volume("pool-thin")
         assert caches.is_cached(made)
         fast = {disk.uuid for disk in group.disks if disk.fast}
         assert made.disks & fast
         # What is given out is held, at the class's ratio, by what the pool can grow to.
-        [thin] = Allocators([one], known).thin(group)
+        [thin] = Allocators([one], activator(fake, "data")).thin(group)
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= group.free_extents - reserve
         assert allocator.maximum_bytes(group) == 0
@@ -103,12 +103,12 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
     lvm, fake = machine(40, 40)
     slow, fast = fake.groups["data"].disks
     fast.tags = {report.FAST}
-    known = inventory(fake, "data")
-    group = known.state().group("data")
+    known = reports(fake, "data")
+    group = known.fresh().group("data")
     if is_pool:
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         new = New("vol-pvc-1", 40 << 20, {"name": "pvc-1"})
-        Allocators([one], known).of(one).create(lvm, group, new)
+        Allocators([one], activator(fake, "data")).of(one).create(lvm, group, new)
     else:
         own_tags = {"name": "pvc-1", "cache": cache.tag_value(40 << 20, EXTENT)}
         caches.create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags), cache)
@@ -117,7 +117,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
     for disk, what in ((fast, words), (slow, "from a backup")):
         fast.missing = slow.missing = False
         disk.missing = True
-        [volume] = known.present(known.state())
+        [volume] = known.fresh().volumes()
         [problem] = health.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
@@ -127,7 +127,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
 def test_a_cache_pool_is_no_cache_that_can_be_overwritten() -> None:
     lvm, fake = machine(40, 40)
     fake.groups["data"].disks[1].tags = {report.FAST}
-    group = inventory(fake, "data").state().group("data")
+    group = reports(fake, "data").fresh().group("data")
     caches.create(lvm, group, New("vol-pvc-1", 40 << 20, {}), Cache())
     made = report.read(lvm).group("data").volume("vol-pvc-1")
     assert caches.attached(made) == "vol-pvc-1_cache"
@@ -137,12 +137,14 @@ def test_a_cache_pool_is_no_cache_that_can_be_overwritten() -> None:
 def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     lvm, fake = machine(40, 40)
     fake.groups["data"].disks[1].tags = {report.FAST}
-    known = inventory(fake, "data")
+    known = reports(fake, "data")
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
-        name, group = f"vol-{cache}", known.state().group("data")
-        Allocators([one], known).of(one).create(lvm, group, New(name[:8], 4 << 20, {}))
-        tags = known.state().group("data").volume("pool-thin").tags
+        name, group = f"vol-{cache}", known.fresh().group("data")
+        Allocators([one], activator(fake, "data")).of(one).create(
+            lvm, group, New(name[:8], 4 << 20, {})
+        )
+        tags = known.fresh().group("data").volume("pool-thin").tags
         assert {one for one in tags if one.startswith("carver.cache")} == kept
 
 

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Config:
 
 def choose(fake: FakeHost, service: Service, policy: str) -> None:
     fake.lvm("vgchange", "--alloc", policy, "--", "data")
-    service.inventory.state()
+    service.reports.fresh()
 
 
 def room(client: Client, device_class: str) -> int:

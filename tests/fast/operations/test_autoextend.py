@@ -276,7 +276,7 @@ def test_a_pool_that_cannot_grow_is_reported_before_it_is_full(
     fake.lvm2.groups["data"].disks[0].extents = 22
     fill(pool, 91)
     assert not service.autoextender.step(0)
-    service.inventory.state()
+    service.reports.fresh()
     [found] = client.volume_health(volume.volume_id).health_statuses
     assert (found.status, found.reason) == (csi.DEGRADED, "PoolNearlyFull")
     assert "91 % full" in found.message
@@ -295,8 +295,8 @@ def test_a_full_pool_with_all_its_promised_room_is_healthy(
     assert isinstance(pool, FakePool)
     fill(pool, 99)
     assert not client.volume_health(volume.volume_id).health_statuses
-    service.inventory.state()
+    service.reports.fresh()
     assert not client.volume_health(volume.volume_id).health_statuses
     client.create("pvc-2", EXTENT, block(), parameters=THIN)
-    service.inventory.state()
+    service.reports.fresh()
     assert client.volume_health(volume.volume_id).health_statuses

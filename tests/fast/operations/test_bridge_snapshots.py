@@ -146,7 +146,7 @@ def test_delete_keeps_the_bridge_of_the_other_group(
         idle(service)
         [volume_id] = [
             str(one.id)
-            for one in service.inventory.present(service.inventory.state())
+            for one in service.reports.fresh().volumes()
             if one.name == "vol-x" and one.group.name == "a"
         ]
         client.delete(volume_id)
@@ -348,8 +348,8 @@ def test_a_bridge_that_was_promised_when_it_was_looked_at_is_removed_later(
     fake.lvm("lvremove", "--yes", "--", "a/vol-x")
     running = Service(config, serving.machine(fake), fake.lvm)
     running.copier.bridges.retry_seconds = 0.05
-    known = running.inventory.state("a")
-    [bridge] = running.inventory.all_snapshots(known)
+    known = running.reports.fresh("a")
+    [bridge] = known.snapshots()
     with running.copier.promised(bridge, "x"):
         serving.recover(running)
         [job] = running.copier.bridges.unfinished()

@@ -137,7 +137,7 @@ def test_a_volume_that_may_be_in_a_group_that_does_not_answer_is_not_made_again(
             with expect.code("UNAVAILABLE", "volume group old"):
                 client.create("pvc-1", 9000 * MIB, block())
         service.volume_groups.outdate()
-        service.inventory.state()
+        service.reports.fresh()
         assert create(client) == made
     assert not fake.lvm2.groups["new"].volumes
 

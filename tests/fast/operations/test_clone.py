@@ -352,7 +352,7 @@ def test_unused_bridge_is_removed_at_start(
     fake.lvm2.deactivate("data", "vol-pvc-1")
     bridge.name = "copy-pvc-9"
     assert client.snapshots() == []
-    service.inventory.state()
+    service.reports.fresh()
     # A start waits no longer than this for what goes on behind it.
     service.copier.grace_seconds = 0
     service.copier.resume("data")

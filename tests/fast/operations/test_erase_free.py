@@ -127,7 +127,7 @@ def test_auto_repair_marks_the_disk(
     make(client, "a", "auto")
     fake.lose_disk("data", 0)
     for now in (0, 600):
-        service.inventory.state()
+        service.reports.fresh()
         service.auto_repair.step(now)
     assert group.tags == owed(group.disks[0].uuid)
 

@@ -66,7 +66,7 @@ def length(fake: FakeHost) -> int:
 
 def message(client: Client, service: Service, volume_id: str) -> str:
     """What the volume's health says of its growth."""
-    service.inventory.state()
+    service.reports.fresh()
     every = client.volume_health(volume_id).health_statuses
     [found] = [one.message for one in every if one.reason == "ExpansionPending"]
     return str(found)

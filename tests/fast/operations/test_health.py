@@ -13,7 +13,7 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeDisk
 
-from agent.core.inventory import MONITOR_AGE_SECONDS
+from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.csi.client import block, mounted
 from agent.daemon.server import Service
 from mount.command import Result
@@ -145,7 +145,7 @@ def test_what_lvm_reports_against_a_volume_is_reported(
     remedy: str,
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = health
-    service.inventory.state()
+    service.reports.fresh()
     message = seen(client, staged.volume_id, reason, status)
     assert health in message
     assert remedy in message
@@ -165,14 +165,14 @@ def report_partial(fake: FakeHost, service: Service, name: str = "vol-pvc-1") ->
     """Have a volume lack a disk, and the service read that."""
     fake.lvm2.groups["data"].volumes[name].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.state()
+    service.reports.fresh()
 
 
 def renew(service: Service) -> None:
     """Refresh the state, as the monitor does periodically."""
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = 0.0
-    wait(service.inventory.refresh(60.0))
+    wait(service.reports.refresh(60.0))
 
 
 def test_health_is_by_the_last_report_and_starts_no_process(
@@ -181,7 +181,7 @@ def test_health_is_by_the_last_report_and_starts_no_process(
     group = fake.lvm2.groups["data"]
     # Without its only disk the group would not be here.
     group.disks.append(FakeDisk("/dev/other", "other", 10))
-    service.inventory.state()
+    service.reports.fresh()
     group.disks[0].missing = True
     group.volumes["vol-pvc-1"].health = "partial"
     before = len(fake.commands)
@@ -209,7 +209,7 @@ def test_while_lvm_does_not_answer_its_last_report_counts(
     renew(service)
     assert "partial" in problems(client, staged, tmp_path / "staging")
     with pytest.raises(CommandError, match="a disk hangs"):
-        service.inventory.seen(MONITOR_AGE_SECONDS)
+        service.reports.seen(MONITOR_AGE_SECONDS)
 
 
 def test_a_volume_that_no_report_has_yet_is_diagnosed_by_the_kernel_alone(
@@ -231,23 +231,23 @@ def test_state_is_refreshed_only_while_it_is_in_use_and_old(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     before = len(fake.commands)
-    service.inventory._in_use.clear()
+    service.reports._in_use.clear()
     renew(service)
     assert len(fake.commands) == before
 
     client.node_health(staged.volume_id)
-    service.inventory.state()
-    wait(service.inventory.refresh(60.0))
+    service.reports.fresh()
+    wait(service.reports.refresh(60.0))
     assert len(fake.commands) == before + 1, "the report is new"
 
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.outdate()
-    wait(service.inventory.refresh(60.0))
+    service.reports.outdate()
+    wait(service.reports.refresh(60.0))
     assert len(fake.commands) == before + 1, "new enough, though a disk changed since"
 
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = time.time() - 70
-    wait(service.inventory.refresh(60.0))
+    wait(service.reports.refresh(60.0))
     assert len(fake.commands) == before + 2, "too old"
 
 

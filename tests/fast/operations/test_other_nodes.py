@@ -61,12 +61,12 @@ def test_capacity_without_groups_costs_no_command(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     fake.lvm2.groups.clear()
-    service.inventory.state()
+    service.reports.fresh()
     asked = len(fake.commands)
     assert client.capacity().available_capacity == 0
     assert len(fake.commands) == asked
     fake.lvm2.add_group("other", [200])
-    service.inventory.outdate()
+    service.reports.outdate()
     assert client.capacity({"class": "other"}).available_capacity > 0
 
 

@@ -264,7 +264,7 @@ def test_used_pool_is_kept(
         *("--virtualsize", f"{EXTENT}b", "--addtag", "carver.state=wiping"),
         *("--thinpool", "pool-thin", "--name", "wipe-thin", "--", "data"),
     )
-    service.inventory.state()
+    service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}

@@ -220,7 +220,7 @@ def test_a_volume_is_repaired_automatically_after_the_delay_of_its_class(
     for name, device_class in (("a", "auto"), ("b", "raid"), ("c", "plain")):
         make(client, name, device_class)
     fake.lose_disk("data", 0)
-    service.inventory.state()
+    service.reports.fresh()
     volumes = fake.lvm2.groups["data"].volumes
     for now in (0, 300, 599):
         service.auto_repair.step(now)
@@ -238,7 +238,7 @@ def test_a_disk_that_returns_in_time_begins_no_rebuild(
     before = dict(fake.lvm2.groups["data"].volumes["vol-a"].extents)
     for now, lose in ((0, True), (500, False), (550, True), (1100, True)):
         (fake.lose_disk if lose else fake.bring_disk)("data", 0)
-        service.inventory.state()
+        service.reports.fresh()
         service.auto_repair.step(now)
     assert fake.lvm2.groups["data"].volumes["vol-a"].extents == before
     service.auto_repair.step(1150)
@@ -251,7 +251,7 @@ def test_an_automatic_repair_without_room_is_logged_once_and_retried(
     make(client, "a", "auto", 39)
     fake.lose_disk("data", 0)
     fake.lvm2.groups["data"].disks[2].allocatable = False
-    service.inventory.state()
+    service.reports.fresh()
     for now in range(0, 3000, 30):
         service.auto_repair.step(now)
     assert len([one for one in caplog.messages if "not repaired yet" in one]) == 1

@@ -64,7 +64,7 @@ def only(client: Client, status: int, reason: str) -> str:
 
 
 def look(service: Service) -> None:
-    service.inventory.outdate()
+    service.reports.outdate()
     for one in service.volume_groups:
         one.refresh().exception(20)
 

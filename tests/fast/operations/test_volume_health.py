@@ -52,7 +52,7 @@ def service(service: Service) -> Service:
 @pytest.fixture
 def volume(client: Client, service: Service) -> csi.Volume:
     made = client.create("pvc-1", 16 * MIB, block())
-    service.inventory.state()
+    service.reports.fresh()
     return made
 
 
@@ -74,7 +74,7 @@ class Node:
     def report(self) -> None:
         """Have the service read a group that was changed behind its back."""
         self.fake.lvm2.groups["data"].seqno += 1
-        self.service.inventory.state()
+        self.service.reports.fresh()
 
     def lose_disk_of(self, *names: str) -> None:
         """Have volumes lack a disk, and the service read that."""
@@ -87,14 +87,14 @@ class Node:
         for one in list(self.fake.lvm2.groups["data"].volumes.values()):
             self.fake.deactivate("data", one.name)
         gone = self.fake.lvm2.groups.pop("data")
-        self.service.inventory.outdate()
+        self.service.reports.outdate()
         self.group().state()
         return gone
 
     def hang(self, *disks: str) -> None:
         assert isinstance(self.fake.disks, FakeDisks)
         self.fake.disks.hanging |= set(disks)
-        self.service.inventory.outdate()
+        self.service.reports.outdate()
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_every_call_reports_a_missing_group_until_it_is_back(
     assert node.fake.commands == []
 
     node.fake.lvm2.groups["data"] = gone
-    node.service.inventory.outdate()
+    node.service.reports.outdate()
     node.group().state()
     assert client.unhealthy() == []
     assert not client.node_health(volume.volume_id).health_statuses
@@ -181,7 +181,7 @@ def test_an_id_that_cannot_be_a_volume_here_is_refused(
 
 def test_a_refused_group_is_reported(client: Client, node: Node, volume: csi.Volume) -> None:
     node.fake.lvm2.groups["data"].exported = True
-    node.service.inventory.outdate()
+    node.service.reports.outdate()
     with pytest.raises(GroupRefused):
         node.group().state()
     [found] = client.node_health(volume.volume_id).health_statuses
@@ -197,7 +197,7 @@ def test_an_inline_volume_is_found_as_long_as_its_pod_exists(
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
     node.fake.commands.clear()
     assert not client.node_health("csi-1").health_statuses
-    node.service.inventory.state()
+    node.service.reports.fresh()
     node.fake.commands.clear()
     assert not client.node_health("csi-1", tmp_path / "target").health_statuses
     assert node.fake.commands == []
@@ -391,7 +391,7 @@ def test_a_volume_suspended_for_a_group_snapshot_or_for_a_moment_is_healthy(
     client: Client, node: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.fake.suspend("data", "vol-pvc-1")
-    with node.service.inventory.keep_suspended([("data", "vol-pvc-1")]):
+    with node.service.context.activator.keep_suspended([("data", "vol-pvc-1")]):
         assert client.unhealthy() == []
     node.service.diagnosis.settling_seconds = moment = 0.5
     real = time.sleep
@@ -411,13 +411,13 @@ def test_a_device_that_hangs_delays_no_call_and_is_reported(
 ) -> None:
     go_on, hanging = threading.Event(), threading.Event()
 
-    def hang(_volume_id: str) -> tuple[Status, ...]:
+    def hang(_volume: object) -> tuple[Status, ...]:
         hanging.set()
         assert go_on.wait(60)
         return ()
 
     monkeypatch.setattr(conditions, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(node.service.inventory, "status_of", hang)
+    monkeypatch.setattr(node.service.context.activator, "status_of", hang)
     began = time.monotonic()
     assert client.node_health(volume.volume_id).health_statuses == []
     assert hanging.wait(20)

@@ -182,9 +182,25 @@ def test_what_changes_one_group_reads_all_only_where_no_hint_names_it() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("state", "fresh_groups")
-        and ast.unparse(node.func.value) == "self._inventory"
+        and ast.unparse(node.func) in ("self._reports.fresh", "self._mender.mend")
         and not node.args
     ]
     # Each looks at a hint first.
     assert found == ["inline.py", "replace_disk.py"]
+
+
+@pytest.mark.parametrize("name", ["agent.core.reports", "agent.core.report_age"])
+def test_what_finds_imports_nothing_of_lvm_that_runs_a_command(name: str) -> None:
+    of_lvm = {one for one in imported_modules(name) if one.startswith("lvm.")}
+    assert of_lvm <= {"lvm.report", "lvm.names"}
+
+
+def test_the_logical_volume_of_an_id_is_found_in_one_module() -> None:
+    """Elsewhere it is a field of a record: agent/core/backing.py."""
+    makers = {
+        str(path.relative_to(ROOT))
+        for path in modules("agent")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Backing", "backing.Backing")
+    }
+    assert makers == {"agent/core/backing.py"}

@@ -1,10 +1,13 @@
 """What the agent knows of the fake lvm2's groups, without a service."""
 
+from collections.abc import Sequence
+
 from fakes.devices import FakeDevices
 from fakes.disks import FakeDisks
 from fakes.lvm import FakeLvm
 
-from agent.core.inventory import Inventory
+from agent.core.activator import Activator
+from agent.core.reports import Reports
 from agent.core.volume_groups import VolumeGroups
 from lvm.lvm2 import Lvm
 
@@ -16,7 +19,17 @@ def machine(*disk_extents: int) -> tuple[Lvm, FakeLvm]:
     return Lvm(lambda *words: fake(words), settings=()), fake
 
 
-def inventory(fake: FakeLvm, *groups: str, lvm: Lvm | None = None) -> Inventory:
-    """The inventory of some groups; `lvm` is lvm2 as a test calls it."""
+def reports(fake: FakeLvm, *groups: str, lvm: Lvm | None = None) -> Reports:
+    """The reports of some groups; `lvm` is lvm2 as a test calls it."""
+    return Reports(_volume_groups(fake, groups, lvm))
+
+
+def activator(fake: FakeLvm, *groups: str) -> Activator:
+    """The activator of some groups."""
+    volume_groups = _volume_groups(fake, groups, None)
+    return Activator(volume_groups, fake, Reports(volume_groups))
+
+
+def _volume_groups(fake: FakeLvm, groups: Sequence[str], lvm: Lvm | None) -> VolumeGroups:
     node = lvm or Lvm(lambda *words: fake(words), settings=())
-    return Inventory(VolumeGroups(node, FakeDisks(fake, fake.devices), fake, groups), fake)
+    return VolumeGroups(node, FakeDisks(fake, fake.devices), fake, groups)

@@ -92,7 +92,7 @@ class Machine:
         switch.on_death = lambda: die(service)
         with (
             quiesce.resume_left(host.devices, [self.group]) as held,
-            service.inventory.keep_suspended(held),
+            service.context.activator.keep_suspended(held),
         ):
             in_background.look(service, service.eraser.jobs)
             in_background.look(service, service.pool_remover.jobs)

@@ -161,7 +161,7 @@ def test_the_commands_of_a_reading_do_not_grow_with_the_snapshots(
     with nodes.made(host, configured.carver(tmp_path), tmp_path, "here") as node:
         disk = disk_of(node, 2 + others)
         base, target, *_ = disk.snapshots
-        node.service.inventory.state()
+        node.service.reports.fresh()
         host.commands.clear()
         with changed_blocks.of(disk.service).delta.changed(base, target) as reading:
             assert list(reading.extents()) == []

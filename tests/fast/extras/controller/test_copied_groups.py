@@ -82,7 +82,7 @@ def copy_with_new_uuid(two: Cluster, name: str) -> None:
         node.host.deactivate(node.group, volume)
     node.host.lvm("vgchange", "--uuid", "--", node.group)
     node.restart()
-    node.service.inventory.state()
+    node.service.reports.fresh()
     clustered.listener(node).find_other_groups()
     clustered.listener(node).serve()
     two.write_nodes()

@@ -324,7 +324,7 @@ def test_a_node_enrols_and_is_reached(
         enrolment_directory=directory,
     )
     with serving.served(fake, node) as (service, _), Client(own.endpoint) as client:
-        service.inventory.state()
+        service.reports.fresh()
         with pytest.raises(grpc.RpcError) as raised:
             client.volumes()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -398,7 +398,7 @@ def test_nodes_are_reached_again_after_the_authority_was_replaced(
         await asyncio.gather(*map(controller.nodes.ask, controller.nodes))
 
     with serving.served(fake, node) as (service, _), Client(own.endpoint) as client:
-        service.inventory.state()
+        service.reports.fresh()
         listener: Any = service.extras["controller"]
         enroller = listener._enroller
         enroller.task.run_once()

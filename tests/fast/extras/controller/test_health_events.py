@@ -934,7 +934,7 @@ def test_what_a_service_finds_reaches_the_claim(
         assert api.said() == []
         group = fake.lvm2.groups[node.group]
         group.volumes["vol-pvc-1"].health = "partial"
-        node.service.inventory.state()
+        node.service.reports.fresh()
         made.look()
         assert api.said() == ["Warning RaidDegraded data x1"]
 
@@ -967,7 +967,7 @@ def test_that_lvm2_hangs_on_a_node_reaches_the_claims(
             made.start()
 
         cluster.loop.run(begin())
-        node.service.inventory.state()
+        node.service.reports.fresh()
         made.look()
         assert api.said() == []
 

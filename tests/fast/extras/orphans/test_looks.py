@@ -32,7 +32,7 @@ from agent.cli import main as cli
 from agent.cli import status as status_command
 from agent.core import errors, ids, settings
 from agent.core.host import Host
-from agent.core.inventory import Inventory
+from agent.core.reports import Reports
 from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
@@ -76,7 +76,9 @@ class Node:
     def finder(self, config: Config | None = None) -> Finder:
         """One of a process of its own."""
         config = config or self.config
-        made = Finder(config, self.host.kernel, status_command.known_to(config, self.machine))
+        made = Finder(
+            config, self.host.kernel, Reports(status_command.volume_groups(config, self.machine))
+        )
         # Its clock and its patience are the test's.
         clock = Clock(lambda: self.seconds, lambda: self.boot)
         made._history = History(self.config.endpoint.parent / "orphans.json", clock)
@@ -216,9 +218,9 @@ def test_a_bridge_whose_copy_may_be_in_a_group_that_does_not_answer_is_no_orphan
         size_bytes=4 * MIB,
         own_tags={"name": "pvc-2", "source": "vol-pvc-1", "copy": "other@01234567/vol-pvc-2"},
     )
-    everywhere, silent = Inventory.everywhere, {"other"}
+    everywhere, silent = Reports.everywhere, {"other"}
     monkeypatch.setattr(
-        Inventory,
+        Reports,
         "everywhere",
         lambda own, known: replace(everywhere(own, known), silent=frozenset(silent)),
     )

@@ -40,7 +40,7 @@ def sent(here: Node, fake: FakeHost) -> bytes:
 
 def pretended(there: Node) -> csi.Volume:
     """The volume being received, by a guessed id."""
-    group = there.service.inventory.state(there.group).group(there.group)
+    group = there.service.reports.fresh(there.group).group(there.group)
     return csi.Volume(volume_id=str(VolumeId.of(group, "vol-copy")))
 
 
@@ -264,7 +264,7 @@ def test_a_stream_that_does_not_say_how_it_is_accessed_is_not_taken_for_raw_bloc
         chain="a",
         facts=facts,
     )
-    group = there.service.inventory.state(there.group).group(there.group)
+    group = there.service.reports.fresh(there.group).group(there.group)
 
     def made() -> dict[str, str]:
         return sending.tags_of("copy", DeviceClass("plain", there.group), header, SIZE, group)

@@ -4,7 +4,7 @@ import pytest
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core import errors, tag
+from agent.core import backing, errors, tag
 from agent.core.volume_states import Call
 from agent.csi.client import block
 from agent.daemon.server import Service
@@ -18,12 +18,15 @@ def volume(client: Client) -> str:
 def test_a_tag_is_written_replaced_and_removed(
     service: Service, fake: FakeHost, volume: str
 ) -> None:
-    known = service.inventory
+    tag_writer, mender = service.context.tag_writer, service.context.mender
+    logical = backing.of_id(volume)
     for new in ({tag.ROTATING: "one"}, {tag.ROTATING: "an other, with spaces"}, {}):
-        known.replace_tags("data", "vol-a", (tag.ROTATING,), new)
-        assert known.require(volume, Call.USE).own_tags.get(tag.ROTATING) == new.get(tag.ROTATING)
+        tag_writer.replace(logical, (tag.ROTATING,), new)
+        assert mender.mended_volume(volume, Call.USE).own_tags.get(tag.ROTATING) == new.get(
+            tag.ROTATING
+        )
         fake.commands.clear()
-        known.replace_tags("data", "vol-a", (tag.ROTATING,), new)
+        tag_writer.replace(logical, (tag.ROTATING,), new)
         assert {words[1] for words in fake.commands} <= {"fullreport"}
 
 
@@ -32,6 +35,6 @@ def test_a_value_that_is_too_long_is_refused_before_any_command(
 ) -> None:
     fake.commands.clear()
     with pytest.raises(errors.BadField, match="rotating: is too long"):
-        service.inventory.replace_tags("data", "vol-a", (), {tag.ROTATING: "x" * 1024})
+        service.context.tag_writer.replace(backing.of_id(volume), (), {tag.ROTATING: "x" * 1024})
     assert fake.commands == []
-    assert tag.ROTATING not in service.inventory.require(volume, Call.USE).own_tags
+    assert tag.ROTATING not in service.context.mender.mended_volume(volume, Call.USE).own_tags
