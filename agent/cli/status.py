@@ -13,6 +13,7 @@ from pathlib import Path
 from agent.core import errors, group_definitions, ids, records, sockets, tag, users
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
+from agent.core.configuration import Configuration
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.settings import Config
@@ -155,7 +156,7 @@ class Overview:
 def read(settings: Config, host: Host) -> Overview:
     """Read everything once; raises NotReady, what lvm2's report raises."""
     known = known_to(settings, host)
-    now, allocators = known.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
+    now, allocators = known.seen(MONITOR_AGE_SECONDS), Allocators(Configuration(settings), known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
     mounts = table.read(host.kernel)
     is_serving = sockets.is_served(settings.endpoint)
@@ -198,8 +199,9 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
 def known_to(settings: Config, host: Host) -> Inventory:
     """Make an inventory as the service does; raises NotReady."""
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
+    configuration = Configuration(settings)
     volume_groups = VolumeGroups(
-        lvm, host.disks, host.devices, settings.groups, listed=lambda name: devices.get(name, ())
+        lvm, host.disks, host.devices, configuration, listed=lambda name: devices.get(name, ())
     )
     return Inventory(volume_groups, host.devices)
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from agent.core import errors, ids, records, tag, volume_states
 from agent.core.classes import DeviceClass
+from agent.core.configuration import Configuration
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.volume_states import Ender
@@ -431,9 +432,13 @@ Allocator = Thick | Thin
 class Allocators:
     """Returns the allocator of a class or a volume."""
 
-    def __init__(self, classes: Sequence[DeviceClass], known: Inventory) -> None:
-        self._classes = classes
+    def __init__(self, configuration: Configuration, known: Inventory) -> None:
+        self._configuration = configuration
         self._inventory = known
+
+    @property
+    def _classes(self) -> Sequence[DeviceClass]:
+        return self._configuration.now.classes
 
     def of(self, one: DeviceClass) -> Allocator:
         """The allocator of a class."""

@@ -4,14 +4,15 @@ from dataclasses import dataclass, field
 
 from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
+from agent.core.configuration import Configuration
 from agent.core.conflicts import Conflicts
+from agent.core.erase_policy import ErasePolicy
 from agent.core.group_worker import GroupWorkers
 from agent.core.holds import Holds
 from agent.core.inventory import Inventory
 from agent.core.limiter import Limiter
 from agent.core.locks import Admission, VolumeLocks
 from agent.core.pace import Paces
-from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from lvm.devices import Devices
 from mount.command import Runner, Stream
@@ -22,7 +23,7 @@ from mount.kernel import Kernel
 class Context:
     """One of each for a process, built once and handed on."""
 
-    config: Config
+    configuration: Configuration
     run: Runner
     kernel: Kernel
     volume_groups: VolumeGroups
@@ -32,6 +33,7 @@ class Context:
     allocators: Allocators
     limiter: Limiter
     paces: Paces
+    erase_policy: ErasePolicy
     holds: Holds
     conflicts: Conflicts
     admission: Admission = field(default_factory=Admission)

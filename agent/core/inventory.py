@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from agent.core import errors, group_definitions, ids, locks, records, tag, volume_states
+from agent.core import errors, ids, locks, records, tag, volume_states
 from agent.core.background import Probes
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
@@ -25,6 +25,7 @@ from lvm.devicemapper import ThinPool
 from lvm.lvm2 import Lvm
 from mount import command
 from mount import errors as mount_errors
+from mount.kernel import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +53,12 @@ class Inventory:
         self,
         volume_groups: VolumeGroups,
         kernel_devices: devices.Devices,
-        definitions: GroupDefinitions = group_definitions.NONE,
+        definitions: GroupDefinitions | None = None,
     ) -> None:
         self._volume_groups = volume_groups
         self._devices = kernel_devices
-        self._definitions = definitions
-        self._groups = volume_groups.names
+        # Without definitions all groups are the operator's.
+        self._definitions = definitions or GroupDefinitions(volume_groups.configuration, Kernel())
         self._pools: Probes[ThinPool | None] = Probes()
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
@@ -68,6 +69,11 @@ class Inventory:
         # The groups whose cached state was used since `refresh` had them read.
         self._in_use: set[str] = set()
 
+    @property
+    def _groups(self) -> Sequence[str]:
+        """The names of the groups of the configuration."""
+        return self._volume_groups.names
+
     def state(self, *groups: str, resume: bool = False) -> Fresh:
         """The state of these groups now, or of all where none is named; of no other group.
 
@@ -77,10 +83,12 @@ class Inventory:
         Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         locks.enter(*groups)
-        wanted = groups or self._groups
+        every = self._groups
+        wanted = groups or every
         found = {name: self._volume_groups.of(name) for name in wanted}
         states = {name: one.state() for name, one in found.items() if one is not None}
-        known = Fresh(_present(states), asked=frozenset(wanted))
+        unasked = frozenset(every).difference(wanted)
+        known = Fresh(_present(states), asked=frozenset(wanted), unasked=unasked)
         if resume:
             own = list(self.own_groups(known))
             problems = self._resume(own)
@@ -850,7 +858,7 @@ class Inventory:
         parsed = VolumeId.parse(identity)
         if parsed is None:
             return None
-        if isinstance(known, Fresh) and parsed.group in {*self._groups} - known.asked:
+        if isinstance(known, Fresh) and parsed.group in known.unasked:
             raise AssertionError(f"{identity}: {parsed.group} was not read")
         group = known.groups.get(parsed.group)
         if group is None:

@@ -16,11 +16,13 @@ from lvm import report
 class Fresh(report.Report):
     """Groups that a call named, each read after the call began; `asked` has their names.
 
-    It says nothing of another group, which is not the same as that it is absent. `problems` has why
+    It says nothing of another group, which is not the same as that it is absent: `unasked` has the
+    others of the configuration. `problems` has why
     lvm2 could not repair what it left when it was killed, by the group and the logical volume.
     """
 
     asked: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
     problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
 

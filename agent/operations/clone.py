@@ -27,6 +27,7 @@ from functools import partial
 from agent.core import errors, ids, locks, records, tag, volume_states
 from agent.core.background import Attempts
 from agent.core.context import Context
+from agent.core.erase_policy import Purpose
 from agent.core.group_worker import AGAIN, Job, Jobs, Steps
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
@@ -34,7 +35,6 @@ from agent.core.records import Snapshot, Volume
 from agent.core.report_age import Every, Known
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.volume_states import Call, Ender
-from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import INHERITED, Snapshotter
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -149,7 +149,7 @@ class Copier:
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._paces = context.inventory, context.paces
-        self._policy = ErasePolicy(context.config, context.kernel)
+        self._policy = context.erase_policy
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0

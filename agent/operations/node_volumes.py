@@ -36,8 +36,12 @@ class NodeVolumes:
     def __init__(self, context: Context) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._conflicts = context.conflicts
-        # The directories in which kubelet may have volumes mounted.
-        self.inside = context.config.kubelet_dir
+        self._configuration = context.configuration
+
+    @property
+    def inside(self) -> Sequence[str]:
+        """The directories in which kubelet may have volumes mounted."""
+        return self._configuration.now.kubelet_dir
 
     def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""

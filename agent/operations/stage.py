@@ -54,7 +54,7 @@ class Stager:
         self._run, self._kernel = context.run, context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._detached = context.detached
-        self._oldest_kernel = context.config.oldest_kernel
+        self._configuration = context.configuration
         self._mappings = Mappings(context)
         self._limiter = context.limiter
         self._volumes = node_volumes
@@ -232,7 +232,8 @@ class Stager:
             look = partial(self._require_same, volume, device, probe, found)
             # Blank by the probe, and never formatted by the tags: only then.
             make = partial(filesystem.make, self._run, path, fs_type, words)
-            make = partial(make, uuid=_own_uuid(device), oldest_kernel=self._oldest_kernel)
+            oldest = self._configuration.now.oldest_kernel
+            make = partial(make, uuid=_own_uuid(device), oldest_kernel=oldest)
             self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
             return {tag.FORMATTED: fs_type}
         if not is_own and not filesystem.gives_uuid(fs_type, words):

@@ -5,6 +5,7 @@ import os
 
 from agent.cli.words import CommandLine, require_root
 from agent.core import settings
+from agent.core.configuration import Configuration
 
 
 def add(line: CommandLine) -> None:
@@ -35,7 +36,7 @@ def _orphans(parsed: argparse.Namespace) -> int:
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     # Reads LVM and the kernel itself: the service need not run.
-    finder = Finder(config, host.kernel, status.known_to(config, host))
+    finder = Finder(Configuration(config), host.kernel, status.known_to(config, host))
     if parsed.delete:
         command.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:

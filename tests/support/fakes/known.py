@@ -1,5 +1,6 @@
 """What the agent knows of the fake lvm2's groups, without a service."""
 
+import configured
 from fakes.devices import FakeDevices
 from fakes.disks import FakeDisks
 from fakes.lvm import FakeLvm
@@ -19,4 +20,6 @@ def machine(*disk_extents: int) -> tuple[Lvm, FakeLvm]:
 def inventory(fake: FakeLvm, *groups: str, lvm: Lvm | None = None) -> Inventory:
     """The inventory of some groups; `lvm` is lvm2 as a test calls it."""
     node = lvm or Lvm(lambda *words: fake(words), settings=())
-    return Inventory(VolumeGroups(node, FakeDisks(fake, fake.devices), fake, groups), fake)
+    return Inventory(
+        VolumeGroups(node, FakeDisks(fake, fake.devices), fake, configured.on_groups(*groups)), fake
+    )

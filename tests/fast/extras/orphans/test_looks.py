@@ -31,6 +31,7 @@ from fakes.kernel import FakeKernel
 from agent.cli import main as cli
 from agent.cli import status as status_command
 from agent.core import errors, ids, settings
+from agent.core.configuration import Configuration
 from agent.core.host import Host
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
@@ -76,7 +77,9 @@ class Node:
     def finder(self, config: Config | None = None) -> Finder:
         """One of a process of its own."""
         config = config or self.config
-        made = Finder(config, self.host.kernel, status_command.known_to(config, self.machine))
+        made = Finder(
+            Configuration(config), self.host.kernel, status_command.known_to(config, self.machine)
+        )
         # Its clock and its patience are the test's.
         clock = Clock(lambda: self.seconds, lambda: self.boot)
         made._history = History(self.config.endpoint.parent / "orphans.json", clock)
