@@ -274,8 +274,10 @@ class VolumeGroups:
 
     def _ensure(self, name: str) -> VolumeGroup:
         """The one of a name for the life of the process: its lock must not be replaced."""
-        with self._guard:
-            return self._volume_groups.get(name) or self._made(name)
+        if (found := self._volume_groups.get(name)) is None:
+            with self._guard:
+                found = self._volume_groups.get(name) or self._made(name)
+        return found
 
     def _made(self, name: str) -> VolumeGroup:
         node, renew = self.node, None

@@ -28,7 +28,7 @@ from started import Started
 
 from agent.cli import main as cli
 from agent.core import errors
-from agent.core.host import log_command
+from agent.core.host import Host, log_command
 from agent.core.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, GroupDefinition
 from agent.csi import interceptor
 from agent.csi.client import Client, block
@@ -520,7 +520,12 @@ def test_the_service_is_put_together_and_served(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[Config] = []
-    monkeypatch.setattr(process, "run", lambda settings, host: served.append(settings))
+
+    def run(settings: Config, _host: Host, load: Callable[[], Config]) -> None:
+        assert load() == settings
+        served.append(settings)
+
+    monkeypatch.setattr(process, "run", run)
     # This process lives on.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"
