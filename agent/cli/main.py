@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from agent.cli import arguments
 from agent.cli.words import SHELLS, CommandLine, Commands, require_root
 from agent.core import errors, extras, settings
+from agent.core.configuration import Configuration
 from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.daemon import log
 from mount import errors as mount_errors
@@ -193,7 +194,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     log.configure(config.log_format, config.log_level)
     # No core dumps, also of programs: secrets of requests may be in memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    process.run(config, this_host(config))
+    process.run(config, this_host(config), lambda: settings.load(parsed, os.environ))
     return 0
 
 
@@ -237,7 +238,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     host = this_host(config)
     reports = cache(lambda: Reports(status.volume_groups(config, host)))
     node = preflight.Node(
-        config,
+        Configuration(config),
         host.kernel,
         host.run,
         lambda: reports().seen(MONITOR_AGE_SECONDS),

@@ -14,6 +14,7 @@ from agent.core import errors, group_definitions, ids, records, sockets, tag, us
 from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
+from agent.core.configuration import Configuration
 from agent.core.host import Host
 from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.settings import Config
@@ -158,7 +159,8 @@ def read(settings: Config, host: Host) -> Overview:
     own = volume_groups(settings, host)
     reports = Reports(own)
     activator = Activator(own, host.devices, reports)
-    now, allocators = reports.seen(MONITOR_AGE_SECONDS), Allocators(settings.classes, activator)
+    now = reports.seen(MONITOR_AGE_SECONDS)
+    allocators = Allocators(Configuration(settings), activator)
     diagnosis = Diagnosis(host.kernel, host.devices, activator)
     mounts = table.read(host.kernel)
     is_serving = sockets.is_served(settings.endpoint)
@@ -201,8 +203,9 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
 def volume_groups(settings: Config, host: Host) -> VolumeGroups:
     """Make the volume groups as the service does; raises NotReady."""
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
+    configuration = Configuration(settings)
     return VolumeGroups(
-        lvm, host.disks, host.devices, settings.groups, listed=lambda name: devices.get(name, ())
+        lvm, host.disks, host.devices, configuration, listed=lambda name: devices.get(name, ())
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from agent.core import errors, ids, records, tag, volume_states
 from agent.core.activator import Activator
 from agent.core.classes import DeviceClass
+from agent.core.configuration import Configuration
 from agent.core.records import Volume
 from agent.core.volume_states import Ender
 from lvm import caches, groups, layout, names, report, tags, thin, volumes
@@ -431,9 +432,13 @@ Allocator = Thick | Thin
 class Allocators:
     """Returns the allocator of a class or a volume."""
 
-    def __init__(self, classes: Sequence[DeviceClass], activator: Activator) -> None:
-        self._classes = classes
+    def __init__(self, configuration: Configuration, activator: Activator) -> None:
+        self._configuration = configuration
         self._activator = activator
+
+    @property
+    def _classes(self) -> Sequence[DeviceClass]:
+        return self._configuration.now.classes
 
     def of(self, one: DeviceClass) -> Allocator:
         """The allocator of a class."""

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
+from agent.core.configuration import Configuration
 from agent.core.conflicts import Conflicts
+from agent.core.erase_policy import ErasePolicy
 from agent.core.group_worker import GroupWorkers
 from agent.core.holds import Holds
 from agent.core.limiter import Limiter
@@ -13,7 +15,6 @@ from agent.core.locks import Admission, VolumeLocks
 from agent.core.mender import Mender
 from agent.core.pace import Paces
 from agent.core.reports import Reports
-from agent.core.settings import Config
 from agent.core.tag_writer import TagWriter
 from agent.core.volume_groups import VolumeGroups
 from lvm.devices import Devices
@@ -25,7 +26,7 @@ from mount.kernel import Kernel
 class Context:
     """One of each for a process, built once and handed on."""
 
-    config: Config
+    configuration: Configuration
     run: Runner
     kernel: Kernel
     volume_groups: VolumeGroups
@@ -38,6 +39,7 @@ class Context:
     allocators: Allocators
     limiter: Limiter
     paces: Paces
+    erase_policy: ErasePolicy
     holds: Holds
     conflicts: Conflicts
     admission: Admission = field(default_factory=Admission)

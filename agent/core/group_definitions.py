@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from agent.core import errors
+from agent.core.configuration import Configuration
 from agent.core.disks import locate
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.volume_groups import VolumeGroups
@@ -40,16 +41,22 @@ class GroupDefinitions:
     """The devices of the groups that Carver creates, and why some could not be created.
 
     All other groups are the operator's. `begin` and `create` fill it in, `create` in a thread for
-    each group; those still to be created are `pending`.
+    each group.
     """
 
+    configuration: Configuration
     kernel: Kernel
     devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    pending: set[str] = field(default_factory=set)
-    # The setting `devices`, outside of which lvm2 sees no disk.
-    confined_to: Sequence[str] = ()
+    # By which definition `create` has ended for a group, be it with a failure.
+    ended: dict[str, GroupDefinition] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def pending(self) -> Mapping[str, GroupDefinition]:
+        """The definitions of the groups for which `create` has yet to end."""
+        every = {one.group: one for one in self.configuration.now.definitions}
+        return {name: one for name, one in every.items() if self.ended.get(name) != one}
 
     def group(self, known: report.Report, name: str) -> report.Group:
         """The group of that name, if it is the defined one; raises GroupRefused, GroupMissing.
@@ -57,9 +64,14 @@ class GroupDefinitions:
         Checked each time: a group that appears or is repaired needs no restart.
         """
         if name not in known.groups and name in self.failures:
-            raise errors.GroupRefused(name, f"{self.failures[name]}. Then restart Carver")
+            raise errors.GroupRefused(
+                name,
+                f"{self.failures[name]}. Then restart Carver, or have it"
+                " reload its configuration (SIGHUP)",
+            )
         if name not in known.groups:
-            absent = [one for one in self.confined_to if not _numbers(self.kernel, [one])]
+            allowed = self.configuration.now.devices
+            absent = [one for one in allowed if not _numbers(self.kernel, [one])]
             raise lvm_errors.GroupMissing(name, absent)
         group = known.group(name)
         self.require_meant(group)
@@ -91,10 +103,6 @@ class GroupDefinitions:
         return len(self.absent(group)) < len(self.devices[group.name])
 
 
-# All groups are the operator's.
-NONE = GroupDefinitions(Kernel())
-
-
 def on_node(run: Run, config: Config) -> Lvm:
     """lvm2 on this node, not yet confined to devices."""
     root = config.lvm_root
@@ -105,37 +113,46 @@ def on_node(run: Run, config: Config) -> Lvm:
     return Lvm(run, (), settings, root)
 
 
-def begin(
-    lvm: Lvm, definitions: GroupDefinitions, config: Config, volume_groups: VolumeGroups
-) -> None:
-    """Confine lvm2 to the devices, and note which groups are to be created. No command."""
-    definitions.confined_to = config.devices
-    lvm.devices = _confined(definitions.kernel, config, definitions.devices)
-    for one in config.definitions:
-        _found_on(lvm, definitions, config, one, one.devices)
-        definitions.pending.add(one.group)
+def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
+    """Confine lvm2 to the devices, and note which groups are to be created. No command.
+
+    At the start, and after each reload of the configuration: a definition that is new or changed,
+    and one that failed, is pending from then on.
+    """
+    config = definitions.configuration.now
+    for name in list(definitions.failures):
+        definitions.ended.pop(name, None)
+    for one in definitions.pending.values():
+        _note(definitions, volume_groups, one, one.devices or definitions.listed(one.group))
         if (volume_group := volume_groups.known(one.group)) is not None:
             volume_group.is_awaited = True
+    with definitions.guard:
+        defined = {one.group for one in config.definitions}
+        for name in definitions.devices.keys() - defined:
+            definitions.failures.pop(name, None)
+            definitions.ended.pop(name, None)
+            if (volume_group := volume_groups.known(name)) is not None:
+                volume_group.is_awaited = False
+        kept = {name: one for name, one in definitions.devices.items() if name in defined}
+        definitions.devices = kept
+        _confine(definitions, volume_groups)
 
 
-def create(
-    lvm: Lvm, definitions: GroupDefinitions, config: Config, volume_groups: VolumeGroups, name: str
-) -> None:
-    """Create a defined group if it is missing, once in the life of a process.
+def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str) -> None:
+    """Create a defined group if it is missing, once for each definition of it.
 
     One command if it exists, none for other groups. A failure is logged and kept in `failures`.
     If lvm2 or a disk does not answer, raises CommandError or GroupSilent; then call again.
     """
-    volume_group = volume_groups.known(name)
-    if name not in definitions.pending or volume_group is None:
+    volume_group, one = volume_groups.known(name), definitions.pending.get(name)
+    if one is None or volume_group is None:
         return
-    one = next(one for one in config.definitions if one.group == name)
     kernel, is_here = definitions.kernel, True
     with _noted(definitions.failures, name):
-        _found_on(lvm, definitions, config, one, _devices(kernel, one))
+        _note(definitions, volume_groups, one, _devices(kernel, one))
         is_here = locate(volume_groups.scan(), name, listed=volume_groups.listed(name)) is not None
     if not is_here:
-        own = _seeing(lvm, kernel, definitions.devices[name])
+        own = _seeing(volume_groups.node, kernel, definitions.listed(name))
         known = report.read(own)
         with _noted(definitions.failures, name):
             _make(own, definitions, known, one)
@@ -148,7 +165,7 @@ def create(
             fast, slow = _numbers(kernel, one.fast), [d.name for d in group.disks if not d.fast]
             if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
-    definitions.pending.discard(name)
+    definitions.ended[name] = one
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
@@ -162,17 +179,21 @@ def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
     return replace(lvm, devices=tuple(there) or (_NO_DISK,))
 
 
-def _found_on(
-    lvm: Lvm,
+def _note(
     definitions: GroupDefinitions,
-    config: Config,
+    volume_groups: VolumeGroups,
     one: GroupDefinition,
     devices: Sequence[str],
 ) -> None:
     """Note the devices of a group, and confine lvm2 to all."""
     with definitions.guard:
         definitions.devices = {**definitions.devices, one.group: devices}
-        lvm.devices = _confined(definitions.kernel, config, definitions.devices)
+        _confine(definitions, volume_groups)
+
+
+def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
+    config = definitions.configuration.now
+    volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:

@@ -364,22 +364,23 @@ class Jobs(Generic[J]):
 
 
 class Looks:
-    """Work that is repeated in each of some groups: one job for each, that has no end.
+    """Work that is repeated in each of some groups: one job for each.
 
-    `look` is called `interval_seconds` after the start, then so long after each call, or at once
-    where it returns True. `failure` is logged with %s for the group and for the error.
+    `groups` gives their names at each moment; the job of a group that is no longer among them ends
+    at its next look. `look` is called `interval_seconds` after the start, then so long after each
+    call, or at once where it returns True. `failure` is logged with %s for the group and the error.
     """
 
     def __init__(
         self,
         workers: "GroupWorkers",
         kind: str,
-        groups: Iterable[str],
+        groups: Callable[[], Iterable[str]],
         look: Callable[[str], bool | None],
         interval_seconds: float,
         failure: str,
     ) -> None:
-        self.kind, self._groups, self._look = kind, tuple(groups), look
+        self.kind, self._groups, self._look = kind, groups, look
         self._interval_seconds = interval_seconds
         self._jobs: Jobs[Job] = Jobs(
             workers, kind, self._steps, failure, urgent=True, retry_seconds=interval_seconds
@@ -392,20 +393,23 @@ class Looks:
 
     def failures(self) -> Mapping[str, int]:
         """How many looks failed until now, by the group."""
-        return {one: self._jobs.failures().get(one, 0) for one in self._groups}
+        return {one: self._jobs.failures().get(one, 0) for one in self._groups()}
 
     def start(self) -> None:
-        """Begin, after the interval. Raises RuntimeError where no thread can be had."""
-        for one in self._groups:
+        """Begin in each group where it has not begun, after the interval.
+
+        Raises RuntimeError where no thread can be had.
+        """
+        for one in self._groups():
             self._jobs.start(Job(one), self._interval_seconds)
 
     def stop(self) -> None:
         """Begin no further look; one that is under way goes on."""
-        for one in self._groups:
-            self._jobs.forget(one)
+        for one in self._jobs.unfinished():
+            self._jobs.forget(one.key)
 
     def _steps(self, job: Job) -> Steps:
-        while True:
+        while job.key in self._groups():
             is_due = self._look(job.key)
             if job.failures:
                 _log.warning(
@@ -650,6 +654,17 @@ class GroupWorkers:
             if group not in self._workers:
                 self._workers[group] = GroupWorker(group)
             return self._workers[group]
+
+    def let_go(self, group: str) -> None:
+        """Call the jobs of a group off at their next safe points, but those that are done last.
+
+        A call that names the group later begins a new loop.
+        """
+        with self._guard:
+            worker = self._workers.pop(group, None)
+        if worker is not None:
+            worker.halt()
+            worker.oversee()
 
     def every(self) -> list[GroupWorker]:
         """The loops of all groups that were ever asked for."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from agent.core import errors, users
 from agent.core.backing import Backing
 from agent.core.context import Context
+from agent.core.erase_policy import LONGEST_HEADER_BYTES
 from agent.core.records import Volume
 from lvm import thin
 from lvm.devices import Device
@@ -19,9 +20,6 @@ from mount.kernel import Kernel
 from mount.luks import Cryptsetup, Header
 
 _log = logging.getLogger(__name__)
-
-# Zeroed of an encrypted volume where neither its tag nor its LUKS header says how long that is.
-LONGEST_HEADER_BYTES = 128 << 20
 
 
 class HeaderCopies:
@@ -80,9 +78,14 @@ class Mappings:
         self._kernel = context.kernel
         self._activator = context.activator
         self._devices = context.devices
-        waits = context.config.lvm != "host" and luks.has_udev()
+        self._configuration = context.configuration
+        waits = context.configuration.now.lvm != "host" and luks.has_udev()
         self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
-        self.copies = HeaderCopies(context.config.header_backups, self.cryptsetup)
+
+    @property
+    def copies(self) -> HeaderCopies:
+        """The backups of headers, in the directory of the configuration."""
+        return HeaderCopies(self._configuration.now.header_backups, self.cryptsetup)
 
     def is_used(self, mapping: Device) -> bool:
         """Whether a dm-crypt device is mounted or published; no command."""

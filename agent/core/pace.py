@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from agent.core.settings import Config
+from agent.core.configuration import Configuration
 from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
@@ -175,6 +175,8 @@ class _Shared:
     """A turn that workers may share, or the place of one in the queue for it."""
 
     disks: frozenset[str]
+    # The one that held when the worker came.
+    rule: "_Rule"
     may_join: bool
     # How many are in it, and what they did; how long a piece of theirs may be.
     workers: int = 1
@@ -300,7 +302,7 @@ class _Limited:
     """A size a second, or a part of the fastest piece of the same kind of work."""
 
     def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
-        self._bandwidth, self._clock = bandwidth, clock
+        self.bandwidth, self._clock = bandwidth, clock
         self._due_at = -math.inf
         # Bytes a second by the kind of work.
         self._best: dict[str, float] = {}
@@ -319,10 +321,10 @@ class _Limited:
 
     def _rate(self, work: Work) -> float | None:
         """Bytes a second; None before anything was measured."""
-        if not self._bandwidth.percent:
-            return self._bandwidth.size_bytes
+        if not self.bandwidth.percent:
+            return self.bandwidth.size_bytes
         best = self._best.get(work.kind)
-        return None if best is None else best * self._bandwidth.percent / 100
+        return None if best is None else best * self.bandwidth.percent / 100
 
 
 class _Unlimited:
@@ -333,6 +335,9 @@ class _Unlimited:
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         """Nothing follows from it."""
+
+
+_UNLIMITED = _Unlimited()
 
 
 def _mean(before: float, measured: float) -> float:
@@ -349,28 +354,41 @@ class Pace:
 
     def __init__(
         self,
-        bandwidth: Reserve | None,
+        bandwidth: Callable[[], Reserve | None],
         kernel: Kernel,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         changed_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """`changed_at` is when Carver itself last changed the group, by the clock."""
+        """`bandwidth` is the setting at each moment.
+
+        `changed_at` is when Carver itself last changed the group, by the clock.
+        """
         self._kernel, self.clock, self._sleep = kernel, clock, sleep
-        self._rule: _Rule = _Unlimited()
-        if bandwidth is None:
-            self._rule = _GivingWay(kernel, clock, changed_at)
-        elif bandwidth != NO_RESERVE:
-            self._rule = _Limited(bandwidth, clock)
+        self._bandwidth = bandwidth
+        self._giving_way = _GivingWay(kernel, clock, changed_at)
+        self._limited = _Limited(NO_RESERVE, clock)
         self._moved = threading.Condition()
         # The first one's turn is under way.
         self._queue: deque[_Shared] = deque()
         self._bytes: Counter[str] = Counter()
 
     @property
+    def _rule(self) -> _Rule:
+        """The rule of the present setting, by which the next turn goes."""
+        bandwidth = self._bandwidth()
+        if bandwidth is None:
+            return self._giving_way
+        if bandwidth == NO_RESERVE:
+            return _UNLIMITED
+        if self._limited.bandwidth != bandwidth:
+            self._limited = _Limited(bandwidth, self.clock)
+        return self._limited
+
+    @property
     def is_unlimited(self) -> bool:
         """Whether no worker waits for another, nor for anyone else."""
-        return isinstance(self._rule, _Unlimited)
+        return self._rule is _UNLIMITED
 
     @property
     def done_bytes(self) -> Mapping[str, int]:
@@ -380,7 +398,7 @@ class Pace:
     @property
     def paused_seconds(self) -> float:
         """How long work was paused for others."""
-        return self._rule.paused_seconds if isinstance(self._rule, _GivingWay) else 0.0
+        return self._giving_way.paused_seconds
 
     def work(
         self,
@@ -400,7 +418,7 @@ class Pace:
         no one else uses the disks or waits: one that reads what another writes, or names it.
         """
         disks = set[str]()
-        for one in devices if isinstance(self._rule, _GivingWay) else ():
+        for one in devices:
             disks |= self._kernel.disks_below(one)
         progress = progress or Progress(self.clock)
         return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
@@ -421,11 +439,11 @@ class Pace:
     def _enter(self, work: Work, length_bytes: int | None) -> _Shared:
         """Wait for a turn of that length, or of the rule's where it is None, or for one to join."""
         work.check()
-        own = _Shared(work.disks, work.may_join)
+        own = _Shared(work.disks, self._rule, work.may_join)
         try:
             found = self._wait(own, work.check)
             if found is own:
-                piece_bytes = self._rule.begin(work, partial(self._pause, work.check))
+                piece_bytes = own.rule.begin(work, partial(self._pause, work.check))
                 self._begin(own, piece_bytes if length_bytes is None else length_bytes)
         except BaseException:
             self._remove(own)
@@ -434,7 +452,7 @@ class Pace:
 
     def _wait(self, own: _Shared, check: Callable[[], None]) -> _Shared:
         """Wait in the queue until its turn comes, or it may join the one under way."""
-        if self.is_unlimited:
+        if own.rule is _UNLIMITED:
             return own
         with self._moved:
             self._queue.append(own)
@@ -463,7 +481,7 @@ class Pace:
         return first
 
     def _begin(self, own: _Shared, length_bytes: int) -> None:
-        is_alone = isinstance(self._rule, _GivingWay) and not self._rule.is_beside_others
+        is_alone = isinstance(own.rule, _GivingWay) and not own.rule.is_beside_others
         with self._moved:
             own.length_bytes, own.begun_at = length_bytes, self.clock()
             own.hangs_at = own.begun_at + _HANGING_SECONDS
@@ -485,7 +503,7 @@ class Pace:
         try:
             if shared.done_bytes:
                 # Of all in it, or it would look like I/O of strangers.
-                self._rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
+                shared.rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
         finally:
             self._remove(shared)
 
@@ -507,9 +525,15 @@ class Pace:
 class Paces:
     """The Pace of each volume group, by the configuration."""
 
-    def __init__(self, config: Config, kernel: Kernel, changed_at: Callable[[str], float]) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        kernel: Kernel,
+        changed_at: Callable[[str], float],
+    ) -> None:
         """`changed_at` is when Carver last changed a group, by the monotonic clock."""
-        self._config, self._kernel, self._changed_at = config, kernel, changed_at
+        self._configuration, self._kernel = configuration, kernel
+        self._changed_at = changed_at
         self._guard = threading.Lock()
         self._paces: dict[str, Pace] = {}
 
@@ -518,7 +542,7 @@ class Paces:
         with self._guard:
             if group not in self._paces:
                 self._paces[group] = Pace(
-                    self._config.bandwidth_of(group),
+                    lambda: self._configuration.now.bandwidth_of(group),
                     self._kernel,
                     changed_at=partial(self._changed_at, group),
                 )

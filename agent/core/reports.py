@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 
-from agent.core import backing, errors, group_definitions, locks, records, tag
+from agent.core import backing, errors, locks, records, tag
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Newer, Snapshot, Volume
@@ -18,6 +18,7 @@ from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import report
 from mount import errors as mount_errors
+from mount.kernel import Kernel
 
 # Metrics and health checks: how old a state may be, and how long they wait for a new one.
 MONITOR_AGE_SECONDS = 60.0
@@ -34,13 +35,18 @@ class Reports:
     def __init__(
         self,
         volume_groups: VolumeGroups,
-        definitions: GroupDefinitions = group_definitions.NONE,
+        definitions: GroupDefinitions | None = None,
     ) -> None:
         self._volume_groups = volume_groups
-        self._definitions = definitions
-        self._groups = volume_groups.names
+        # Without definitions all groups are the operator's.
+        self._definitions = definitions or GroupDefinitions(volume_groups.configuration, Kernel())
         # The groups whose cached state was used since `refresh` had them read.
         self._in_use: set[str] = set()
+
+    @property
+    def _groups(self) -> Sequence[str]:
+        """The names of the groups of the configuration."""
+        return self._volume_groups.names
 
     def fresh(self, *groups: str) -> Fresh:
         """The state of these groups now, or of all where none is named; of no other group.
@@ -49,13 +55,14 @@ class Reports:
         Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         locks.enter(*groups)
-        asked = groups or self._groups
+        every = self._groups
+        asked = groups or every
         own = {name: self._volume_groups.of(name) for name in asked}
         states = {name: one.state() for name, one in own.items() if one is not None}
         return Fresh(
             self._present(states),
             asked=frozenset(asked),
-            unasked=frozenset({*self._groups} - own.keys()),
+            unasked=frozenset(every).difference(asked),
         )
 
     def everywhere(self, known: Fresh) -> Every:

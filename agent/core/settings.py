@@ -5,6 +5,7 @@ import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
 @dataclass(frozen=True)
 class Wipe:
-    """What a value of the setting `wipe` has ErasePolicy (agent/operations/erase_policy.py) do."""
+    """What a value of the setting `wipe` has ErasePolicy (agent/core/erase_policy.py) do."""
 
     zeroes: bool = True
     # Discards plain volumes instead: only on disks that are certain to read as zeroes then, or all.
@@ -123,188 +124,262 @@ WIPES: Mapping[str, Wipe] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: a key in the file, a variable CARVER_KEY, a flag --key."""
+    """A setting: a key in the file, a variable CARVER_KEY, a flag --key.
+
+    `fixed` says why it cannot change while the service runs; empty where it can, at a reload.
+    """
 
     parse: Callable[[Any], Any]
     default: Any
     help: str
+    fixed: str
+
+
+# Values of `fixed`.
+_CHANGES = ""
+_REGISTERED = "kubelet was given it when Carver registered"
+_REGISTRATION = "the registration began with the process"
+_PAGES = "the pages are served there since the start"
+_OFFERED = "callers ask once what Carver offers, when they start"
+_CALLED = "lvm2 is called so since the start"
+_SERVES_CONTROLLER = "the server for the cluster's controller began with the process"
+_OF_CONTROLLER = "only `carver controller` uses it, which reads it when it starts"
 
 
 SETTINGS: Mapping[str, Setting] = {
     "node_id": Setting(
-        values.parse_node_id, socket.gethostname(), "this node's name, as the cluster knows it"
+        values.parse_node_id,
+        socket.gethostname(),
+        "this node's name, as the cluster knows it",
+        _REGISTERED,
     ),
     "driver_name": Setting(
         values.parse_driver_name,
         DRIVER_NAME,
         "the name by which the cluster knows this driver; another one for a second Carver",
+        _REGISTERED,
     ),
-    "endpoint": Setting(values.parse_absolute_path, DEFAULT_SOCKET, "the unix socket to serve"),
+    "endpoint": Setting(
+        values.parse_absolute_path,
+        DEFAULT_SOCKET,
+        "the unix socket to serve",
+        "callers are connected there",
+    ),
     "registration": Setting(
         values.choice("self", "none"),
         "self",
         "who registers Carver with kubelet; none: not Carver; perhaps a node-driver-registrar",
+        _REGISTRATION,
     ),
     "registration_directory": Setting(
-        values.parse_absolute_path, REGISTRY, "where kubelet looks for sockets of plugins"
+        values.parse_absolute_path,
+        REGISTRY,
+        "where kubelet looks for sockets of plugins",
+        _REGISTRATION,
     ),
     "kubelet_dir": Setting(
         values.parse_paths,
         (str(KUBELET_DIRECTORY),),
         "where volumes may be staged and published; /: anywhere",
+        _CHANGES,
     ),
     "metrics_address": Setting(
         values.parse_address,
         "",
         "serve /metrics, /healthz and /readyz there, such as 127.0.0.1:9898; empty: nowhere",
+        _PAGES,
     ),
     "health_address": Setting(
         values.parse_address,
         "",
         "serve /healthz and /readyz there too, without metrics; empty: only where the metrics are",
+        _PAGES,
     ),
-    "log_format": Setting(values.choice("text", "json"), "text", "text or json"),
+    "log_format": Setting(values.choice("text", "json"), "text", "text or json", _CHANGES),
     "log_level": Setting(
-        values.choice("debug", "info", "warning", "error"), "info", "the least that is logged"
+        values.choice("debug", "info", "warning", "error"),
+        "info",
+        "the least that is logged",
+        _CHANGES,
     ),
     "controller_expand": Setting(
         values.parse_flag,
         True,
         "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
         " grows the volume on its node",
+        _OFFERED,
     ),
     "attach": Setting(
         values.parse_flag,
         False,
         "offer ControllerPublishVolume and ControllerUnpublishVolume, for a CO that attaches"
         " volumes before it stages them",
+        _OFFERED,
     ),
-    "max_volumes_per_node": Setting(values.parse_count, 0, "volumes on this node; 0: no limit"),
+    "max_volumes_per_node": Setting(
+        values.parse_count, 0, "volumes on this node; 0: no limit", _REGISTERED
+    ),
     "inline_volume_limit": Setting(
-        values.parse_size, "10GiB", "how large an inline volume may be; 0: no limit"
+        values.parse_size,
+        "10GiB",
+        "how large an inline volume may be; 0: no limit",
+        _CHANGES,
     ),
     "inline_total_limit": Setting(
         values.parse_reserve,
         "50%",
         "what a node's inline volumes may take of its groups together, with copies and parity: a"
         " size, or a part of all groups; 0: no limit",
+        _CHANGES,
     ),
     "lvm": Setting(
-        values.choice("direct", "host"), "direct", "where lvm2 is; host: through nsenter"
+        values.choice("direct", "host"),
+        "direct",
+        "where lvm2 is; host: through nsenter",
+        _CALLED,
     ),
     "lvm_session": Setting(
         values.parse_flag,
         True,
         "keep a shell of lvm2's open for each group; false: a process for each command",
+        _CALLED,
     ),
     "pods_cgroup": Setting(
         str,
         "",
         "the cgroup whose I/O on a volume its limits hold, such as /database.slice; empty: that of"
         " kubelet's pods",
+        "limits of I/O are in force there",
     ),
     "devices": Setting(
         lambda value: values.parse_device_names(value) if value else (),
         (),
         "confine lvm2 to these block devices; empty: to each group's own disks",
+        _CHANGES,
     ),
     "wipe": Setting(
         values.choice(*WIPES),
         "zero",
         "what is done to a deleted volume's blocks; discard: only on disks that are certain to read"
         " as zeroes then; discard-unguaranteed: on all, after a look at a sample",
+        _CHANGES,
     ),
     _BANDWIDTH: Setting(
         values.parse_background_bandwidth,
         values.AUTO,
         "background I/O of a group: auto, which gives way to others; a size a second, such as"
         " 200MiB; a part of what the disks do, such as 30%; 0: no limit",
+        _CHANGES,
     ),
     "oldest_kernel": Setting(
         values.parse_kernel,
         "5.8",
         "the oldest Linux that must be able to mount new file systems, such as 5.10",
+        _CHANGES,
     ),
     "header_backups": Setting(
         values.parse_optional_path,
         "",
         "the directory for copies of the headers of encrypted volumes; empty: none are kept",
+        _CHANGES,
     ),
     "kubeconfig": Setting(
         values.parse_optional_path,
         "",
         "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
+        _CHANGES,
     ),
     "orphan_interval_seconds": Setting(
         values.parse_period,
         0,
         "how often the service looks for orphans, and measures them; 0: never",
+        "the scans began with the process",
     ),
     "orphan_grace_seconds": Setting(
         values.parse_grace,
         3600,
         "how long something must be an orphan before it counts as one; 60 or more",
+        _CHANGES,
     ),
     "health_interval_seconds": Setting(
         values.parse_period,
         0,
         "how often the controller asks nodes for unhealthy volumes, to write Events; 0: never",
+        _OF_CONTROLLER,
     ),
     "controller_address": Setting(
         values.parse_grpc_address,
         "",
         "serve the cluster's controller there over TLS, such as 0.0.0.0:9810; empty: nowhere",
+        _SERVES_CONTROLLER,
     ),
     "tls_directory": Setting(
         values.parse_optional_path,
         "",
         "the directory with ca.crt, tls.crt and tls.key for controller and nodes",
+        _SERVES_CONTROLLER,
     ),
     "nodes_file": Setting(
         values.parse_optional_path,
         "",
         "the nodes of the cluster, for `carver controller`: a TOML table `nodes` of addresses",
+        _OF_CONTROLLER,
     ),
     "controllers": Setting(
         values.parse_address,
         "",
         "the Service of the cluster's controllers, such as carver-controller.carver.svc:9811, at"
         " which this node enrols; empty: it has a certificate in tls_directory",
+        _SERVES_CONTROLLER,
     ),
     "advertised_host": Setting(
-        str, "", "the address of this node or pod, at which the controllers reach it"
+        str,
+        "",
+        "the address of this node or pod, at which the controllers reach it",
+        _SERVES_CONTROLLER,
     ),
     "enrolment_directory": Setting(
         values.parse_absolute_path,
         ENROLMENT_DIRECTORY,
         "the directory with the pod's token for the controllers, and their ca.crt",
+        _SERVES_CONTROLLER,
     ),
     "enrolment_address": Setting(
-        values.parse_grpc_address, ":9811", "where `carver controller` serves nodes that enrol"
+        values.parse_grpc_address,
+        ":9811",
+        "where `carver controller` serves nodes that enrol",
+        _OF_CONTROLLER,
     ),
     "controller_authority": Setting(
         str,
         "carver-controller",
         "the Secret and ConfigMap in which `carver controller` keeps its certificate authority",
+        _OF_CONTROLLER,
     ),
     "forget_deleted_nodes": Setting(
         values.parse_flag,
         False,
         "have `carver controller` answer OK to the deletion of what was on a node that is deleted"
         " from the cluster: its disks are gone",
+        _OF_CONTROLLER,
     ),
     "node_account": Setting(
-        str, "carver-node", "the ServiceAccount of the nodes' pods, in the controller's namespace"
+        str,
+        "carver-node",
+        "the ServiceAccount of the nodes' pods, in the controller's namespace",
+        _OF_CONTROLLER,
     ),
     "file": Setting(
         values.parse_absolute_path,
         EMBEDDED_FILE,
         "the sparse file that holds the group where no class is configured",
+        _CHANGES,
     ),
     "file_size": Setting(
         values.parse_file_size,
         HALF,
         f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
+        _CHANGES,
     ),
 }
 
@@ -389,7 +464,7 @@ class Config:
         """The root directory that lvm2 runs in; the host's by its first process."""
         return Path("/proc/1/root" if self.lvm == "host" else "/")
 
-    @property
+    @cached_property
     def groups(self) -> tuple[str, ...]:
         """The groups of all classes, without duplicates, in the classes' order."""
         return tuple(dict.fromkeys(one.group for one in self.classes))

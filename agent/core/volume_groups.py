@@ -12,6 +12,7 @@ from functools import partial
 
 from agent.core import errors, locks
 from agent.core.background import run_all
+from agent.core.configuration import Configuration
 from agent.core.disks import names_of, unknown
 from agent.core.group_worker import GroupWorkers
 from agent.core.metadata_cache import MetadataCache
@@ -69,11 +70,11 @@ class VolumeGroups:
         node: Lvm,
         disks: Disks,
         devices: Devices,
-        names: Sequence[str],
+        configuration: Configuration,
         session: Callable[[str], Session] | None = None,
         listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
-        self.names = tuple(names)
+        self.configuration = configuration
         # The loops that do the groups' background work.
         self.workers = GroupWorkers()
         self.node = node
@@ -84,27 +85,31 @@ class VolumeGroups:
         self._guard = threading.Lock()
         self._volume_groups: dict[str, VolumeGroup] = {}
         self._sessions: list[Session] = []
-        for one in self.names:
-            self._add(one)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the groups of the configuration."""
+        return self.configuration.now.groups
 
     def __iter__(self) -> Iterator[VolumeGroup]:
         """The groups of the configuration."""
-        return (self._volume_groups[one] for one in self.names)
+        return map(self._ensure, self.names)
 
     def of(self, name: str) -> VolumeGroup | None:
         """A group by its name; None where no disk on this node has such a group.
 
         An id may name a group that no class names any more.
         """
-        found = self._volume_groups.get(name)
-        if found is None and self.has(name):
-            with self._guard:
-                found = self._volume_groups.get(name) or self._add(name)
-        return found
+        found = self.known(name)
+        return self._ensure(name) if found is None and self.has(name) else found
 
     def known(self, name: str) -> VolumeGroup | None:
-        """A group by its name, without a scan of disks: None also for one not asked for yet."""
-        return self._volume_groups.get(name)
+        """A group by its name, without a scan of disks.
+
+        None for one that no class names and no id has named yet.
+        """
+        found = self._volume_groups.get(name)
+        return self._ensure(name) if found is None and name in self.names else found
 
     def changed_at(self, name: str) -> float:
         """When Carver last changed a group, by the monotonic clock: now where it does so."""
@@ -293,7 +298,14 @@ class VolumeGroups:
         works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
         run_all(works, _CLOSING_SECONDS)
 
-    def _add(self, name: str) -> VolumeGroup:
+    def _ensure(self, name: str) -> VolumeGroup:
+        """The one of a name for the life of the process: its lock must not be replaced."""
+        if (found := self._volume_groups.get(name)) is None:
+            with self._guard:
+                found = self._volume_groups.get(name) or self._made(name)
+        return found
+
+    def _made(self, name: str) -> VolumeGroup:
         node, renew = self.node, None
         if self._session is not None:
             session = self._session(name)

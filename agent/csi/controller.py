@@ -70,7 +70,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         health: VolumesHealth,
         attacher: Attacher,
     ) -> None:
-        self._context, self._config = context, context.config
+        self._context, self._configuration = context, context.configuration
         self._creator, self._deleter, self._listing = creator, deleter, listing
         self._expander = expander
         self._snapshotter = snapshotter
@@ -128,7 +128,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
 
     def _require_attach(self, call: str) -> None:
         """Raise NotImplementedError unless volumes are attached here."""
-        if not self._config.attach:
+        if not self._configuration.now.attach:
             raise NotImplementedError(f"{call} is switched off on this node (setting `attach`)")
 
     def ValidateVolumeCapabilities(
@@ -153,11 +153,11 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """List this node's volumes, page by page."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
-        here = csi.Topology(segments=self._config.here)
+        here = csi.Topology(segments=self._configuration.now.here)
         for volume in part.entries:
             entry = answer.entries.add()
             answers.put_volume(entry.volume, volume, here)
-            if self._config.attach:
+            if self._configuration.now.attach:
                 # The status must be set then (CSI spec), though it may be empty.
                 entry.status.SetInParent()
                 entry.status.published_node_ids.extend(self._attached_to(volume))
@@ -198,7 +198,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             requests.required(request, "volume_id"), Call.MANAGE
         )
         # The status must be set (CSI spec), though it may be empty.
-        attached = self._attached_to(volume) if self._config.attach else ()
+        attached = self._attached_to(volume) if self._configuration.now.attach else ()
         status = csi.ControllerGetVolumeResponse.VolumeStatus(published_node_ids=attached)
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
@@ -206,7 +206,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerExpandVolumeResponse:
         """Grow the logical volume; its file system, if it has one, is the node's part."""
-        if not self._config.controller_expand:
+        if not self._configuration.now.controller_expand:
             raise NotImplementedError("ControllerExpandVolume is switched off on this node")
         call = requests.ExpandVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
@@ -268,15 +268,16 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
         """The implemented parts of the Controller service."""
-        return capabilities(expand=self._config.controller_expand, attach=self._config.attach)
+        config = self._configuration.now
+        return capabilities(expand=config.controller_expand, attach=config.attach)
 
     def _attached_to(self, one: Volume) -> Sequence[str]:
         """The ids of the nodes that a volume is attached to: this one or none."""
-        node_id = self._config.node_id
+        node_id = self._configuration.now.node_id
         return () if one.attachment_to(node_id) is None else (node_id,)
 
     def _snapshot(self, one: Snapshot) -> csi.Snapshot:
-        return answers.snapshot(one, self._config.here)
+        return answers.snapshot(one, self._configuration.now.here)
 
     def _volume(self, one: Volume) -> csi.Volume:
-        return answers.volume(one, self._config.here)
+        return answers.volume(one, self._configuration.now.here)

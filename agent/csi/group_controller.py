@@ -26,7 +26,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     """The GroupController service."""
 
     def __init__(self, context: Context, snapshotter: GroupSnapshotter) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._snapshotter = snapshotter
         self._locks = context.locks
         self._leftovers = Leftovers(context)
@@ -67,9 +67,10 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
 
     def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
+        here = self._configuration.now.here
         return csi.VolumeGroupSnapshot(
             group_snapshot_id=one.id,
-            snapshots=[answers.snapshot(each, self._config.here) for each in one.snapshots],
+            snapshots=[answers.snapshot(each, here) for each in one.snapshots],
             creation_time=answers.time_of(one.time_nanoseconds),
             ready_to_use=one.is_ready,
         )

@@ -33,7 +33,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         health: VolumesHealth,
         storage: StorageHealth,
     ) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._expander = expander
         self._stager, self._publisher = stager, publisher
         self._volumes = node_volumes
@@ -142,9 +142,9 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeGetInfoResponse:
         """The node's id and topology."""
         return csi.NodeGetInfoResponse(
-            node_id=self._config.node_id,
-            max_volumes_per_node=self._config.max_volumes_per_node,
-            accessible_topology=csi.Topology(segments=self._config.here),
+            node_id=self._configuration.now.node_id,
+            max_volumes_per_node=self._configuration.now.max_volumes_per_node,
+            accessible_topology=csi.Topology(segments=self._configuration.now.here),
         )
 
 

@@ -54,7 +54,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         self._listing = listing
         self._adopter = adopter
         self._locks = context.locks
-        self._here = context.config.here
+        self._configuration = context.configuration
 
     def RepairVolume(
         self, request: carver.RepairVolumeRequest, context: grpc.ServicerContext
@@ -99,7 +99,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     ) -> carver.VolumesHereResponse:
         found = self._listing.volumes()
         return carver.VolumesHereResponse(
-            entries=[answers.volume(one, self._here) for one in found.entries],
+            entries=[answers.volume(one, self._configuration.now.here) for one in found.entries],
             away=found.away,
             claims={str(one.id): one.claim for one in found.entries if one.claim},
             keys=_keys(found.entries),
@@ -110,7 +110,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     ) -> carver.SnapshotsHereResponse:
         found = self._listing.snapshots()
         return carver.SnapshotsHereResponse(
-            entries=[answers.snapshot(one, self._here) for one in found.entries],
+            entries=[answers.snapshot(one, self._configuration.now.here) for one in found.entries],
             away=found.away,
             keys=_keys(found.entries),
         )
@@ -130,7 +130,8 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             return self._adoption(self._adopter.undo(asked))
 
     def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
-        volume = None if made.volume is None else answers.volume(made.volume, self._here)
+        here = self._configuration.now.here
+        volume = None if made.volume is None else answers.volume(made.volume, here)
         return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
 
 

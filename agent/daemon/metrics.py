@@ -163,7 +163,7 @@ class Scrape:
 
     def __init__(self, service: Service, registration: Registration) -> None:
         self.service, self.registration = service, registration
-        self.classes = service.context.config.classes
+        self.config = service.configuration.now
         self._reports, self._activator = service.reports, service.context.activator
         self.allocators = service.context.allocators
 
@@ -176,7 +176,7 @@ class Scrape:
     @cached_property
     def groups(self) -> dict[str, report.Group | None]:
         """The configured groups by name; None for one that is not on this node."""
-        return {one.group: self.known.groups.get(one.group) for one in self.classes}
+        return {one: self.known.groups.get(one) for one in self.config.groups}
 
     @cached_property
     def volumes(self) -> list[records.Volume]:
@@ -293,7 +293,7 @@ def _snapshots_used(scrape: Scrape) -> Samples:
 
 
 def _available(scrape: Scrape) -> Samples:
-    for one in scrape.classes:
+    for one in scrape.config.classes:
         if (group := scrape.groups[one.group]) is not None:
             with suppress(PoolSilent):
                 yield (one.name, one.group), scrape.allocators.of(one).maximum_bytes(group)
@@ -305,10 +305,9 @@ def _storage_health(scrape: Scrape) -> Samples:
 
 
 def _failures(scrape: Scrape) -> Samples:
-    service = scrape.service
-    for one in (service.autoextender, service.auto_repair, service.inline_volumes):
-        for group, count in one.looks.failures().items():
-            yield (one.looks.kind, group), count
+    for one in scrape.service.looks:
+        for group, count in one.failures().items():
+            yield (one.kind, group), count
 
 
 def _io_limits(scrape: Scrape) -> Samples:
@@ -333,6 +332,12 @@ def _background_paused(scrape: Scrape) -> Samples:
 OF_PROCESS: tuple[Row, ...] = (
     Row("carver_build_info", "Carver's and Python's versions; always 1.", ("version", "python"),
         lambda _: [((version("carver"), platform.python_version()), 1)]),
+    Row("carver_config_last_reload_successful",
+        "1 if the configuration's file was taken over when it was loaded last.", (),
+        lambda scrape: [((), scrape.service.configuration.is_taken)]),
+    Row("carver_config_last_reload_success_timestamp_seconds",
+        "Time when the configuration's file was taken over last.", (),
+        lambda scrape: [((), scrape.service.configuration.taken_seconds)]),
     _by_state("carver_wipes", "Deleted volumes that are not erased and removed yet.",
         lambda service: service.eraser.jobs.counts()),
     _by_state("carver_copies", "Volumes whose contents are not copied completely yet.",

@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from agent.core import errors, group_definitions, quiesce, sockets
 from agent.core.background import run_all
-from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.daemon import monitor
 from agent.daemon.registration import Registration
+from agent.daemon.reload import Reloader
 from agent.daemon.server import Service, resume
 from agent.daemon.startup import Recovery, Watch, startup
 from agent.operations import preflight
@@ -47,12 +48,17 @@ _PAGES_SECONDS = 3.0
 # How long the process may take to exit after its service has stopped: Python joins its threads.
 _EXIT_SECONDS = 2.0
 _LAST_LOG_SECONDS = 1.0
+# The signals that end the service.
+_ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(config: Config, host: Host) -> None:
-    """Serve until SIGTERM or SIGINT, and end the process soon after, whatever hangs in it."""
+def run(config: Config, host: Host, load: Callable[[], Config]) -> None:
+    """Serve until SIGTERM or SIGINT, and end the process soon after, whatever hangs in it.
+
+    At SIGHUP `load` reads the configuration again.
+    """
     with ending_in_time(_STOP_SECONDS) as ender:
-        serve(config, host, ender.is_stopping)
+        serve(config, host, load, ender.is_stopping)
 
 
 @contextmanager
@@ -110,8 +116,15 @@ def _spare_collector() -> None:
     gc.set_threshold(5000, 20, 20)
 
 
-def serve(config: Config, host: Host, is_stopping: threading.Event | None = None) -> None:
+def serve(
+    config: Config,
+    host: Host,
+    load: Callable[[], Config],
+    is_stopping: threading.Event | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; set `is_stopping` then. Raises SocketTaken, NotReady.
+
+    At SIGHUP the configuration is what `load` returns, as far as it may change (Reloader).
 
     Threads that wait for a disk and do not end in time are left behind.
     """
@@ -128,13 +141,12 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
 
             metrics = Metrics()
             host = _counted(host, metrics)
+        signals = _signals()
         lvm = group_definitions.on_node(host.run, config)
-        definitions = GroupDefinitions(host.kernel)
         observe = metrics.count_call if metrics else None
-        service = Service(config, host, lvm, observe, definitions)
+        service = Service(config, host, lvm, observe)
         _spare_collector()
-        ended = _until_signal()
-        group_definitions.begin(lvm, definitions, config, service.volume_groups)
+        group_definitions.begin(service.definitions, service.volume_groups)
         service.context.admission.close()
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
@@ -170,7 +182,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
 
         # Recovery of each group when it answers; calls are admitted after the first.
         def recover(group: str) -> bool:
-            group_definitions.create(lvm, definitions, config, service.volume_groups, group)
+            group_definitions.create(service.definitions, service.volume_groups, group)
             return resume(service, group)
 
         recovery = Recovery(service.volume_groups, recover)
@@ -179,7 +191,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
         def begin() -> None:
             host.devices.load_targets()
             with (
-                quiesce.resume_left(host.devices, config.groups, release) as held,
+                quiesce.resume_left(host.devices, service.volume_groups.names, release) as held,
                 service.context.activator.keep_suspended(held),
             ):
                 recovery.begin()
@@ -200,8 +212,11 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
         if is_stopping is not None:
             ending.callback(is_stopping.set)
 
+        reloader = Reloader(service, recovery, load)
         # gRPC cannot bind a new socket while it serves: that takes a new process.
-        while not ended.wait(_LOOK_SECONDS):
+        while (signal_number := _next_signal(signals)) not in _ENDS:
+            if signal_number == signal.SIGHUP:
+                reloader.reload()
             if sockets.inode(config.endpoint) != served:
                 raise errors.SocketGone(config.endpoint)
         notify("STOPPING=1")
@@ -219,8 +234,8 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
 def _start_background(service: Service, watch: Watch) -> None:
     """Start background work, then log what the preflight finds; Probe refuses where it must."""
-    service.autoextender.looks.start()
-    service.auto_repair.looks.start()
+    for look in service.looks:
+        look.start()
     service.context.limiter.task.start()
     watch.start()
     for extra in service.extras.values():
@@ -276,8 +291,16 @@ def notify(state: str) -> None:
         channel.sendto(state.encode(), address)
 
 
-def _until_signal() -> threading.Event:
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: ended.set())
-    return ended
+def _signals() -> SimpleQueue[int]:
+    """The signals that come from now on; a handler may put into a SimpleQueue at any moment."""
+    arrived = SimpleQueue[int]()
+    for number in (*_ENDS, signal.SIGHUP):
+        signal.signal(number, lambda one, _frame: arrived.put(one))
+    return arrived
+
+
+def _next_signal(signals: SimpleQueue[int]) -> int | None:
+    """The next signal; None after some seconds without one."""
+    with contextlib.suppress(Empty):
+        return signals.get(timeout=_LOOK_SECONDS)
+    return None

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import grpc
 
-from agent.core import errors, extras, group_definitions, locks, trace
+from agent.core import errors, extras, locks, trace
 from agent.core.activator import Activator
 from agent.core.allocation import Allocators
 from agent.core.background import reasons
+from agent.core.configuration import Configuration
 from agent.core.conflicts import Conflicts
 from agent.core.context import Context
+from agent.core.erase_policy import ErasePolicy
 from agent.core.group_definitions import GroupDefinitions
+from agent.core.group_worker import Looks
 from agent.core.holds import Holds
 from agent.core.host import Host
 from agent.core.limiter import Limiter
@@ -78,8 +81,8 @@ class Service:
         host: Host,
         lvm: Lvm,
         observe: Callable[[Trace], None] | None = None,
-        definitions: GroupDefinitions = group_definitions.NONE,
     ) -> None:
+        configuration = self.configuration = Configuration(config)
         self.traces = Traces()
         # The last problem of each step of `resume` that failed: the same is not logged again.
         self.unrecovered: dict[tuple[str, ...], str] = {}
@@ -93,14 +96,15 @@ class Service:
             devices=trace.traced(host.devices),
         )
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
+        definitions = self.definitions = GroupDefinitions(configuration, host.kernel)
         volume_groups = self.volume_groups = VolumeGroups(
-            lvm, host.disks, host.devices, config.groups, sessions, listed=definitions.listed
+            lvm, host.disks, host.devices, configuration, sessions, listed=definitions.listed
         )
         reports = self.reports = Reports(volume_groups, definitions)
         activator = Activator(volume_groups, host.devices, reports)
         mender = Mender(volume_groups, reports, activator)
         self.node = preflight.Node(
-            config,
+            configuration,
             host.kernel,
             host.run,
             lambda: reports.seen(MONITOR_AGE_SECONDS),
@@ -109,7 +113,7 @@ class Service:
         )
         holds = Holds()
         context = self.context = Context(
-            config,
+            configuration,
             host.run,
             host.kernel,
             volume_groups,
@@ -119,9 +123,10 @@ class Service:
             TagWriter(volume_groups, mender),
             host.devices,
             host.stream,
-            Allocators(config.classes, activator),
+            Allocators(configuration, activator),
             Limiter(host.cgroups, reports, activator, host.kernel),
-            Paces(config, host.kernel, volume_groups.changed_at),
+            Paces(configuration, host.kernel, volume_groups.changed_at),
+            ErasePolicy(configuration, host.kernel),
             holds,
             Conflicts(holds),
         )
@@ -195,6 +200,11 @@ class Service:
         """How far background work on volumes is, by their ids."""
         every = (self.eraser.jobs, self.copier.jobs, self.growth_zeroer.jobs)
         return {key: text for one in every for key, text in one.progress().items()}
+
+    @property
+    def looks(self) -> Sequence[Looks]:
+        """The repeated work of the groups."""
+        return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
 
     def start(self, path: Path) -> None:
         """Serve on a unix socket that only root can reach."""

@@ -134,8 +134,8 @@ class Recovery:
     def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:
         self._volume_groups = volume_groups
         self._recover = recover
-        # The groups to recover when they answer, and when each was tried.
-        self._waiting = set(volume_groups.names)
+        # The groups that need not be tried until they are silent, and when each was tried.
+        self._recovered: set[str] = set()
         self._tried_at: dict[str, float] = {}
         self.jobs: Jobs[Job] = Jobs(
             volume_groups.workers,
@@ -161,14 +161,19 @@ class Recovery:
         if problems and all(problems) and problems[0] is not None:
             raise problems[0]
 
+    def repeat(self) -> None:
+        """Have all groups recovered once more, also those that are new: after a reload."""
+        self._recovered.clear()
+        self._tried_at.clear()
+
     def step(self) -> None:
         """Have the groups that are due tried again; no command where all answer."""
         for one in self._volume_groups:
             if not one.answers:
-                self._waiting.add(one.name)
+                self._recovered.discard(one.name)
             age_seconds = time.monotonic() - self._tried_at.get(one.name, -_RETRY_SECONDS)
             due_seconds = _SOON_SECONDS if one.metadata.is_outdated else _RETRY_SECONDS
-            if one.name in self._waiting and age_seconds >= due_seconds:
+            if one.name not in self._recovered and age_seconds >= due_seconds:
                 self.jobs.wake(self._job(one.name), 0.0)
 
     def _job(self, name: str) -> Job:
@@ -178,13 +183,13 @@ class Recovery:
     def _try(self, job: Job) -> None:
         self._tried_at[job.key] = time.monotonic()
         # Before: a group that goes away meanwhile is waited for again.
-        self._waiting.discard(job.key)
+        self._recovered.add(job.key)
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 was_there = self._recover(job.key)
         except BaseException:
-            self._waiting.add(job.key)
+            self._recovered.discard(job.key)
             raise
         if not was_there:
             # It may have come since, and answered a call: then no step would find it silent.
-            self._waiting.add(job.key)
+            self._recovered.discard(job.key)

@@ -81,7 +81,7 @@ class Adopter:
     """Adopts logical volumes of this node's groups."""
 
     def __init__(self, context: Context) -> None:
-        self._config, self._kernel = context.config, context.kernel
+        self._configuration, self._kernel = context.configuration, context.kernel
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
@@ -257,9 +257,10 @@ class Adopter:
 
     def _class(self, asked: Asked) -> DeviceClass:
         """The class to adopt it by, of its group; raises NotAllowed, NotAdopted."""
-        one = self._config.device_class(asked.device_class)
+        one = self._configuration.now.device_class(asked.device_class)
         if one is None or one.group != asked.group:
-            known = [each.name for each in self._config.classes if each.group == asked.group]
+            every = self._configuration.now.classes
+            known = [each.name for each in every if each.group == asked.group]
             wanted = asked.device_class or (one.name if one is not None else "")
             raise errors.NotAllowed("class", wanted, known)
         if one.encryption:

@@ -22,11 +22,14 @@ class Attacher:
     def __init__(self, context: Context) -> None:
         self._reports, self._mender = context.reports, context.mender
         self._tag_writer = context.tag_writer
-        self._node_id = context.config.node_id
-        self._limit = context.config.max_volumes_per_node
+        self._configuration = context.configuration
         self._guard = threading.Lock()
         # The ids of volumes that are being attached, which their tags do not say yet.
         self._beginning: set[str] = set()
+
+    @property
+    def _node_id(self) -> str:
+        return self._configuration.now.node_id
 
     def attach(self, call: AttachVolume) -> None:
         """Record that a volume is attached to this node: two commands at most, later one or none.
@@ -80,7 +83,8 @@ class Attacher:
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:
         """Count a volume as attached meanwhile. Raises TooManyAttached, GroupBusy."""
-        if not self._limit:
+        limit = self._configuration.now.max_volumes_per_node
+        if not limit:
             yield
             return
         with self._guard:
@@ -95,9 +99,9 @@ class Attacher:
             attached = earlier.union(str(one.id) for one in found) - {volume_id}
             # In a silent group one may be detached by now: after this code kubelet fails the pod.
             unsure = {str(one.id) for one in found if one.group.name in every.silent}
-            if len(attached - unsure) >= self._limit:
-                raise errors.TooManyAttached(volume_id, self._node_id, self._limit)
-            if len(attached) >= self._limit:
+            if len(attached - unsure) >= limit:
+                raise errors.TooManyAttached(volume_id, self._node_id, limit)
+            if len(attached) >= limit:
                 every.require_answered()
             yield
         finally:

@@ -13,7 +13,7 @@ holds writes to a full pool for a minute, and the obstacle may be gone by then.
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,11 +89,17 @@ class Autoextender:
         self._allocators = context.allocators
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
-        own = context.volume_groups.names
         # When the retry of a part that could not grow is due (monotonic, seconds), by group.
-        self._due: dict[str, dict[_Part, float]] = {one: {} for one in own}
-        self._areas = {one: _Areas() for one in own}
-        self.looks = Looks(context.workers, "grow", own, self.look, _LOOK_SECONDS, _FAILURE)
+        self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
+        self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
+        self.looks = Looks(
+            context.workers,
+            "grow",
+            lambda: context.configuration.now.groups,
+            self.look,
+            _LOOK_SECONDS,
+            _FAILURE,
+        )
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed."""

@@ -27,6 +27,7 @@ from functools import partial
 from agent.core import backing, errors, ids, locks, records, tag, volume_states
 from agent.core.background import Attempts
 from agent.core.context import Context
+from agent.core.erase_policy import Purpose
 from agent.core.group_worker import AGAIN, Job, Jobs, Steps
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
@@ -34,7 +35,6 @@ from agent.core.report_age import Every, Known
 from agent.core.reports import Reports
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.core.volume_states import Call, Ender
-from agent.operations.erase_policy import ErasePolicy, Purpose
 from agent.operations.snapshot import INHERITED, Snapshotter
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -151,7 +151,7 @@ class Copier:
         self._paces = context.paces
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
-        self._policy = ErasePolicy(context.config, context.kernel)
+        self._policy = context.erase_policy
         self._snapshotter = snapshotter
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0

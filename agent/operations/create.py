@@ -94,7 +94,7 @@ class VolumeCreator:
         copier: Copier,
         deleter: VolumeDeleter,
     ) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
@@ -116,8 +116,8 @@ class VolumeCreator:
         answer a scheduler chooses another node), and OperationPending for a volume of this name
         that is being erased, or was in part, and while a chunk of the class's empty pool is zeroed.
         """
-        if not call.topology.includes(self._config.here):
-            raise errors.Elsewhere(self._config.node_id)
+        if not call.topology.includes(self._configuration.now.here):
+            raise errors.Elsewhere(self._configuration.now.node_id)
         one = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
         modify.check(call.tuning, one.layout)
         self._limiter.require(call.tuning)
@@ -158,13 +158,13 @@ class VolumeCreator:
         parameters: a volume that was made by it before is found all the same.
         """
         try:
-            return plan.device_class(self._config, field, parameters)
+            return plan.device_class(self._configuration.now, field, parameters)
         except errors.BadField:
             own_name = names.logical_volume(_prefix(is_ephemeral), name)
             made = self._reports.search(lambda one: one.name == own_name and not one.is_doomed)
             if made is None:
                 raise
-            return plan.class_of(self._config, made)
+            return plan.class_of(self._configuration.now, made)
 
     def _create(
         self,
@@ -307,11 +307,11 @@ class VolumeCreator:
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
             # By what it was made with: its class may be another by now.
-            one = plan.class_of(self._config, volume)
+            one = plan.class_of(self._configuration.now, volume)
             # Crash points: after lvcreate, before the cache or before the rates of recovery.
             self._allocators.of(one).finish(lvm, volume)
         # Crash point: on record and not set; the next start, or this call again, sets it.
-        bound_kib = self._config.recovery_bound_kib(volume.group.name)
+        bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
     def _make(
@@ -386,7 +386,7 @@ class VolumeCreator:
         """The size, the tags and the settings of a volume to be made. Raises BadField, BadSize."""
         plan.check_stripe_size(one, group)
         size_bytes, own_tags = plan.new(call, one, self._allocators.of(one), group, origin)
-        tuning = modify.bounded(self._config, one, call.tuning)
+        tuning = modify.bounded(self._configuration.now, one, call.tuning)
         return size_bytes, own_tags | tuning.tags(), tuning
 
     def _require_room(
@@ -436,14 +436,14 @@ class VolumeCreator:
         keep the value of the last answer. No command where no group is here. Raises PoolSilent
         where the pool does not report: there the last answer is the best that is known.
         """
-        here = self._config.here
+        here = self._configuration.now.here
         if (
             call.unsupported
             or any(here.get(key) != value for key, value in (call.segments or {}).items())
-            or self._config.device_class(call.parameters.device_class) is None
+            or self._configuration.now.device_class(call.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)
-        one = plan.device_class(self._config, "parameters", call.parameters)
+        one = plan.device_class(self._configuration.now, "parameters", call.parameters)
         parameters = plan.with_defaults(call.parameters, call.capabilities, one)
         try:
             with _absence_as_not_here():

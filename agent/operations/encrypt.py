@@ -29,7 +29,6 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid
 from agent.core.records import Volume
 from agent.core.secret import MOST_BYTES, PASSPHRASE, Key, Keys
-from agent.core.settings import Config
 from agent.core.volume_states import Call
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
@@ -49,7 +48,7 @@ class EncryptedDevices:
     """Opens encrypted volumes and changes their keys. The caller overwrites a call's keys."""
 
     def __init__(self, context: Context) -> None:
-        self._config: Config = context.config
+        self._configuration = context.configuration
         self._kernel = context.kernel
         self._reports, self._activator = context.reports, context.activator
         self._mender, self._tag_writer = context.mender, context.tag_writer
@@ -328,7 +327,7 @@ class EncryptedDevices:
 
     def _class(self, name: str) -> DeviceClass | None:
         """The class of that name; None where the configuration lacks it, or the name is empty."""
-        return next((one for one in self._config.classes if one.name == name), None)
+        return next((one for one in self._configuration.now.classes if one.name == name), None)
 
 
 def read_key(path: str) -> Key:

@@ -15,12 +15,12 @@ from functools import partial
 from agent.core import backing, classes, errors, ids, records, tag, users, volume_states
 from agent.core.background import Attempts
 from agent.core.context import Context
+from agent.core.erase_policy import Purpose
 from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.volume_states import Ender, Work
-from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
@@ -183,7 +183,7 @@ class Eraser:
         self._mender = context.mender
         self._lvm = context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
-        self.policy = ErasePolicy(context.config, context.kernel)
+        self.policy = context.erase_policy
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
         # How long a job waits for a cache to be written back, and how often it looks.

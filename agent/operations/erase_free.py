@@ -10,6 +10,7 @@ from functools import partial
 from agent.core import backing, errors, ids, records, tag, volume_states
 from agent.core.allocation import Allocator, is_own_pool
 from agent.core.context import Context
+from agent.core.erase_policy import Purpose
 from agent.core.group_worker import Job, Jobs, Steps
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -21,7 +22,6 @@ from agent.operations.erase import (
     is_given_up,
     is_sweep,
 )
-from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import layout, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New
@@ -57,7 +57,7 @@ class GrowthZeroer:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._reports, self._activator = context.reports, context.activator
         self._lvm = context.volume_groups.lvm
-        self._paces, self._policy = context.paces, ErasePolicy(context.config, context.kernel)
+        self._paces, self._policy = context.paces, context.erase_policy
         self.grace_seconds = 10.0
         # The UUIDs of reservations that are zeroed and not taken yet.
         self._done: set[str] = set()
@@ -189,7 +189,7 @@ class FreedSpaceEraser:
         self._reports, self._activator = context.reports, context.activator
         self._lvm = context.volume_groups.lvm
         self._paces, self._mappings = context.paces, Mappings(context)
-        self.policy = ErasePolicy(context.config, context.kernel)
+        self.policy = context.erase_policy
         self.jobs: Jobs[Job] = Jobs(
             context.workers,
             "sweep",

@@ -74,7 +74,7 @@ class Expander:
         self._mappings = Mappings(context)
         self._allocators = context.allocators
         self._limiter, self._conflicts = context.limiter, context.conflicts
-        self._node_id = context.config.node_id
+        self._configuration = context.configuration
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
         """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.
@@ -108,7 +108,8 @@ class Expander:
         return size_bytes
 
     def _is_attached_read_only(self, volume: Volume | None) -> bool:
-        attachment = None if volume is None else volume.attachment_to(self._node_id)
+        node_id = self._configuration.now.node_id
+        attachment = None if volume is None else volume.attachment_to(node_id)
         return attachment is not None and attachment.read_only
 
     def expand(self, call: ExpandVolume, *, is_in_use: bool = False) -> Volume:

@@ -70,7 +70,7 @@ class GroupSnapshotter:
     """Takes, finds and deletes group snapshots."""
 
     def __init__(self, context: Context, snapshotter: Snapshotter, eraser: Eraser) -> None:
-        self._config, self._kernel = context.config, context.kernel
+        self._configuration, self._kernel = context.configuration, context.kernel
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
@@ -330,9 +330,10 @@ class GroupSnapshotter:
             )
         if self._kernel.device_is_swap(device.path):
             raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
-        inside = [f"{self._kernel.real_path(one).rstrip('/')}/" for one in self._config.kubelet_dir]
-        files = self._config.definitions
-        own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
+        config = self._configuration.now
+        inside = [f"{self._kernel.real_path(one).rstrip('/')}/" for one in config.kubelet_dir]
+        files = config.definitions
+        own = [config.endpoint.parent, *(one.file.path for one in files if one.file)]
         needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
         for mount in mounts.of_device(device.number):
             if mount in needed or not mount.path.startswith(tuple(inside)):
@@ -357,7 +358,7 @@ class GroupSnapshotter:
         """The groups of Carver's that may have parts of a group snapshot with these members."""
         if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
             # Older versions did not record them.
-            return set(self._config.groups)
+            return set(self._configuration.now.groups)
         found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
         # One that no class names any more may be here still.
         return set(filter(self._volume_groups.of, (one.partition("@")[0] for one in found)))

@@ -14,6 +14,7 @@ group has a thread for the sweeps, so that one that hangs stops no other's.
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -104,19 +105,19 @@ class InlineVolumes:
     def __init__(
         self, context: Context, creator: VolumeCreator, deleter: VolumeDeleter, stager: Stager
     ) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._kernel = context.kernel
         self._reports, self._activator = context.reports, context.activator
         self._creator, self._deleter = creator, deleter
         self._stager = stager
         self._locks = context.locks
         self._admitted = _Admitted()
-        self._inside = context.config.kubelet_dir
-        self._sweeps = {one: _Sweep() for one in context.config.groups}
+        # By the group.
+        self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = Looks(
             context.workers,
             "inline",
-            context.config.groups,
+            lambda: self._configuration.now.groups,
             self.sweep,
             _TURN_SECONDS,
             "volume group %s: inline volumes that were left are not removed: %s",
@@ -127,7 +128,7 @@ class InlineVolumes:
 
         Five commands at most: a report, lvcreate, and those of staging. None where it is mounted.
         """
-        place = target.resolve(self._kernel, call.target_path, self._inside)
+        place = target.resolve(self._kernel, call.target_path, self._configuration.now.kubelet_dir)
         one = self._creator.class_for(
             call.volume_id, call.parameters, "volume_context", is_ephemeral=True
         )
@@ -162,7 +163,7 @@ class InlineVolumes:
                 with self._admitted.call():
                     made = self._creator.create(wanted, admit)
             finally:
-                for one in self._sweeps.values():
+                for one in list(self._sweeps.values()):
                     one.may_be_some = True
             return self._creator.complete(made, nullcontext)
 
@@ -227,14 +228,14 @@ class InlineVolumes:
         `allocated_bytes` is what the volume will take of its group: the total is limited by that.
         """
         asked = call.size_bytes or plan.DEFAULT_SIZE_BYTES
-        limit = self._config.inline_volume_limit
+        limit = self._configuration.now.inline_volume_limit
         if limit and asked > limit:
             raise errors.BadField(
                 f"volume_context[{SIZE}]",
                 f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
         groups = known.groups.values()
-        total = self._config.inline_total_limit
+        total = self._configuration.now.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
             # Those of a group that was never read do not count: they must keep no pod waiting.
@@ -311,7 +312,7 @@ class InlineVolumes:
         place = volume.own_tags.get(tag.TARGET, "")
         if volume.is_doomed or not volume.is_ephemeral or not place:
             return False
-        for one in self._inside:
+        for one in self._configuration.now.kubelet_dir:
             root = self._kernel.real_path(one).rstrip("/") + "/"
             all_pods, *inside = place.removeprefix(root).split("/")
             if place.startswith(root) and len(inside) > 1 and self._is_there(root + all_pods):
@@ -339,7 +340,7 @@ class InlineVolumes:
         target.check_directory(self._kernel, place)
         if device is None:
             return
-        found = set(users.targets(self._kernel, known, device, self._inside))
+        found = set(users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir))
         if others := found - {place}:
             elsewhere = ", ".join(sorted(others))
             raise errors.VolumeInUse(

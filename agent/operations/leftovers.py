@@ -24,7 +24,7 @@ class Leftovers:
     """Looks for what calls left that failed; no command where none fails."""
 
     def __init__(self, context: Context) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._volume_groups, self._reports = context.volume_groups, context.reports
 
     @contextmanager
@@ -33,7 +33,7 @@ class Leftovers:
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
         def left() -> bool:
-            one = plan.device_class(self._config, "parameters", call.parameters)
+            one = plan.device_class(self._configuration.now, "parameters", call.parameters)
             # Wherever it is: the class may have had another group when the volume was made.
             every = self._every(one.group)
             found = _callers(every.groups.values())

@@ -37,8 +37,12 @@ class NodeVolumes:
         self._kernel = context.kernel
         self._activator, self._mender = context.activator, context.mender
         self._conflicts = context.conflicts
-        # The directories in which kubelet may have volumes mounted.
-        self.inside = context.config.kubelet_dir
+        self._configuration = context.configuration
+
+    @property
+    def inside(self) -> Sequence[str]:
+        """The directories in which kubelet may have volumes mounted."""
+        return self._configuration.now.kubelet_dir
 
     def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core import errors, records, sockets, tag
+from agent.core import erase_policy, errors, records, sockets, tag
 from agent.core.allocation import is_pool
+from agent.core.configuration import Configuration
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
-from agent.operations.erase_policy import ErasePolicy
 from lvm import blockdevices, groups, lvm2, names, report
 from lvm.report import Group, Report
 from mount import cgroups, filesystem, table
@@ -61,7 +61,7 @@ class Finding:
 class Node:
     """What the checks look at: the configuration and the machine. `root` is for tests."""
 
-    settings: Config
+    configuration: Configuration
     kernel: Kernel
     run: Run
     report: Callable[[], Report]
@@ -74,6 +74,11 @@ class Node:
     def at(self, path: str) -> Path:
         """Where a path of the machine is found."""
         return self.root / path.lstrip("/")
+
+    @property
+    def settings(self) -> Config:
+        """The configuration that holds now."""
+        return self.configuration.now
 
     @property
     def lvm_root(self) -> Path:
@@ -277,7 +282,7 @@ def _groups(node: Node) -> Iterator[Seen]:
         return
     refused, ignored = node.refused(), node.ignored()
     listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
-    definitions = GroupDefinitions(node.kernel, listed)
+    definitions = GroupDefinitions(node.configuration, node.kernel, listed)
     unfiltered = _unfiltered(node, known)
     for name in node.settings.groups:
         group, whole = known.groups.get(name), unfiltered.get(name)
@@ -394,10 +399,10 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
 
 def _erasing(node: Node, group: Group) -> Iterator[Seen]:
     """How deleted data are erased on each disk of a group that is present."""
-    policy, ways = ErasePolicy(node.settings, node.kernel), dict[str, list[str]]()
+    ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
-            way, doubt = policy.way_on(disk.name)
+            way, doubt = erase_policy.way_on(node.settings, node.kernel, disk.name)
         except OSError:
             continue  # it is missing
         said = disk.name

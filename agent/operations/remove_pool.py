@@ -23,11 +23,11 @@ from typing import TypeVar
 from agent.core import ids, records, tag, volume_states
 from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
+from agent.core.erase_policy import Purpose
 from agent.core.group_worker import Job, Jobs, Steps, Stopping
 from agent.core.records import Snapshot, Volume
 from agent.core.volume_states import Call, Ender, Work
 from agent.operations import erase
-from agent.operations.erase_policy import ErasePolicy, Purpose
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
 from mount import errors as mount_errors
@@ -52,10 +52,7 @@ class PoolRemover:
         self._devices = context.devices
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
-        self._lvm, self._policy = (
-            context.volume_groups.lvm,
-            ErasePolicy(context.config, context.kernel),
-        )
+        self._lvm, self._policy = context.volume_groups.lvm, context.erase_policy
         self._paces = context.paces
         self.jobs: Jobs[Job] = Jobs(
             context.workers,

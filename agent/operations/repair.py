@@ -6,20 +6,20 @@ background, so repeating the call completes the repair, also after a kill.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from agent.core import errors, ids, records, tag, users
 from agent.core.activator import Activator
-from agent.core.classes import AUTO
+from agent.core.classes import AUTO, DeviceClass
 from agent.core.context import Context
 from agent.core.group_worker import Looks
 from agent.core.records import Volume
 from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.volume_states import Call
 from agent.operations.erase import mark_for_erase
-from agent.operations.erase_policy import ErasePolicy
 from lvm import groups, report, thin, volumes
 from lvm.devicemapper import Raid
 from mount import command
@@ -61,7 +61,7 @@ class Repairer:
         self._mender = context.mender
         self._lvm = context.volume_groups.lvm
         self._allocators = context.allocators
-        self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
+        self._policy, self._freed = context.erase_policy, freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
         """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.
@@ -221,16 +221,22 @@ class AutoRepair:
     def __init__(self, context: Context, repairer: Repairer) -> None:
         self._reports = context.reports
         self._repairer = repairer
-        classes = [one for one in context.config.classes if one.repair == AUTO]
-        # The delays in seconds, by class.
-        self._after = {one.name: one.repair_after_seconds for one in classes}
-        self._seen = {one: _Seen() for one in sorted({one.group for one in classes})}
-        own = tuple(self._seen)
-        self.looks = Looks(context.workers, "repair", own, self.look, _LOOK_SECONDS, _FAILURE)
+        self._configuration = context.configuration
+        # By the group.
+        self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
+        self.looks = Looks(
+            context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
+        )
+
+    def _classes(self) -> list[DeviceClass]:
+        return [one for one in self._configuration.now.classes if one.repair == AUTO]
+
+    def _groups(self) -> list[str]:
+        return sorted({one.group for one in self._classes()})
 
     def step(self, now_seconds: float) -> None:
         """Look once at each group, as if it were then."""
-        for one in self._seen:
+        for one in self._groups():
             self.look(one, lambda: now_seconds)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
@@ -239,13 +245,15 @@ class AutoRepair:
         Returns False: the next look is not at once.
         """
         seen, now_seconds = self._seen[group], clock()
-        degraded = {str(one.id): one for one in self._degraded(group)}
+        # The delays in seconds, by class.
+        after = {one.name: one.repair_after_seconds for one in self._classes()}
+        degraded = {str(one.id): one for one in self._degraded(group, after)}
         lacking = {(key, frozenset(one.missing_disks)) for key, one in degraded.items()}
         seen.since = {one: seen.since.get(one, now_seconds) for one in lacking}
         seen.due = {key: at for key, at in seen.due.items() if key in degraded}
         seen.logged = {key: text for key, text in seen.logged.items() if key in degraded}
         for (key, _), since_seconds in sorted(seen.since.items(), key=lambda one: one[1]):
-            wait_seconds = self._after[degraded[key].own_tags[tag.CLASS]]
+            wait_seconds = after[degraded[key].own_tags[tag.CLASS]]
             is_late = now_seconds - since_seconds >= wait_seconds
             if is_late and seen.due.get(key, now_seconds) <= now_seconds:
                 self._repair(key, seen)
@@ -253,14 +261,14 @@ class AutoRepair:
                 seen.due[key] = clock() + _RETRY_SECONDS
         return False
 
-    def _degraded(self, group: str) -> Iterator[Volume]:
+    def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
         """The volumes of these classes in a group that lack a disk; none if no group answers."""
         try:
             seen = self._reports.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError, OSError):
             return
         for one in seen.volumes():
-            is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in self._after
+            is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in classes
             # By lvm2's report: the tag of one may be lost, which keeps no other.
             is_raid = "raid" in one.group.volume(one.name).layout
             if is_own and one.is_listed and is_raid and one.missing_disks:

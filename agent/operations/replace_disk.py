@@ -20,7 +20,6 @@ from agent.core.allocation import is_own_pool
 from agent.core.background import Attempts, Probes, reasons
 from agent.core.context import Context
 from agent.operations import erase, modify
-from agent.operations.erase_policy import ErasePolicy
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
 from lvm import groups
@@ -50,7 +49,7 @@ class Replacement:
         self._mender = context.mender
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._context, self._repairer = context, repairer
-        self._policy, self._freed = ErasePolicy(context.config, context.kernel), freed
+        self._policy, self._freed = context.erase_policy, freed
         self._looks: Probes[int] = Probes()
         self._numbers = itertools.count()
         # When this process last started a move, or its watcher (monotonic, seconds).

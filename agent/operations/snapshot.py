@@ -47,7 +47,7 @@ class Snapshotter:
         *,
         readers: Callable[[str], Collection[str]],
     ) -> None:
-        self._config = context.config
+        self._configuration = context.configuration
         self._readers = readers
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._reports, self._activator = context.reports, context.activator
@@ -62,8 +62,8 @@ class Snapshotter:
 
         Two commands at most: a report, and lvcreate, which also tags. Raises Elsewhere.
         """
-        if not call.topology.includes(self._config.here):
-            raise errors.Elsewhere(self._config.node_id)
+        if not call.topology.includes(self._configuration.now.here):
+            raise errors.Elsewhere(self._configuration.now.node_id)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         source = backing.of_id(call.source_id)
         with self._limiter.lifted(source):
@@ -178,7 +178,7 @@ class Snapshotter:
             needed, room = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
             purpose = limited or allocator.purpose(group)
         else:
-            one = self._config.device_class(called := volume.own_tags.get(tag.CLASS, ""))
+            one = self._configuration.now.device_class(called := volume.own_tags.get(tag.CLASS, ""))
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
             closed = closed_to_new(group) or full(group, 1 + beside)

@@ -56,7 +56,7 @@ class Stager:
         self._reports, self._activator = context.reports, context.activator
         self._mender, self._tag_writer = context.mender, context.tag_writer
         self._detached = context.detached
-        self._oldest_kernel = context.config.oldest_kernel
+        self._configuration = context.configuration
         self._mappings = Mappings(context)
         self._limiter = context.limiter
         self._volumes = node_volumes
@@ -234,7 +234,8 @@ class Stager:
             look = partial(self._require_same, volume, device, probe, found)
             # Blank by the probe, and never formatted by the tags: only then.
             make = partial(filesystem.make, self._run, path, fs_type, words)
-            make = partial(make, uuid=_own_uuid(device), oldest_kernel=self._oldest_kernel)
+            oldest = self._configuration.now.oldest_kernel
+            make = partial(make, uuid=_own_uuid(device), oldest_kernel=oldest)
             self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
             return {tag.FORMATTED: fs_type}
         if not is_own and not filesystem.gives_uuid(fs_type, words):

@@ -58,7 +58,7 @@ class VolumesHealth:
         self._volume_groups = context.volume_groups
         self._diagnosis, self._conflicts = diagnosis, context.conflicts
         # The directories in which kubelet may have volumes.
-        self._inside = context.config.kubelet_dir
+        self._configuration = context.configuration
 
     def get(self, volume_id: str) -> VolumeHealth:
         """What is wrong with a volume that CreateVolume made.
@@ -75,7 +75,8 @@ class VolumesHealth:
         A missing group is a condition, and so is a dead device at the paths of the call. Raises
         NoSuchVolume, BadPath.
         """
-        places = [target.resolve(self._kernel, one, self._inside) for one in call.paths]
+        inside = self._configuration.now.kubelet_dir
+        places = [target.resolve(self._kernel, one, inside) for one in call.paths]
         if (parsed := VolumeId.parse(call.volume_id)) is None:
             found = self._inline(call.volume_id)
         else:

@@ -11,6 +11,7 @@ from laying import lay
 from real.any import AnyHost, device
 
 from agent.core import errors
+from agent.core.configuration import Configuration
 from agent.core.settings import Config, GroupDefinition
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.daemon.server import Service
@@ -181,7 +182,7 @@ def test_the_doctor_reports_a_group_of_mixed_block_sizes(
     forced = ("devices/allow_mixed_block_sizes=1",)
     host.lvm("vgextend", "--quiet", "--quiet", "--", group, usual, settings=forced)
     config, known = configured.carver(tmp_path, group), report.read(host.lvm)
-    node = preflight.Node(config, host.kernel, host.run, lambda: known, tmp_path)
+    node = preflight.Node(Configuration(config), host.kernel, host.run, lambda: known, tmp_path)
     (verdict, message, remedy), (whole, *_), *_ = preflight.CHECKS["groups"](node)
     assert (verdict, whole) == (WARN, PASS)
     for word in (f"512 bytes: {usual}", "4096 bytes", "pvmove"):

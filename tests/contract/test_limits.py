@@ -280,7 +280,7 @@ def test_a_snapshot_does_not_wait_for_a_limit(
     assert limits(host, service, pod.volume) == LIMITED
     # What is made of it has limits of its own.
     client.create("pvc-2", SIZE, source=of_snapshot(snapshot.snapshot_id))
-    group = service.context.config.groups[0]
+    group = service.configuration.now.groups[0]
     assert not logical(host, group, "vol-pvc-2").tuning.is_limited
     pod.end()
 

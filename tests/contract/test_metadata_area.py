@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import chosen
+import configured
 import expect
 import pytest
 from csi_client import Client
@@ -163,7 +164,7 @@ def test_a_group_of_equal_areas_is_not_called_narrow(host: AnyHost, group: str) 
 def test_a_text_longer_than_lvm2_s_buffer_is_read_and_written(host: AnyHost) -> None:
     device = host.new_device(128 * MIB)
     with made(host, "room_long", device, 40 * MIB - groups.LABEL_BYTES):
-        known = VolumeGroups(host.lvm, host.disks, host.devices, ["room_long"])
+        known = VolumeGroups(host.lvm, host.disks, host.devices, configured.on_groups("room_long"))
         volume_group = known.of("room_long")
         assert volume_group is not None
         for part in range(12):

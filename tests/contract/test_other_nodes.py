@@ -16,6 +16,7 @@ from rich.console import Console
 from serving import served
 
 from agent.cli import status, terminal
+from agent.core.configuration import Configuration
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import block
@@ -172,7 +173,7 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
     disks = [disk.name for disk in report.read(host.lvm).group(group).disks]
     root = tmp_path / "root"
     with host.listing(root, elsewhere, *disks[:listed]) as node:
-        volume_groups = VolumeGroups(node, host.disks, host.devices, [group])
+        volume_groups = VolumeGroups(node, host.disks, host.devices, configured.on_groups(group))
         [volume_group] = volume_groups
         seen = volume_group.state()
         assert volume_group.status == state
@@ -180,7 +181,7 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
         known = report.read(node)
         assert (group in known.groups) == (listed > 0), "as lvm2 has it"
         config = configured.carver(tmp_path, group)
-        looked = preflight.Node(config, host.kernel, host.run, lambda: known, root)
+        looked = preflight.Node(Configuration(config), host.kernel, host.run, lambda: known, root)
         # The others say how its disks are erased.
         found, message, remedy = next(preflight.CHECKS["groups"](looked))
         assert found == verdict

@@ -59,7 +59,7 @@ def main() -> None:
     )
     # A shell that was given up is followed by another at once: a trial is over within a minute.
     with patch.object(server, "Session", partial(Session, rest_seconds=0)):
-        process.serve(config, through)
+        process.serve(config, through, lambda: config)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.core.classes import DeviceClass
+from agent.core.configuration import Configuration
 from agent.core.settings import Config
 from lvm import layout
 from lvm.layout import Layout
@@ -81,6 +82,15 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
         "classes": (DeviceClass(name="plain", group=group, default=True),),
     }
     return Config(**values | changes)
+
+
+def on_groups(*groups: str) -> Configuration:
+    """A class on each of these groups, by the groups' names."""
+    return of_classes(*(DeviceClass(one, one) for one in groups))
+
+
+def of_classes(*classes: DeviceClass) -> Configuration:
+    return Configuration(carver(Path("/nowhere"), classes=classes))
 
 
 def layouts(*names: str) -> dict[str, Layout]:

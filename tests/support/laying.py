@@ -3,6 +3,7 @@
 from real.any import AnyHost
 
 from agent.core import group_definitions
+from agent.core.configuration import Configuration
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
@@ -15,12 +16,11 @@ def lay(
     host: AnyHost, config: Config, run: Run | None = None, kernel: Kernel | None = None
 ) -> tuple[Lvm, GroupDefinitions]:
     """How lvm2 is called from then on, and what came of it."""
-    lvm, laid = (
-        group_definitions.on_node(run or host.run, config),
-        GroupDefinitions(kernel or host.kernel),
-    )
-    volume_groups = VolumeGroups(lvm, host.disks, host.devices, config.groups)
-    group_definitions.begin(lvm, laid, config, volume_groups)
+    configuration = Configuration(config)
+    lvm = group_definitions.on_node(run or host.run, config)
+    laid = GroupDefinitions(configuration, kernel or host.kernel)
+    volume_groups = VolumeGroups(lvm, host.disks, host.devices, configuration)
+    group_definitions.begin(laid, volume_groups)
     for group in config.groups:
-        group_definitions.create(lvm, laid, config, volume_groups, group)
+        group_definitions.create(laid, volume_groups, group)
     return lvm, laid

@@ -1,25 +1,37 @@
 """The process of the service in a thread of the test, with its pages."""
 
 import http.client
+import signal
 import threading
+from queue import SimpleQueue
+from typing import Any
 
 import expect
 import pytest
 from fakes.host import FakeHost
 from serving import machine
 
+from agent.core import errors
 from agent.core.settings import Config
 from agent.daemon import process
 from agent.daemon.monitor import Monitor
+from agent.daemon.server import Service
+
+_begin = Service.__init__
 
 
 class Started:
-    """`serve` in a thread, until it is ended as SIGTERM ends it; what it reported to systemd."""
+    """`serve` in a thread, until it is ended as SIGTERM ends it; what it reported to systemd.
+
+    At SIGHUP it loads `config`, or raises `problem`.
+    """
 
     def __init__(self, config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.port = 0
+        self.port, self.config, self.problem = 0, config, ""
+        self.fake = fake
         self.states: list[str] = []
-        self.served, self.begun, self._ended = (threading.Event() for _ in range(3))
+        self.served, self.begun = threading.Event(), threading.Event()
+        self._signals = SimpleQueue[int]()
         start = Monitor.start
 
         def noting(one: Monitor) -> int:
@@ -27,9 +39,16 @@ class Started:
             return self.port
 
         monkeypatch.setattr(Monitor, "start", noting)
+
+        def keeping(one: Service, *how: Any) -> None:
+            self.service = one
+            _begin(one, *how)
+
+        monkeypatch.setattr(Service, "__init__", keeping)
         monkeypatch.setattr(process, "notify", self._notify)
-        monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
-        self._thread = threading.Thread(target=process.serve, args=(config, machine(fake)))
+        monkeypatch.setattr(process, "_signals", lambda: self._signals)
+        how = (config, machine(fake), self._load)
+        self._thread = threading.Thread(target=process.serve, args=how)
         self._thread.start()
         assert self.served.wait(expect.PATIENCE_SECONDS)
 
@@ -40,11 +59,20 @@ class Started:
         if state == "READY=1":
             self.served.set()
 
+    def _load(self) -> Config:
+        if self.problem:
+            raise errors.BadConfig("config.toml", "wipe", self.problem)
+        return self.config
+
+    def reload(self, config: Config) -> None:
+        self.config = config
+        self._signals.put(signal.SIGHUP)
+
     def page(self, path: str) -> tuple[int, str]:
         return page(self.port, path)
 
     def end(self) -> None:
-        self._ended.set()
+        self._signals.put(signal.SIGTERM)
         self._thread.join()
 
 

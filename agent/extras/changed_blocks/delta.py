@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -119,10 +119,14 @@ class Delta:
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
         self._kernel, self._devices, self._stream = context.kernel, context.devices, context.stream
-        self._paces, self._directory = context.paces, context.config.endpoint.parent
+        self._paces, self._configuration = context.paces, context.configuration
         self.reservations = Reservations(context)
         self.activations = Activations(context)
         self._stopping = threading.Event()
+
+    def _new_spool(self) -> AbstractContextManager[comparing.Spool]:
+        """A file for ranges, beside the socket."""
+        return comparing.opened(self._configuration.now.endpoint.parent)
 
     @contextmanager
     def allocated(
@@ -143,7 +147,7 @@ class Delta:
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
-                ranges = ending.enter_context(comparing.opened(self._directory))
+                ranges = ending.enter_context(self._new_spool())
                 words = thinmaps.mapped_words
                 self._spool(ranges, pool, thinmaps.mapped, words, check, of)
                 # Allocated blocks are not searched for zeroes.
@@ -173,7 +177,7 @@ class Delta:
             (base, old), (target, new) = self._opened(ending, base_id, target_id)
             candidates: _Candidates = _everything
             if _pool(base) and _pool(base) == _pool(target):
-                ranges = ending.enter_context(comparing.opened(self._directory))
+                ranges = ending.enter_context(self._new_spool())
                 words = thinmaps.differing_words
                 self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
                 candidates = partial(clipped, ranges)

@@ -51,8 +51,8 @@ class Listener(Extra):
 
     def __init__(self, service: Service) -> None:
         """Raises BadConfig for settings that are missing: at the start, before calls are served."""
-        self._service, config = service, service.context.config
-        self._address = config.controller_address
+        self._service = service
+        config, address = service.configuration.now, self._address
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
         failure = "not all volume groups on this node's disks are known: %s"
@@ -68,13 +68,13 @@ class Listener(Extra):
         self.port = 0
         # Whether by the last look at the disks each group of Carver's there is known; see routes.
         self._is_whole = ""
-        if self._address is None:
+        if address is None:
             return
         if config.controllers is not None:
             if not config.advertised_host:
                 raise errors.BadConfig("controllers", "advertised_host", "is required beside it")
-            address = Address(config.advertised_host, self._address.port)
-            self._enroller = _enroller(config, str(address), self.serve)
+            advertised = Address(config.advertised_host, address.port)
+            self._enroller = _enroller(config, str(advertised), self.serve)
             self._tasks.append(self._enroller.task)
         elif config.tls_directory is None:
             raise errors.BadConfig(
@@ -88,6 +88,10 @@ class Listener(Extra):
             task = PeriodicTask("listening", self.serve, _TAKEN_SECONDS, failure)
             self._tasks.append(task)
 
+    @property
+    def _address(self) -> Address | None:
+        return self._service.configuration.now.controller_address
+
     def start(self) -> None:
         """Listen, once there is a certificate."""
         if self._address is not None:
@@ -98,7 +102,7 @@ class Listener(Extra):
         """What this node shows to the controller. Raises BadConfig."""
         if self._enroller is not None:
             return self._enroller.certificates
-        directory = self._service.context.config.tls_directory
+        directory = self._service.configuration.now.tls_directory
         if directory is None:
             raise errors.BadConfig("default", "tls_directory", "is required")
         return Certificates.read(directory)
@@ -107,7 +111,7 @@ class Listener(Extra):
         """Listen; does nothing where it does already. Raises NotListening, BadConfig."""
         if self._server is not None:
             return
-        service, name = self._service, self._service.context.config.driver_name
+        service, name = self._service, self._service.configuration.now.driver_name
         only = certificates.OnlyFrom(certificates.controller_name(name))
         server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller"),
@@ -178,17 +182,18 @@ class _Routed(Identity):
     """Identity, which also says what the controller must know of a node."""
 
     def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
-        self._config, self._is_whole = service.context.config, is_whole
+        self._configuration, self._is_whole = service.configuration, is_whole
         self._volume_groups, self._storage = service.volume_groups, service.storage
-        super().__init__(service.readiness, self._config.driver_name, service.offered)
+        name = service.configuration.now.driver_name
+        super().__init__(service.readiness, name, service.offered)
 
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
         """Name and version; in the manifest the node, its topology and its groups. No command."""
         answer = super().GetPluginInfo(request, context)
-        answer.manifest[routes.NODE_ID] = self._config.node_id
-        answer.manifest[routes.SEGMENTS] = json.dumps(self._config.here)
+        answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
+        answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
         answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
         # Before the groups, which may become more meanwhile.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()

@@ -5,6 +5,7 @@ import os
 
 from agent.cli.words import CommandLine, require_root
 from agent.core import settings
+from agent.core.configuration import Configuration
 
 
 def add(line: CommandLine) -> None:
@@ -36,7 +37,8 @@ def _orphans(parsed: argparse.Namespace) -> int:
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     # Reads LVM and the kernel itself: the service need not run.
-    finder = Finder(config, host.kernel, Reports(status.volume_groups(config, host)))
+    reports = Reports(status.volume_groups(config, host))
+    finder = Finder(Configuration(config), host.kernel, reports)
     if parsed.delete:
         command.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from agent.core import boot, errors
 from agent.core.background import PeriodicTask
+from agent.core.configuration import Configuration
 from agent.core.reports import Reports
-from agent.core.settings import Config
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.orphans import candidates, references
@@ -137,12 +137,12 @@ class Looking(Protocol):
 class Finder:
     """Finds orphans by the cluster that the configuration names."""
 
-    def __init__(self, config: Config, kernel: Kernel, reports: Reports) -> None:
-        self._config = config
+    def __init__(self, configuration: Configuration, kernel: Kernel, reports: Reports) -> None:
+        self._configuration = configuration
         self._kernel = kernel
         self._reports = reports
         # Beside the socket, like Carver's other files.
-        self._history = History(config.endpoint.parent / "orphans.json")
+        self._history = History(configuration.now.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
         """Return all candidates, the sure ones first.
@@ -150,7 +150,7 @@ class Finder:
         Raises ClusterSilent, BadConfig, NotReady and what a report raises; nothing is recorded
         then.
         """
-        config = self._config
+        config = self._configuration.now
         found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
         known = self._reports.fresh()
         wanted = references.read(
@@ -170,7 +170,7 @@ class Finder:
 
     def _lists(self) -> Lists:
         # For each look, as certificates and tokens change.
-        return Lists(access.find(self._config.kubeconfig, os.environ))
+        return Lists(access.find(self._configuration.now.kubeconfig, os.environ))
 
 
 class OrphanWatch:

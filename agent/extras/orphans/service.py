@@ -43,11 +43,11 @@ class Orphans(Extra):
 
 def add(service: Service) -> Extra:
     """Make the extra of a service, which looks only if the settings ask for it."""
-    config, kernel, reports = service.context.config, service.context.kernel, service.reports
-    if not config.orphan_interval_seconds:
+    interval_seconds = service.configuration.now.orphan_interval_seconds
+    if not interval_seconds:
         return Extra()
     # Imported here: it needs a YAML parser, which most services do not load.
     from agent.extras.orphans.look import Finder, OrphanWatch
 
-    finder = Finder(config, kernel, reports)
-    return Orphans(OrphanWatch(finder.look, config.orphan_interval_seconds))
+    finder = Finder(service.configuration, service.context.kernel, service.reports)
+    return Orphans(OrphanWatch(finder.look, interval_seconds))

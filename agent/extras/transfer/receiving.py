@@ -46,7 +46,7 @@ class Receiver:
     """Receives volumes into this node's groups."""
 
     def __init__(self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover) -> None:
-        self._config, self._run = context.config, context.run
+        self._configuration, self._run = context.configuration, context.run
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._reports, self._activator = context.reports, context.activator
         self._mender = context.mender
@@ -74,9 +74,9 @@ class Receiver:
         The first stream takes two commands. There is nothing to apply where `chain` is the
         stream's already. Raises NotReceived, VolumeInUse, NoRoom.
         """
-        one = self._config.device_class(device_class)
+        one = self._configuration.now.device_class(device_class)
         if one is None:
-            known_classes = [each.name for each in self._config.classes]
+            known_classes = [each.name for each in self._configuration.now.classes]
             raise errors.NotAllowed("class", device_class, known_classes)
 
         def begin() -> carver.ReceiveState:
@@ -205,7 +205,7 @@ class Receiver:
         self._require_blocks(name, group, sending.blocks_of(header))
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
         own_tags = sending.tags_of(name, one, header, size_bytes, group)
-        tuning = modify.bounded(self._config, one)
+        tuning = modify.bounded(self._configuration.now, one)
         own_tags |= tuning.tags()
         allocator = self._allocators.of(one)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
+import configured
 import expect
 import pytest
 from fakes.host import FakeHost
@@ -25,7 +26,7 @@ def nothing_behind() -> None:
 
 @pytest.fixture
 def volume_groups(fake: FakeHost) -> Iterator[VolumeGroups]:
-    made = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
+    made = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("data"))
     yield made
     made.stop()
 

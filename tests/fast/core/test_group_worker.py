@@ -560,7 +560,7 @@ def workers() -> Iterator[GroupWorkers]:
 
 def test_a_look_that_hangs_in_one_group_delays_no_other(workers: GroupWorkers) -> None:
     hanging = Look(hangs=True)
-    looks = Looks(workers, "test", ["a", "b"], hanging, 0.001, LOOKED)
+    looks = Looks(workers, "test", lambda: ["a", "b"], hanging, 0.001, LOOKED)
     looks.start()
     expect.soon(lambda: hanging.counts["b"] > 5)
     assert hanging.counts["a"] == 1
@@ -588,7 +588,7 @@ def test_no_error_ends_the_looks(
 ) -> None:
     caplog.set_level(logging.WARNING)
     look = Look(problem)
-    looks = Looks(workers, "test", ["a"], look, 0.001, LOOKED)
+    looks = Looks(workers, "test", lambda: ["a"], look, 0.001, LOOKED)
     looks.start()
     expect.soon(lambda: look.counts["a"] > 5)
     assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
@@ -602,7 +602,9 @@ def test_no_error_ends_the_looks(
 def test_a_mistake_is_logged_with_its_trace(
     workers: GroupWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks = Looks(workers, "test", ["a"], Look(ZeroDivisionError("a mistake")), 0.001, LOOKED)
+    looks = Looks(
+        workers, "test", lambda: ["a"], Look(ZeroDivisionError("a mistake")), 0.001, LOOKED
+    )
     looks.start()
     expect.soon(lambda: caplog.records)
     looks.stop()
@@ -617,8 +619,67 @@ def test_a_look_that_returns_true_is_repeated_at_once(workers: GroupWorkers) -> 
             done.set()
         return is_again
 
-    looks = Looks(workers, "test", ["a"], look, 0.3, LOOKED)
+    looks = Looks(workers, "test", lambda: ["a"], look, 0.3, LOOKED)
     looks.start()
     assert done.wait(60)
     looks.stop()
     assert list(again) == []
+
+
+def test_a_group_that_comes_is_looked_at_and_one_that_goes_is_not(workers: GroupWorkers) -> None:
+    groups, look = ["a"], Look()
+    looks = Looks(workers, "test", lambda: groups, look, 0.001, LOOKED)
+    looks.start()
+    expect.soon(lambda: look.counts["a"])
+    groups[:] = ["b"]
+    looks.start()
+    expect.soon(lambda: look.counts["b"] > 5)
+    expect.soon(lambda: [one.key for one in looks._jobs.unfinished()] == ["b"])
+    before = look.counts["a"]
+    time.sleep(0.02)
+    assert look.counts["a"] == before
+    assert list(looks.failures()) == ["b"]
+    looks.stop()
+
+
+def test_a_group_that_is_let_go_of_has_its_jobs_called_off_and_what_is_last_done(
+    work: Work,
+) -> None:
+    at_work, go, written = threading.Event(), threading.Event(), list[str]()
+
+    def do(job: Job) -> Steps:
+        at_work.set()
+        assert go.wait(20)
+        yield AGAIN
+        work.done.append(job.key)
+
+    work.do = do
+    job, waiting = work.jobs.start(Job("data/a")), work.jobs.start(Job("data/b"))
+    other = work.jobs.start(Job("other/a"))
+    assert at_work.wait(20)
+    tags: Jobs[Job] = Jobs(
+        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", last=True
+    )
+    tags.wake(Job("data"), 600)
+    work.workers.let_go("data")
+    go.set()
+    for one in (job, waiting):
+        with pytest.raises(Stopping):
+            one.ended.result(20)
+    other.ended.result(20)
+    expect.soon(lambda: written == ["data"])
+    assert work.done == ["other/a"]
+    # A call that names the group by an id has its work done all the same.
+    work.jobs.start(Job("data/c")).ended.result(20)
+    assert work.done == ["other/a", "data/c"]
+
+
+def test_what_is_last_is_done_also_in_a_group_without_a_thread(work: Work) -> None:
+    written = list[str]()
+    tags: Jobs[Job] = Jobs(
+        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", last=True
+    )
+    with expect.no_threads():
+        tags.wake(Job("data"), 600)
+    work.workers.let_go("data")
+    expect.soon(lambda: written == ["data"])

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import expect
 import in_turn
@@ -98,7 +98,7 @@ def disk() -> Disk:
 
 
 def paced(disk: Disk, bandwidth: Reserve | None = None) -> Pace:
-    return Pace(bandwidth, OneDisk(disk), disk.clock, disk.sleep)
+    return Pace(lambda: bandwidth, OneDisk(disk), disk.clock, disk.sleep)
 
 
 def work_of(one: Pace, check: Callable[[], None] = lambda: None, kind: str = "erase") -> Work:
@@ -153,7 +153,7 @@ def test_a_neighbour_that_writes_seldom_is_seen(disk: Disk) -> None:
 @pytest.mark.parametrize("is_own", [True, False])
 def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> None:
     changed_at = [0.0]
-    one = Pace(None, OneDisk(disk), disk.clock, disk.sleep, lambda: changed_at[0])
+    one = Pace(lambda: None, OneDisk(disk), disk.clock, disk.sleep, lambda: changed_at[0])
     work = work_of(one)
     with work.turn(MIB):
         disk.write(MIB)
@@ -169,7 +169,7 @@ def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> N
 
 def test_others_are_seen_beside_what_lvm2_does(disk: Disk) -> None:
     # It is at work all the time.
-    one = Pace(None, OneDisk(disk), disk.clock, disk.sleep, disk.clock)
+    one = Pace(lambda: None, OneDisk(disk), disk.clock, disk.sleep, disk.clock)
     disk.begin_neighbour(0.004)
     erase(disk, one, 256 * MIB)
     assert disk.pieces[-1][1] < 4 * MIB
@@ -315,7 +315,9 @@ def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
 def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk) -> None:
     """The last waiter looks before the first one does, which then had no place in the queue."""
     turns = paced(disk)
-    long, first, last = (pace._Shared(frozenset(), may_join=False) for _ in range(3))
+    long, first, last = (
+        pace._Shared(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3)
+    )
     turns._queue.extend((long, first, last))
     turns._begin(long, MIB)
     disk.now += 2 * pace._HANGING_SECONDS
@@ -328,7 +330,7 @@ def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk
 
 
 def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
-    waiting = [pace._Shared(frozenset(), may_join=False) for _ in range(3)]
+    waiting = [pace._Shared(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3)]
     busy._queue.extend(waiting)
     disk.now += 2 * pace._HANGING_SECONDS
     # Whoever looks first, the turn is the first one's.
@@ -515,3 +517,33 @@ def test_a_turn_in_which_only_who_joined_did_something_is_one_of_the_group(disk:
         pass
     # What was completed in that turn is no stranger's.
     assert one.paused_seconds == 0
+
+
+def test_the_next_turn_goes_by_the_setting_that_holds_then(disk: Disk) -> None:
+    setting: list[Reserve | None] = [NO_RESERVE]
+    one = Pace(lambda: setting[0], OneDisk(disk), disk.clock, disk.sleep)
+    pieces = work_of(one).chunks(1024 * MIB)
+    lengths: list[int] = []
+    for bandwidth in (NO_RESERVE, Reserve(size_bytes=10 * MIB), None):
+        setting[0] = bandwidth
+        for _ in range(3):
+            with next(pieces) as (_, length):
+                disk.write(length)
+            lengths.append(length)
+        assert one.is_unlimited == (bandwidth == NO_RESERVE)
+    assert lengths[:3] == [MOST_BYTES] * 3
+    assert lengths[3:6] == [MIB] * 3
+    assert lengths[8] > MIB
+
+
+def test_a_piece_ends_by_the_rule_by_which_it_began(disk: Disk) -> None:
+    setting: list[Reserve | None] = [Reserve(percent=50)]
+    one = Pace(lambda: setting[0], OneDisk(disk), disk.clock, disk.sleep)
+    begun = one._rule
+    for piece in islice(work_of(one).chunks(1024 * MIB), 3):
+        with piece as (_, length):
+            disk.write(length)
+            setting[0] = None
+    assert isinstance(begun, pace._Limited)
+    assert begun._best["erase"] > 0
+    assert one.paused_seconds >= 0

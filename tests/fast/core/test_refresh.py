@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import configured
 import pytest
 import pyudev
 from fakes.host import FakeHost
@@ -43,7 +44,7 @@ class Known(Reports):
     """Counts the calls of the background threads."""
 
     def __init__(self, fake: FakeHost) -> None:
-        super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, []))
+        super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups()))
         self.outdated: list[str | None] = []
         self.renewed: list[float] = []
         self.turned = threading.Event()
@@ -105,7 +106,9 @@ def test_a_group_that_hangs_does_not_delay_the_other_s_refresh(tmp_path: Path) -
     fake, over = FakeHost(tmp_path), threading.Event()
     for one in ("sick", "sound"):
         fake.lvm2.add_group(one)
-    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
+    volume_groups = VolumeGroups(
+        fake.lvm, fake.disks, fake.devices, configured.on_groups("sick", "sound")
+    )
     known = Reports(volume_groups)
     known.fresh()
     for group in volume_groups:

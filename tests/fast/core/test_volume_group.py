@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
+import configured
 import expect
 import pytest
 from fakes.disks import FakeDisks
@@ -36,7 +37,9 @@ def known(fake: FakeHost) -> VolumeGroup:
 
 
 def of(fake: FakeHost) -> VolumeGroup:
-    found = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"]).of("data")
+    found = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("data")).of(
+        "data"
+    )
     assert found is not None
     return found
 
@@ -121,7 +124,9 @@ def test_a_change_is_seen_only_by_a_read_that_began_after_it(
 def test_a_write_to_a_group_s_own_disk_starts_no_scan(fake: FakeHost) -> None:
     assert isinstance(fake.disks, FakeDisks)
     fake.lvm2.add_group("other", [10])
-    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data", "other"])
+    volume_groups = VolumeGroups(
+        fake.lvm, fake.disks, fake.devices, configured.on_groups("data", "other")
+    )
     every = list(volume_groups)
     for one in every:
         one.state()
@@ -423,7 +428,9 @@ def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptur
 
 def absent(fake: FakeHost) -> VolumeGroup:
     """A group that may not be there yet."""
-    return next(iter(VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])))
+    return next(
+        iter(VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("data")))
+    )
 
 
 def test_a_command_during_a_scan_sees_the_disks_as_they_were(
@@ -456,7 +463,7 @@ def test_a_group_that_a_shell_does_not_show_is_asked_of_another_shell(
         blind[0] = not heals[0]
 
     heals = [True]
-    scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, []).scan
+    scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups()).scan
     volume_group = VolumeGroup(
         MetadataCache("data", replace(fake.lvm, run=run), fake.disks, fake.devices, scan, renew),
         GroupWorkers(),
@@ -480,10 +487,12 @@ def test_a_filter_rejects_disks_but_those_that_the_operator_named(
     conf.parent.mkdir(parents=True)
     conf.write_text('devices { global_filter = [ "r|.*|" ] }')
     node, own = replace(fake.lvm, root=tmp_path / "root"), fake.lvm2.groups["data"].disks[0].name
-    rejected = VolumeGroups(node, fake.disks, fake.devices, ["data"])
+    rejected = VolumeGroups(node, fake.disks, fake.devices, configured.on_groups("data"))
     assert rejected.scan() == {}
     assert not rejected.allows(own)
-    named = VolumeGroups(node, fake.disks, fake.devices, ["data"], listed=lambda _name: [own])
+    named = VolumeGroups(
+        node, fake.disks, fake.devices, configured.on_groups("data"), listed=lambda _name: [own]
+    )
     assert list(named.scan()) == [own]
     assert named.allows(own)
     assert not named.allows("/dev/other")
@@ -502,7 +511,7 @@ def other(fake: FakeHost) -> FakeHost:
 
 
 def test_a_group_that_was_asked_for_is_known(other: FakeHost) -> None:
-    groups = VolumeGroups(other.lvm, other.disks, other.devices, ["data"])
+    groups = VolumeGroups(other.lvm, other.disks, other.devices, configured.on_groups("data"))
     assert [path for path, _ in groups.unknown_disks()] == [OTHER]
     found = groups.of("other")
     assert found is not None
@@ -516,7 +525,7 @@ def test_a_disk_that_is_only_missing_from_the_devices_file_is_looked_at(
     """So is one that was just attached, on a node that has such a file."""
     own = other.lvm2.groups["data"].disks[0].name
     with other.listing(tmp_path, own) as node:
-        groups = VolumeGroups(node, other.disks, other.devices, ["data"])
+        groups = VolumeGroups(node, other.disks, other.devices, configured.on_groups("data"))
         assert list(groups.scan()) == [own]
         assert [path for path, _ in groups.unknown_disks()] == [OTHER]
 
@@ -531,18 +540,21 @@ def test_a_disk_that_the_operator_keeps_from_lvm2_is_not_looked_at(
         conf.parent.mkdir(parents=True)
         conf.write_text('devices { global_filter = [ "r|other|" ] }')
         node = replace(other.lvm, root=tmp_path)
-    assert VolumeGroups(node, other.disks, other.devices, ["data"]).unknown_disks() == []
+    assert (
+        VolumeGroups(node, other.disks, other.devices, configured.on_groups("data")).unknown_disks()
+        == []
+    )
 
 
 def test_a_broken_disk_of_a_known_group_is_no_other_group_s_unless_it_is_attached_anew(
     fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
+    groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("data"))
     next(iter(groups)).state()
     own = fake.lvm2.groups["data"].disks[0].name
     monkeypatch.setattr(fake.disks, "scan", lambda *_: {own: Unreadable("Input/output error")})
     assert groups.unknown_disks() == []
-    started = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
+    started = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("data"))
     assert started.unknown_disks() == [(own, "Input/output error")]
     monkeypatch.setattr(fake.disks, "sequences", lambda paths: dict.fromkeys(paths, "another"))
     assert groups.unknown_disks() == [(own, "Input/output error")]
@@ -577,7 +589,9 @@ def node(tmp_path: Path) -> tuple[Reports, SomeHang]:
     fake = FakeHost(tmp_path)
     for one in [*SICK, "sound"]:
         fake.lvm2.add_group(one)
-    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
+    volume_groups = VolumeGroups(
+        fake.lvm, fake.disks, fake.devices, configured.on_groups(*SICK, "sound")
+    )
     known = Reports(volume_groups)
     known.fresh()
     return known, SomeHang(fake, volume_groups)
@@ -600,7 +614,7 @@ def test_tags_are_read_once_for_each_change(
 ) -> None:
     fake = FakeHost(tmp_path)
     group = fake.lvm2.add_group("sound")
-    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sound"])
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("sound"))
     known = Reports(volume_groups)
     for name in ("a", "b"):
         new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})

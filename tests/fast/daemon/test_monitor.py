@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import configured
 import expect
 import pytest
 from fakes import known as fake_known
@@ -21,6 +22,7 @@ from serving import machine
 from started import page
 
 from agent.core import errors, reports
+from agent.core.configuration import Configuration
 from agent.core.locks import Admission
 from agent.core.reports import MONITOR_AGE_SECONDS, Reports
 from agent.core.settings import Config
@@ -212,7 +214,7 @@ def test_the_process_is_healthy_while_it_answers_over_its_socket(
 
 
 def readiness(config: Config, fake: FakeHost, known: Reports, root: Path = Path("/")) -> Readiness:
-    node = preflight.Node(config, fake.kernel, fake.run, known.fresh, root)
+    node = preflight.Node(Configuration(config), fake.kernel, fake.run, known.fresh, root)
     return Readiness(known, node, Admission())
 
 
@@ -261,7 +263,7 @@ def test_a_hanging_disk_is_the_reason_why_the_node_is_not_ready(
     disks = FakeDisks(fake.lvm2, fake.block)
     disks.hanging.add("/dev/sdb")
     fake.lvm2.groups.clear()
-    known = Reports(VolumeGroups(fake.lvm, disks, fake.lvm2, ["data"]))
+    known = Reports(VolumeGroups(fake.lvm, disks, fake.lvm2, configured.on_groups("data")))
     with pytest.raises(errors.NotReady, match="/dev/sdb"):
         readiness(config, fake, known).check()
 

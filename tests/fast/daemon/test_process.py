@@ -28,7 +28,7 @@ from started import Started
 
 from agent.cli import main as cli
 from agent.core import errors
-from agent.core.host import log_command
+from agent.core.host import Host, log_command
 from agent.core.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, GroupDefinition
 from agent.csi import interceptor
 from agent.csi.client import Client, block
@@ -132,9 +132,9 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
 
     monkeypatch.setattr(process, "notify", delete)
     monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(process, "_until_signal", threading.Event)
+    monkeypatch.setattr(process, "_signals", queue.SimpleQueue)
     with pytest.raises(errors.SocketGone, match=r"csi\.sock: it was deleted"):
-        process.serve(config, machine(fake))
+        process.serve(config, machine(fake), lambda: config)
 
 
 def test_the_service_does_not_start_on_a_kernel_whose_mount_table_may_lack_mounts(
@@ -142,7 +142,7 @@ def test_the_service_does_not_start_on_a_kernel_whose_mount_table_may_lack_mount
 ) -> None:
     monkeypatch.setattr(fake.kernel, "version", lambda: (5, 7))
     with pytest.raises(errors.NotReady, match=r"Linux 5\.7 is too old: before 5\.8"):
-        process.serve(config, machine(fake))
+        process.serve(config, machine(fake), lambda: config)
     assert not config.endpoint.exists()
     assert fake.commands == []
 
@@ -454,16 +454,19 @@ def test_systemd_is_notified_over_its_socket(
     process.notify("READY=1")
 
 
-def test_a_signal_ends_the_wait() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+def test_signals_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(one) for one in every]
+    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
     try:
-        ended = process._until_signal()
-        assert not ended.is_set()
-        signal.raise_signal(signal.SIGTERM)
-        assert ended.is_set()
+        signals = process._signals()
+        assert process._next_signal(signals) is None
+        for one in every:
+            signal.raise_signal(one)
+        assert [process._next_signal(signals) for _ in every] == list(every)
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        for number, handler in zip(every, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_commands_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
@@ -517,7 +520,12 @@ def test_the_service_is_put_together_and_served(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[Config] = []
-    monkeypatch.setattr(process, "run", lambda settings, host: served.append(settings))
+
+    def run(settings: Config, _host: Host, load: Callable[[], Config]) -> None:
+        assert load() == settings
+        served.append(settings)
+
+    monkeypatch.setattr(process, "run", run)
     # This process lives on.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"

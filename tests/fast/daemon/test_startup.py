@@ -371,7 +371,7 @@ def volume_groups(tmp_path: Path) -> VolumeGroups:
     fake = FakeHost(tmp_path)
     for one in ("a", "b"):
         fake.lvm2.add_group(one)
-    return VolumeGroups(fake.lvm, fake.disks, fake.devices, ["a", "b"])
+    return VolumeGroups(fake.lvm, fake.disks, fake.devices, configured.on_groups("a", "b"))
 
 
 def test_a_group_without_a_thread_is_recovered_by_the_next_step(

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import configured
 import pytest
 from fakes.known import activator, machine, reports
 from fakes.lvm import FakeLvm
@@ -64,7 +65,7 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
             cache=Cache(chance.choice(caches.KINDS), "writeback", size),
         )
         known = reports(fake, "data")
-        allocator = Allocators([one], activator(fake, "data")).of(one)
+        allocator = Allocators(configured.of_classes(one), activator(fake, "data")).of(one)
         group = known.fresh().group("data")
         maximum = allocator.maximum_bytes(group)
         rooms[maximum > 0] += 1
@@ -80,7 +81,7 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
         fast = {disk.uuid for disk in group.disks if disk.fast}
         assert made.disks & fast
         # What is given out is held, at the class's ratio, by what the pool can grow to.
-        [thin] = Allocators([one], activator(fake, "data")).thin(group)
+        [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin(group)
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= group.free_extents - reserve
         assert allocator.maximum_bytes(group) == 0
@@ -108,7 +109,9 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
     if is_pool:
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         new = New("vol-pvc-1", 40 << 20, {"name": "pvc-1"})
-        Allocators([one], activator(fake, "data")).of(one).create(lvm, group, new)
+        Allocators(configured.of_classes(one), activator(fake, "data")).of(one).create(
+            lvm, group, new
+        )
     else:
         own_tags = {"name": "pvc-1", "cache": cache.tag_value(40 << 20, EXTENT)}
         caches.create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags), cache)
@@ -141,7 +144,7 @@ def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         name, group = f"vol-{cache}", known.fresh().group("data")
-        Allocators([one], activator(fake, "data")).of(one).create(
+        Allocators(configured.of_classes(one), activator(fake, "data")).of(one).create(
             lvm, group, New(name[:8], 4 << 20, {})
         )
         tags = known.fresh().group("data").volume("pool-thin").tags

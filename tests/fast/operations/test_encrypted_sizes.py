@@ -1,5 +1,6 @@
 """How much of an encrypted volume is its header: whole stripes, whole chunks of a pool."""
 
+import configured
 import pytest
 from fakes.host import FakeHost
 
@@ -36,11 +37,11 @@ def test_the_data_begin_where_a_stripe_or_a_chunk_does(
     pool = Policy(chunk_size_bytes=chunk) if shape.is_thin else None
     one = DeviceClass("x", "data", layout=shape, pool=pool, encryption="luks2")
     group = report.read(fake.lvm).group("data")
-    allocator = Allocators([one], service.context.activator).of(one)
+    allocator = Allocators(configured.of_classes(one), service.context.activator).of(one)
     assert plan.header_bytes(one, allocator, group) == size
 
 
 def test_a_volume_that_is_not_encrypted_has_none(fake: FakeHost, service: Service) -> None:
     one = DeviceClass("x", "data")
-    allocator = Allocators([one], service.context.activator).of(one)
+    allocator = Allocators(configured.of_classes(one), service.context.activator).of(one)
     assert plan.header_bytes(one, allocator, report.read(fake.lvm).group("data")) == 0

@@ -17,11 +17,11 @@ from fakes.host import FakeHost
 from fakes.lvm.records import FakeGroup, FakeVolume
 
 from agent.core.classes import DeviceClass
+from agent.core.erase_policy import PROVED_BYTES, sample
 from agent.core.pace import MOST_BYTES
 from agent.core.settings import WIPES
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
-from agent.operations.erase_policy import PROVED_BYTES, sample
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.blocks import By
@@ -183,6 +183,40 @@ def test_disks_that_were_proved_to_zero_are_looked_at_in_fewer_places_and_still_
     assert node.asked[0] == (*WHOLE[0], way)
     assert node.asked[-3:] == by(By.WRITES)
     assert not media.blocks
+
+
+@pytest.mark.parametrize("first", ["deleted", "zeroed", "copied"])
+def test_a_disk_is_proved_once_for_all_work(
+    node: Node, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whatever work saw a disk zero, other work looks at it in fewer places, or not at all."""
+    looks: list[int] = []
+    real = node.host.kernel.mark
+
+    def mark(device: str, offsets: Sequence[int], **how: Any) -> None:
+        looks.append(len(offsets))
+        real(device, offsets, **how)
+
+    def zeroed(client: Client) -> None:
+        client.create(f"zeroed-{len(looks)}", SIZE, block(), parameters={"class": "zeroed"})
+
+    def copied(client: Client) -> None:
+        client.create(f"copied-{len(looks)}", SIZE, block(), source=of_volume(source))
+
+    def deleted(client: Client) -> None:
+        volume, _ = node.written(client, f"deleted-{len(looks)}")
+        client.delete(volume)
+
+    works = {"deleted": deleted, "zeroed": zeroed, "copied": copied}
+    with node.served("zero") as (_, client):
+        source, _ = node.written(client, "source")
+        monkeypatch.setattr(node.host.kernel, "mark", mark)
+        works.pop(first)(client)
+        assert looks[0] > 10
+        looks.clear()
+        for work in works.values():
+            work(client)
+    assert all(count < 5 for count in looks)
 
 
 def test_a_volume_that_was_never_written_shows_the_lie_too(node: Node) -> None:

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def client(service: Service) -> Any:
-    with Client(service.context.config.endpoint) as caller:
+    with Client(service.configuration.now.endpoint) as caller:
         yield caller
 
 

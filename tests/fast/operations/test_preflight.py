@@ -14,6 +14,7 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.cli import main as cli
+from agent.core.configuration import Configuration
 from agent.core.host import Host
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.operations import preflight
@@ -83,7 +84,11 @@ class Place:
     def node(self) -> Node:
         lvm = self.host.lvm
         return Node(
-            self.settings, self.host.kernel, self.host.run, lambda: report.read(lvm), self.root
+            Configuration(self.settings),
+            self.host.kernel,
+            self.host.run,
+            lambda: report.read(lvm),
+            self.root,
         )
 
     def of(self, check: str) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import configured
 from fakes.devices import FakeDevices
 from fakes.disks import FakeDisks
 from fakes.lvm import FakeLvm
@@ -32,4 +33,4 @@ def activator(fake: FakeLvm, *groups: str) -> Activator:
 
 def _volume_groups(fake: FakeLvm, groups: Sequence[str], lvm: Lvm | None) -> VolumeGroups:
     node = lvm or Lvm(lambda *words: fake(words), settings=())
-    return VolumeGroups(node, FakeDisks(fake, fake.devices), fake, groups)
+    return VolumeGroups(node, FakeDisks(fake, fake.devices), fake, configured.on_groups(*groups))

@@ -34,7 +34,7 @@ CHUNK = 4096
 
 def work(bandwidth: Reserve = NO_RESERVE) -> Work:
     """Turns for comparing."""
-    return Pace(bandwidth, Kernel()).work("compare", check=lambda: None)
+    return Pace(lambda: bandwidth, Kernel()).work("compare", check=lambda: None)
 
 
 @dataclass
@@ -75,7 +75,7 @@ def test_a_difference_is_reported_before_the_rest_is_compared() -> None:
 def test_a_turn_is_over_when_a_difference_is_reported() -> None:
     size = 100 * MIB
     old, new = cast(Reader, Filled(b"a")), cast(Reader, Filled(b"b"))
-    one = Pace(None, Kernel())
+    one = Pace(lambda: None, Kernel())
     comparing_work = one.work("compare", check=lambda: None)
     found = comparing.differing(old, size, new, comparing_work, [Extent(0, size)])
     for _ in found:
@@ -93,7 +93,7 @@ def test_small_turns_find_what_large_ones_find(size: int) -> None:
     extents = [Extent(0, size // 2), Extent(size // 2, size - size // 2)]
     readers = cast(Reader, Content(old)), size, cast(Reader, Content(bytes(changed)))
     # A tenth of a second is less than the least piece.
-    slow = Pace(Reserve(size_bytes=MIB), Kernel(), clock=count(0.0, 1000.0).__next__)
+    slow = Pace(lambda: Reserve(size_bytes=MIB), Kernel(), clock=count(0.0, 1000.0).__next__)
     found = list(comparing.differing(*readers, slow.work("compare", check=lambda: None), extents))
     assert found == list(comparing.differing(*readers, work(), extents))
     assert sum(one.length_bytes for one in found) >= min(size, CHUNK)

@@ -31,6 +31,7 @@ from fakes.kernel import FakeKernel
 from agent.cli import main as cli
 from agent.cli import status as status_command
 from agent.core import errors, ids, settings
+from agent.core.configuration import Configuration
 from agent.core.host import Host
 from agent.core.reports import Reports
 from agent.core.settings import Config
@@ -77,7 +78,9 @@ class Node:
         """One of a process of its own."""
         config = config or self.config
         made = Finder(
-            config, self.host.kernel, Reports(status_command.volume_groups(config, self.machine))
+            Configuration(config),
+            self.host.kernel,
+            Reports(status_command.volume_groups(config, self.machine)),
         )
         # Its clock and its patience are the test's.
         clock = Clock(lambda: self.seconds, lambda: self.boot)

@@ -61,7 +61,7 @@ def snapshot(here: Node, fake: FakeHost) -> str:
 
 def paced_by(node: Node, bandwidth: Reserve | None, clock: Clock) -> Pace:
     """Have a node's group keep to a rate."""
-    made = Pace(bandwidth, node.host.kernel, clock, clock.sleep)
+    made = Pace(lambda: bandwidth, node.host.kernel, clock, clock.sleep)
     node.service.context.paces._paces[node.group] = made
     return made
 

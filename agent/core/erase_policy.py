@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from agent.core import classes, ids, luks_devices, tag
+from agent.core import classes, ids, tag
+from agent.core.configuration import Configuration
 from agent.core.group_worker import AGAIN, Steps
 from agent.core.pace import Work
 from agent.core.records import Snapshot, Volume, is_encrypted
-from agent.core.settings import WIPES, Config
+from agent.core.settings import WIPES, Config, Wipe
 from lvm import names, report
 from mount.block_devices import SAMPLE_BYTES
 from mount.blocks import By
@@ -18,6 +19,9 @@ from mount.kernel import Kernel
 from mount.stacks import Stack
 
 _log = logging.getLogger(__name__)
+
+# Zeroed of an encrypted volume where neither its tag nor its LUKS header says how long that is.
+LONGEST_HEADER_BYTES = 128 << 20
 
 # How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
 # and how many where its disks were proved before. Not after a discard, of which a disk may ignore
@@ -43,6 +47,9 @@ class Purpose(enum.Enum):
 class ErasePolicy:
     """How deleted data is erased; the only reader of the setting `wipe` (settings.WIPES).
 
+    There is one for a process, so that a disk which was seen to zero need not be proved again by
+    other work.
+
     | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
     | -------------------- | ------------------------------------- | ----------------------------- |
     | zero                 | zeroed                                | header zeroed, then by its    |
@@ -60,15 +67,22 @@ class ErasePolicy:
     next begins. What lies on a missing disk waits for that disk, or until an operator gives it up
     (tag `givenUp`); then the group is tagged, and the free extents are zeroed before they are
     reused (mark_for_erase). A LUKS header is zeroed first whatever the setting, and all of it read
-    back (agent/core/luks_devices.py, a floor below).
+    back (agent/core/luks_devices.py).
     """
 
-    def __init__(self, config: Config, kernel: Kernel) -> None:
-        self._wipe = WIPES[config.wipe]
-        self.zeroes = self._wipe.zeroes
-        self._classes, self._kernel = config.classes, kernel
+    def __init__(self, configuration: Configuration, kernel: Kernel) -> None:
+        self._configuration, self._kernel = configuration, kernel
         # Disks that were seen to zero so.
         self._proved: set[tuple[str, By]] = set()
+
+    @property
+    def _wipe(self) -> Wipe:
+        return WIPES[self._configuration.now.wipe]
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether deleted data is erased by the setting, be it encrypted or not."""
+        return self._wipe.zeroes
 
     def erases(self, one: Volume | Snapshot) -> bool:
         """Whether any of it is overwritten: all, or at least a LUKS header."""
@@ -93,13 +107,13 @@ class ErasePolicy:
         if not self.zeroes:
             return classes.ERASE_CRYPTO
         called = volume.own_tags.get(tag.CLASS)
-        found = (one.erase for one in self._classes if one.name == called)
+        found = (one.erase for one in self._configuration.now.classes if one.name == called)
         return next(found, classes.ERASE_ZERO)
 
     def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
         """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
         if self.method(volume) in classes.ERASE_HEADER_ONLY:
-            return min(size_bytes, volume.header_bytes or luks_devices.LONGEST_HEADER_BYTES)
+            return min(size_bytes, volume.header_bytes or LONGEST_HEADER_BYTES)
         return size_bytes
 
     def purpose(self, volume: Volume) -> Purpose:
@@ -129,18 +143,6 @@ class ErasePolicy:
         for disk in self._kernel.distrust(doubts, By.DISCARD):
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
-
-    def way_on(self, disk: str) -> tuple[By | None, str]:
-        """The first of the ways for plain volumes on a disk; None where they are not erased.
-
-        With what speaks against a discard, where the setting asks for it.
-        """
-        if not self.zeroes:
-            return None, ""
-        doubts = self._kernel.discard_doubts(disk) if self._wipe.discards else {}
-        is_discarded = self._wipe.discards and not (doubts and self._wipe.only_if_certain)
-        way = By.DISCARD if is_discarded else self._kernel.zeroing(disk)
-        return way, "; ".join(doubts.values())
 
     def overwrite(
         self,
@@ -237,3 +239,17 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
     if steps <= 0:
         return [begin_bytes] * (last == 0)
     return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]
+
+
+def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
+    """The first of the ways for plain volumes on a disk; None where they are not erased.
+
+    With what speaks against a discard, where the setting asks for it.
+    """
+    wipe = WIPES[config.wipe]
+    if not wipe.zeroes:
+        return None, ""
+    doubts = kernel.discard_doubts(disk) if wipe.discards else {}
+    is_discarded = wipe.discards and not (doubts and wipe.only_if_certain)
+    way = By.DISCARD if is_discarded else kernel.zeroing(disk)
+    return way, "; ".join(doubts.values())
