@@ -444,8 +444,8 @@ def bury(service: Service) -> None:
     """
     service._server.stop(0).wait()
     # What a stream has open is closed when it gives its place back.
-    streams = service.interceptor._streams
-    expect.soon(lambda: streams._left == locks.STREAMS)
+    streams = service.context.admission.streams
+    expect.soon(lambda: streams.left == locks.STREAMS)
     service.context.workers.stop(60)
 
 
