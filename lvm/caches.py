@@ -17,6 +17,7 @@ from lvm.devicemapper import Status, WriteCache
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.report import Group, LogicalVolume
+from lvm.room import Room
 from lvm.volumes import New
 
 CACHE, WRITECACHE = KINDS = ("cache", "writecache")
@@ -64,7 +65,7 @@ class Cache:
 
     def of_pool(self, group: Group) -> int:
         """The size of a pool's cache, in extents: the pool may grow to all slow disks."""
-        return self.extents(group.extents, group.extent_size_bytes)
+        return self.extents(Room(group).planned_extents, group.extent_size_bytes)
 
     def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
         """The cache of a volume as the text of the volume's tag, its size in bytes."""
@@ -72,13 +73,13 @@ class Cache:
         return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
 
 
-def maximum_bytes(group: Group, cache: Cache, reserve_extents: int = 0) -> int:
+def maximum_bytes(room: Room, cache: Cache) -> int:
     """The size of the largest volume for which both slow and fast disks have room, in bytes."""
-    extent = group.extent_size_bytes
-    least, most = 0, layout.maximum_bytes(group, reserve_extents=reserve_extents) // extent
+    extent = room.group.extent_size_bytes
+    least, most = 0, layout.maximum_bytes(room) // extent
     while least < most:
         middle = (least + most + 1) // 2
-        if cache.extents(middle, extent) <= group.fast_free_extents:
+        if cache.extents(middle, extent) <= room.fast_extents:
             least = middle
         else:
             most = middle - 1
@@ -99,7 +100,7 @@ def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
         *_on_fast(group, cache.extents(extents, group.extent_size_bytes)),
         *("--size", f"{new.size_bytes}b"),
         *new.words(),
-        *("--", group.name, *layout.placement(group, layout.LINEAR)),
+        *("--", group.name, *Room(group).anywhere()),
     )
 
 
@@ -108,7 +109,7 @@ def has_room(group: Group, pool: str, cache: Cache) -> bool:
     made = group.volumes.get(pool)
     if (made is not None and is_cached(made)) or parted(group, pool):
         return True
-    return cache.of_pool(group) <= group.fast_free_extents
+    return cache.of_pool(group) <= Room(group).fast_extents
 
 
 def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> None:
@@ -207,7 +208,7 @@ def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:
 
 
 def _on_fast(group: Group, extents: int) -> Sequence[str]:
-    usable = (disk for disk in group.disks if disk.fast and not disk.unclean)
-    disks = [disk.name for disk in usable if disk.unallocated_extents]
+    room = Room(group)
+    disks = room.names(disk for disk in room.fast if disk.unallocated_extents)
     named = [word for disk in disks for word in ("--cachedevice", disk)]
     return (*named, "--cachesize", f"{extents * group.extent_size_bytes}b")

@@ -34,6 +34,19 @@ class NoSpace(CommandFailed):
     """
 
 
+class NoDiskServes(NoSpace):
+    """No disk of the group may have what is to be allocated, and lvm2 was not asked."""
+
+    def __init__(self, group: str) -> None:
+        CommandError.__init__(
+            self,
+            f"no disk of volume group {group} may be used for that: see `pvs -o +pv_allocatable,"
+            "pv_tags` for disks that are closed or kept for caches, and `vgs -o +vg_tags` for free"
+            " extents that are overwritten first",
+        )
+        self.exit_code, self.stderr = 5, ""
+
+
 class PoolKeptFree(NoSpace):
     """The node's lvm.conf(5) has a threshold of fullness above which a pool gets no new volumes."""
 

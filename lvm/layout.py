@@ -6,13 +6,14 @@ to lvm2: lvm2 then has no choice, and the arithmetic is exact.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from lvm import raid, tags
 from lvm.raid import SegmentType
-from lvm.report import Group, LogicalVolume, PhysicalVolume
+from lvm.report import Group, LogicalVolume
+from lvm.room import Room
 
 # Chunk size of copy-on-write snapshots: the smallest (lvcreate(8), --chunksize), so that a small
 # write copies little.
@@ -202,60 +203,64 @@ def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LI
     return on_each * layout.disks
 
 
-def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 0) -> int:
+def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
     """The size of the largest volume that can be created now, exactly, in bytes.
 
     A linear volume can have all free extents, of one disk alone where the group's policy wants one
     disk. Any other lies on the disks with the most free extents, and the fullest of these bounds
-    each of its stripes. The reserve stays free in the group.
+    each of its stripes. What the room keeps stays free.
     """
-    spare = max(0, group.free_extents - reserve_extents)
+    extent = room.group.extent_size_bytes
     if layout.is_linear:
-        return min(spare, group.linear_extents) * group.extent_size_bytes
-    chosen = _roomiest(group.disks, layout.disks)
+        return min(room.available_extents, room.linear_extents) * extent
+    chosen = room.roomiest(layout.disks)
     if len(chosen) < layout.disks:
         return 0
-    on_each = min(chosen[-1].free_extents, spare // layout.disks) - layout.metadata_extents
-    return max(0, on_each) * layout.stripes * group.extent_size_bytes
+    on_each = min(room.free_on(chosen[-1]), room.available_extents // layout.disks)
+    return max(0, on_each - layout.metadata_extents) * layout.stripes * extent
 
 
-def placement(group: Group, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk."""
-    if layout.is_linear:
-        return anywhere(group)
-    return tuple(disk.name for disk in _roomiest(group.disks, layout.disks))
+def placement(room: Room, layout: Layout) -> tuple[str, ...]:
+    """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk.
 
-
-def maximum_growth_bytes(
-    group: Group, volume: LogicalVolume, layout: Layout = LINEAR, reserve_extents: int = 0
-) -> int:
-    """The bytes by which a volume can grow now; all but linear volumes stay on their disks."""
-    spare = max(0, group.free_extents - reserve_extents)
-    if layout.is_linear:
-        return min(spare, group.linear_extents) * group.extent_size_bytes
-    own = [disk.free_extents for disk in group.disks if disk.uuid in volume.disks]
-    # A degraded or converted volume may have fewer disks than its layout, and cannot grow.
-    on_each = min(min(own), spare // layout.disks) if len(own) == layout.disks else 0
-    return on_each * layout.stripes * group.extent_size_bytes
-
-
-def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk."""
-    if layout.is_linear:
-        return anywhere(group)
-    return tuple(disk.name for disk in group.disks if disk.uuid in volume.disks)
-
-
-def anywhere(group: Group) -> tuple[str, ...]:
-    """The disks to name to lvm2 for a volume that may lie on all but fast and unclean disks.
-
-    Empty if the group has no such disks. Full disks are named, too: if none were named, lvm2 would
-    use the fast and unclean ones.
+    Raises NoDiskServes.
     """
-    if not any(disk.fast or disk.unclean for disk in group.disks):
-        return ()
-    left_out = {disk.name for disk in group.disks if disk.fast or disk.unclean or disk.missing}
-    return tuple(disk.name for disk in group.disks if disk.name not in left_out)
+    return room.anywhere() if layout.is_linear else room.names(room.roomiest(layout.disks))
+
+
+def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LINEAR) -> int:
+    """The bytes by which a volume can grow now; all but linear volumes stay on their disks.
+
+    Where the group's policy wants a volume on one disk, lvm2 may refuse a linear volume that
+    growth: the free extents need not be where the volume is.
+    """
+    extent = room.group.extent_size_bytes
+    if layout.is_linear:
+        return min(room.available_extents, room.linear_extents) * extent
+    own = [room.free_on(disk) for disk in room.group.disks if disk.uuid in volume.disks]
+    # A degraded or converted volume may have fewer disks than its layout, and cannot grow.
+    on_each = min(*own, room.available_extents // layout.disks) if len(own) == layout.disks else 0
+    return on_each * layout.stripes * extent
+
+
+def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
+    """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk.
+
+    Raises NoDiskServes.
+    """
+    if layout.is_linear:
+        return room.anywhere()
+    return room.names(disk for disk in room.group.disks if disk.uuid in volume.disks)
+
+
+def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
+    """The number of extents that one image of a RAID takes on its disk, its metadata included.
+
+    For a RAID of a kind that Carver does not make, the least that it may be.
+    """
+    if (layout := recognize(volume)) is None:
+        return 1
+    return volume.size_bytes // extent_size_bytes // layout.stripes + layout.metadata_extents
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
@@ -281,8 +286,8 @@ class Reserve:
 
     def extents(self, group: Group) -> int:
         """The reserve in extents, where the whole is a group's slow disks; rounded up."""
-        total = sum(disk.extents for disk in group.disks if not disk.fast)
-        return -(-self.of(total * group.extent_size_bytes) // group.extent_size_bytes)
+        total_bytes = Room(group).planned_extents * group.extent_size_bytes
+        return -(-self.of(total_bytes) // group.extent_size_bytes)
 
     def of(self, whole_bytes: int) -> int:
         """The reserve in bytes, where the whole has `whole_bytes`; rounded up."""
@@ -296,10 +301,3 @@ def parse_percent(text: str) -> float | None:
     """Parse a percentage from 0 to 100, such as `12.5%`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
     return float(match[1]) if match and float(match[1]) <= 100 else None
-
-
-def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
-    """The usable disks with the most free extents, in descending order; equals in report order."""
-    present = (disk for disk in disks if disk.allocatable and not disk.missing)
-    usable = [disk for disk in present if not (disk.fast or disk.unclean)]
-    return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

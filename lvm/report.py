@@ -48,7 +48,7 @@ def whole(part: str) -> str:
 
 @dataclass(frozen=True)
 class PhysicalVolume:
-    """A physical volume of a group."""
+    """A physical volume of a group; what it may be used for is in lvm/room.py."""
 
     name: str
     uuid: str
@@ -66,26 +66,12 @@ class PhysicalVolume:
 
     @property
     def unallocated_extents(self) -> int:
-        """The number of free extents that lvm2 may allocate."""
-        usable = self.allocatable and not self.missing
-        return self.extents - self.allocated_extents if usable else 0
+        """The number of free extents; who may have them is another question (lvm/room.py)."""
+        return self.extents - self.allocated_extents
 
     @property
-    def free_extents(self) -> int:
-        """The number of free extents for new volumes; 0 on an unclean disk, or one for caches."""
-        return 0 if self.unclean else self.image_extents
-
-    @property
-    def image_extents(self) -> int:
-        """The number of free extents for rebuilt RAID images; 0 on a disk for caches.
-
-        An unclean disk may be used: rebuilding an image overwrites each of its extents.
-        """
-        return 0 if self.fast else self.given_extents
-
-    @property
-    def given_extents(self) -> int:
-        """The number of free extents that lvm2 gives to one volume or image.
+    def extents_in_one_go(self) -> int:
+        """The number of free extents that one volume or image may have, if any may be had.
 
         That is the longest run of free extents where the group's policy is `contiguous`.
         """
@@ -214,34 +200,9 @@ class Group:
         return level is not None and level.survives(self.lost_images(volume))
 
     @property
-    def extents(self) -> int:
-        """The number of extents of all disks, without missing disks and those for caches."""
-        return sum(disk.extents for disk in self.disks if not (disk.missing or disk.fast))
-
-    @property
-    def free_extents(self) -> int:
-        """The number of free extents for new volumes, over all disks."""
-        return sum(disk.free_extents for disk in self.disks)
-
-    @property
     def keeps_to_one_disk(self) -> bool:
         """Whether lvm2 lets what it allocates in one go lie on one disk alone."""
         return self.policy in (CONTIGUOUS, *_CLING)
-
-    @property
-    def linear_extents(self) -> int:
-        """Of `free_extents` those that one linear volume may have."""
-        return self._together(disk.free_extents for disk in self.disks)
-
-    @property
-    def fast_free_extents(self) -> int:
-        """The number of free extents for new caches."""
-        usable = (disk for disk in self.disks if disk.fast and not disk.unclean)
-        return self._together(disk.given_extents for disk in usable)
-
-    def _together(self, extents: Iterable[int]) -> int:
-        """What one volume may have of the extents of several disks."""
-        return max(extents, default=0) if self.keeps_to_one_disk else sum(extents)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
         """The copy-on-write snapshots of a volume, whose data are incomplete without the volume."""

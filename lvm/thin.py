@@ -11,6 +11,7 @@ from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.report import Group
+from lvm.room import Room
 from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
 from mount import errors as mount_errors
@@ -81,8 +82,8 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
     """The chunk size of a new pool: the policy's, or the smallest that suits the group.
 
-    The smallest chunk size that suits is a power of two with which the metadata of a pool as large
-    as the group take 1 GiB at most.
+    The smallest chunk size that suits is a power of two with which the metadata of a pool on all
+    slow disks of the group take 1 GiB at most.
     """
     if policy.chunk_size_bytes:
         return policy.chunk_size_bytes
@@ -94,7 +95,7 @@ def chunk_size_bytes(group: Group, policy: Policy) -> int:
 
 
 def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
-    """The number of extents of the metadata of a pool that is as large as the group."""
+    """The number of extents of the metadata of a pool on all slow disks of the group."""
     size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
     return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
 
@@ -102,7 +103,7 @@ def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
     """The number of extents that the pool's metadata and the group's spare should still grow by.
 
-    They suit a pool that is as large as the group (`suitable_metadata_extents`). lvm2 keeps one
+    They suit a pool on all slow disks of the group (`suitable_metadata_extents`). lvm2 keeps one
     spare volume in the group, as large as the largest metadata of its pools.
     """
     wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
@@ -110,34 +111,34 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
     return max(0, wanted - pool.metadata_extents) + max(0, spare)
 
 
-def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+def growth_extents(room: Room, pool: Pool) -> int:
     """The number of extents by which the pool can surely grow; for a new pool all of its data.
 
     Where the group's policy wants a volume's extents on one disk, or in one piece, the free extents
     need not be where an existing pool is: then none are sure, though lvm2 may find some.
     """
-    is_fixed = group.keeps_to_one_disk and pool.data_extents
-    return 0 if is_fixed else room_extents(group, pool, kept_extents)
+    is_fixed = room.group.keeps_to_one_disk and pool.data_extents
+    return 0 if is_fixed else room_extents(room, pool)
 
 
-def room_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+def room_extents(room: Room, pool: Pool) -> int:
     """The number of extents by which the pool's data grow, if the pool can have the free ones."""
-    free = group.free_extents - kept_extents - missing_metadata_extents(group, pool)
-    free = max(0, min(free, group.linear_extents))
-    enough = pool.data_extents or free * group.extent_size_bytes >= pool.chunk_size_bytes
+    spare = room.available_extents - missing_metadata_extents(room.group, pool)
+    free = max(0, min(spare, room.linear_extents))
+    enough = pool.data_extents or free * room.group.extent_size_bytes >= pool.chunk_size_bytes
     return free if enough else 0
 
 
-def metadata_growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+def metadata_growth_extents(room: Room, pool: Pool) -> int:
     """The number of extents by which the pool's metadata can grow together with the spare."""
-    free = max(0, group.free_extents - kept_extents)
+    free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
     alone = max(0, group.spare_extents - pool.metadata_extents)
     behind = max(0, pool.metadata_extents - group.spare_extents)
-    room = free if free <= alone else (free - behind + alone) // 2
+    growth = free if free <= alone else (free - behind + alone) // 2
     most = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
-    return max(0, min(room, most))
+    return max(0, min(growth, most))
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
@@ -151,21 +152,21 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
     return max(1, share, enough)
 
 
-def first_extents(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
+def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
     """The number of extents of a new pool's data."""
-    one_chunk = _ceil(pool.chunk_size_bytes, group.extent_size_bytes)
-    asked = max(policy.size.extents(group), one_chunk)
-    return min(asked, growth_extents(group, pool, kept_extents))
+    one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
+    asked = max(policy.size.extents(room.group), one_chunk)
+    return min(asked, growth_extents(room, pool))
 
 
-def maximum_bytes(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
+def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
     """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
 
     It is the largest size of the pool's data, times the over-provisioning, less what the pool has
     promised already; a multiple of the extent size.
     """
-    largest = pool.data_extents + growth_extents(group, pool, kept_extents)
-    promises = int(largest * policy.ratio) * group.extent_size_bytes
+    largest = pool.data_extents + growth_extents(room, pool)
+    promises = int(largest * policy.ratio) * room.group.extent_size_bytes
     return max(0, promises - pool.promised_bytes)
 
 
@@ -181,9 +182,7 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
     return data + missing_metadata_extents(group, pool)
 
 
-def refusal(
-    group: Group, pool: Pool, policy: Policy, kept_extents: int, status: ThinPool | None
-) -> str:
+def refusal(room: Room, pool: Pool, policy: Policy, status: ThinPool | None) -> str:
     """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
 
     Fullness is relative to the size that the pool can grow to. It does not matter for the data of a
@@ -194,8 +193,8 @@ def refusal(
         return ""
     if status.mode not in ("rw", "out_of_data_space") or status.needs_check:
         return f"pool {pool.name} needs a repair; {DAMAGED}"
-    extent = group.extent_size_bytes
-    largest = (pool.data_extents + growth_extents(group, pool, kept_extents)) * extent
+    group, extent = room.group, room.group.extent_size_bytes
+    largest = (pool.data_extents + growth_extents(room, pool)) * extent
     used = status.used_data_blocks * pool.chunk_size_bytes
     if policy.ratio > 1 and used * 100 > largest * policy.refuse_above:
         return f"pool {pool.name} is {100 * used / largest:.0f} % full of what it can grow to"
@@ -208,8 +207,8 @@ def refusal(
 
 
 def _metadata_bytes(group: Group, chunk_bytes: int) -> int:
-    total = sum(disk.extents for disk in group.disks) * group.extent_size_bytes
-    return _ceil(total, chunk_bytes) * _METADATA_BYTES_OF_CHUNK
+    total_bytes = Room(group).planned_extents * group.extent_size_bytes
+    return _ceil(total_bytes, chunk_bytes) * _METADATA_BYTES_OF_CHUNK
 
 
 def _ceil(amount: int, unit: int) -> int:

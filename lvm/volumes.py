@@ -35,16 +35,29 @@ class New:
         ]
 
 
+# Option of lvcreate(8) and lvextend(8) for a volume that may lie on any disks, in any pieces,
+# whatever the allocation policy of its group.
+_IN_PIECES = ("--alloc", "normal")
+
+
 def create(
-    lvm: Lvm, group: str, new: New, *, layout: Layout = LINEAR, disks: Sequence[str] = ()
+    lvm: Lvm,
+    group: str,
+    new: New,
+    *,
+    layout: Layout = LINEAR,
+    disks: Sequence[str] = (),
+    in_pieces: bool = False,
 ) -> None:
     """Make, tag and activate a volume (lvcreate(8)), on `disks` if any are named.
 
-    lvm2 wipes old signatures and zeroes the first sectors. Raises NoSpace, NameTaken.
+    With `in_pieces` the group's allocation policy does not matter. lvm2 wipes old signatures and
+    zeroes the first sectors. Raises NoSpace, NameTaken.
     """
     lvm(
         "lvcreate",
         *("--yes", "--wipesignatures", "y", "--zero", "y"),
+        *(_IN_PIECES if in_pieces else ()),
         *layout.words(),
         *("--size", f"{new.size_bytes}b"),
         *new.words(),
@@ -105,12 +118,22 @@ def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> 
     lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
 
-def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[str] = ()) -> None:
+def extend(
+    lvm: Lvm,
+    group: str,
+    name: str,
+    *,
+    size_bytes: int,
+    disks: Sequence[str] = (),
+    in_pieces: bool = False,
+) -> None:
     """Grow a volume to a size in whole extents (lvextend(8)), on `disks` if any are named.
 
-    The file system is not grown. Raises NoSpace.
+    With `in_pieces` the group's allocation policy does not matter. The file system is not grown.
+    Raises NoSpace.
     """
-    lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
+    policy = _IN_PIECES if in_pieces else ()
+    lvm("lvextend", *policy, "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
 def rename(lvm: Lvm, group: str, name: str, new: str) -> None:

@@ -214,6 +214,7 @@ _PBKDF = (
     *("--pbkdf", "argon2id", "--pbkdf-memory", str(PBKDF_MEMORY_KIB)),
     *("--pbkdf-parallel", str(PBKDF_THREADS), "--pbkdf-force-iterations", str(PBKDF_PASSES)),
 )
+# Number of programs at once that derive a key, as each takes that memory.
 _AT_ONCE = threading.BoundedSemaphore(2)
 # A disk that hangs under two of them is not to hang all others.
 _PATIENCE_SECONDS = 30.0

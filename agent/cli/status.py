@@ -23,6 +23,7 @@ from agent.operations import health as conditions
 from agent.operations.health import Condition, Diagnosis
 from lvm import names, report, tuning
 from lvm.devices import Device
+from lvm.room import Room
 from mount import errors as mount_errors
 from mount import health as usage
 from mount import table
@@ -224,8 +225,8 @@ def _group(name: str, now: report.Report, reports: Reports) -> Group:
     return Group(
         name,
         present=True,
-        size_bytes=group.extents * group.extent_size_bytes,
-        free_bytes=group.free_extents * group.extent_size_bytes,
+        size_bytes=Room(group).extents * group.extent_size_bytes,
+        free_bytes=Room(group).free_extents * group.extent_size_bytes,
         disks=len(group.disks),
         missing_disks=group.missing_disks,
         ignored=tuple(reports.ignored.get(name, ())),

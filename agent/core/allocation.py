@@ -20,6 +20,7 @@ from lvm import thin as pools
 from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
@@ -76,17 +77,16 @@ def chunk_bytes(pool: report.LogicalVolume) -> int:
     return found if is_one and not found % pools.LEAST_CHUNK_BYTES else 0
 
 
-def closed(group: report.Group) -> str:
+def closed(room: Room) -> str:
     """Why nothing can be created or extended in a group now; empty if it can.
 
     lvm2 refuses both while a disk is missing ("Cannot change VG while PVs are
     missing"), also on the disks that are there.
     """
-    if not group.missing_disks:
-        usable = [disk for disk in group.disks if disk.allocatable and not disk.fast]
-        is_unclean = bool(usable) and all(disk.unclean for disk in usable)
-        return "while what is free in it is being overwritten" * is_unclean
-    gone = ", ".join(group.missing_uuids)
+    if not room.group.missing_disks:
+        is_closed = room.is_unclean and not room.takes_unclean
+        return "while what is free in it is being overwritten" * is_closed
+    gone = ", ".join(room.group.missing_uuids)
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
 
 
@@ -95,7 +95,7 @@ def closed_to_new(group: report.Group) -> str:
 
     Pools and COW stores are extended all the same, since writers wait for that.
     """
-    if not (why := closed(group)) and groups.is_text_full(group):
+    if not (why := closed(Room(group))) and groups.is_text_full(group):
         return (
             f"while {groups.about_area(group)} is {groups.text_percent(group):.0f} % full; see"
             " `A group's metadata area is full` in docs/operations.md"
@@ -140,7 +140,11 @@ class Thick:
         """The size of the largest volume that can be created now."""
         if closed_to_new(group) or self.full(group):
             return 0
-        return layout.maximum_bytes(group, self.layout, self.kept(group))
+        return layout.maximum_bytes(self.room(group), self.layout)
+
+    def room(self, group: report.Group) -> Room:
+        """What the class may have of a group."""
+        return Room(group, self.kept(group))
 
     def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume, and so many logical volumes beside it.
@@ -154,27 +158,28 @@ class Thick:
         group, logical = volume.group, volume.group.volume(volume.name)
         if closed_to_new(group):
             return 0
-        return layout.maximum_growth_bytes(group, logical, self.layout, self.kept(group))
+        return layout.maximum_growth_bytes(self.room(group), logical, self.layout)
 
     def purpose(self, group: report.Group) -> str:
         """The layout, and the disks it needs."""
         if why := closed_to_new(group):
             return why
-        disks = sum(1 for disk in group.disks if disk.free_extents)
+        room = self.room(group)
+        disks = sum(1 for disk in room.slow if room.free_on(disk))
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        room = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
-        return f"{room}{_of_policy(group)}"
+        what = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        return f"{what}{_of_policy(group)}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""
-        disks = layout.placement(group, self.layout)
+        disks = layout.placement(Room(group), self.layout)
         volumes.create(lvm, group.name, new, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """One command, on the volume's disks."""
         group = volume.group
-        disks = layout.growth_placement(group, group.volume(volume.name), self.layout)
+        disks = layout.growth_placement(Room(group), group.volume(volume.name), self.layout)
         volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
@@ -194,7 +199,7 @@ class Cached(Thick):
         """The size of the largest volume that slow and fast disks have room for."""
         if closed_to_new(group) or self.full(group):
             return 0
-        return caches.maximum_bytes(group, self.cache, self.kept(group))
+        return caches.maximum_bytes(self.room(group), self.cache)
 
     def full(self, group: report.Group, beside: int = 0) -> str:
         """Why the group may not have another volume and its cache, which is one until they join."""
@@ -204,7 +209,7 @@ class Cached(Thick):
         """The cache, and the room of fast disks."""
         if why := closed_to_new(group):
             return why
-        fast = group.fast_free_extents * group.extent_size_bytes
+        fast = Room(group).fast_extents * group.extent_size_bytes
         return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
@@ -261,7 +266,11 @@ class Thin:
     def _maximum_bytes(self, group: report.Group) -> int:
         if self._refusal(group):
             return 0
-        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
+        return pools.maximum_bytes(self.room(group), self.pool(group), self.policy)
+
+    def room(self, group: report.Group) -> Room:
+        """What the class may have of a group."""
+        return Room(group, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The pool's limit, or why it takes no volume."""
@@ -302,36 +311,38 @@ class Thin:
         for percent, extend in parts:
             if percent <= self.policy.autoextend_threshold:
                 continue
-            if not extend(lvm, group, percent) and percent >= 100:
+            if not extend(lvm, Room(group), percent) and percent >= 100:
                 extent = group.extent_size_bytes
                 raise errors.NoRoom(group.name, extent, 0, f"more in its full pool {name}")
 
-    def extend_data(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
+    def extend_data(self, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the data of a pool that is `percent` full; returns the bytes, 0 without room.
 
-        None for a pool without volumes, which is full only because it is zeroed to be removed.
+        What the room keeps is what the class keeps. None for a pool without volumes, which is full
+        only because it is zeroed to be removed.
         """
-        pool, extent = self.pool(group), group.extent_size_bytes
-        if not pool.promised_bytes:
+        group, extent = room.group, room.group.extent_size_bytes
+        if not (pool := self.pool(group)).promised_bytes:
             return None
-        room = 0 if closed(group) else pools.room_extents(group, pool, self.kept(group))
-        more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
+        growth = pools.room_extents(room.keeping(self.kept(group)), pool)
+        most = 0 if closed(room) else growth
+        more = min(most, pools.wanted_extents(pool.data_extents, percent, self.policy))
         if more:
             size = (pool.data_extents + more) * extent
-            disks = layout.anywhere(group)
+            disks = room.anywhere()
             volumes.extend(lvm, group.name, pool.name, size_bytes=size, disks=disks)
         return more * extent
 
-    def extend_metadata(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
+    def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the pool's metadata, as `extend_data` its data."""
-        pool, extent = self.pool(group), group.extent_size_bytes
-        if not pool.promised_bytes:
+        group, extent = room.group, room.group.extent_size_bytes
+        if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.metadata_growth_extents(group, pool, self.kept(group))
-        room = 0 if closed(group) else growth
-        more = min(room, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
+        growth = pools.metadata_growth_extents(room.keeping(self.kept(group)), pool)
+        most = 0 if closed(room) else growth
+        more = min(most, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
         if more:
-            disks = layout.anywhere(group)
+            disks = room.anywhere()
             thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent, disks=disks)
         return more * extent
 
@@ -345,7 +356,7 @@ class Thin:
             lvm,
             group.name,
             pool.name,
-            data_extents=pools.first_extents(group, pool, self.policy, self.kept(group)),
+            data_extents=pools.first_extents(self.room(group), pool, self.policy),
             metadata_extents=pools.suitable_metadata_extents(group, pool.chunk_size_bytes),
             extent_size_bytes=group.extent_size_bytes,
             chunk_size_bytes=pool.chunk_size_bytes,
@@ -355,7 +366,7 @@ class Thin:
                 tag.CHUNK: str(pool.chunk_size_bytes),
                 **self._cache_tags(group),
             },
-            disks=layout.anywhere(group),
+            disks=Room(group).anywhere(),
         )
 
     def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
@@ -375,7 +386,7 @@ class Thin:
                 f" says so (see `lvs -o +tags`); if it is yours, rename it (`lvrename`)"
             )
         status = self.activator.pool_status(group.name, pool.name)
-        return pools.refusal(group, pool, self.policy, self.kept(group), status)
+        return pools.refusal(self.room(group), pool, self.policy, status)
 
 
 @dataclass(frozen=True)
@@ -398,7 +409,7 @@ class CachedThin(Thin):
         """The pool's limit, or the room that its cache needs."""
         if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
-        wanted, free = self.cache.of_pool(group), group.fast_free_extents
+        wanted, free = self.cache.of_pool(group), Room(group).fast_extents
         return (
             f"for thin volumes: the {self.cache.kind} of their pool takes"
             f" {wanted * group.extent_size_bytes} bytes of fast disks, which have"
@@ -423,7 +434,7 @@ class CachedThin(Thin):
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         extent = group.extent_size_bytes
-        return {tag.CACHE: self.cache.tag_value(group.extents * extent, extent)}
+        return {tag.CACHE: self.cache.tag_value(Room(group).planned_extents * extent, extent)}
 
 
 Allocator = Thick | Thin
@@ -512,15 +523,16 @@ class Allocators:
         one = next(found, DeviceClass(name, group, pool=Policy()))
         return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._activator)
 
-    def beside_bytes(self, group: report.Group, device_class: str) -> int:
+    def beside_bytes(self, room: Room, device_class: str) -> int:
         """The bytes for snapshots of a class's volumes, beside its reserve and pools' promises."""
-        if closed(group):
+        group = room.group
+        if closed(room):
             return 0
         kept = self.promised_extents(group)
         for one in self._classes:
             if one.name == device_class:
                 kept += one.reserve.extents(group)
-        return layout.maximum_bytes(group, reserve_extents=kept)
+        return layout.maximum_bytes(room.keeping(kept))
 
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
         """The extents that a class leaves free: its reserve, and other pools' promises."""

@@ -5,9 +5,10 @@ Nothing that work raises ends a thread: it is logged once, counted and retried.
 
 import contextvars
 import logging
+import math
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from functools import partial
 from typing import ClassVar, Generic, Self, TypeVar
 
 from agent.core import errors, trace
+from agent.core.locks import GroupLock
 from mount import command
 from mount import errors as mount_errors
 
@@ -209,7 +211,10 @@ class _Probe(Generic[T]):
 
 
 class Probes(Generic[T]):
-    """Calls that may hang: each in a thread, one at a time for each thing, a few for each place."""
+    """A cap on calls that may hang: one at a time for each thing, four for each place.
+
+    Each has a thread, and its caller waits no longer than it says: it gets the last result.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -277,7 +282,7 @@ class _Detached:
     what: str
     recheck: Callable[[], None]
     work: Callable[[], None]
-    turn: threading.Semaphore
+    place: GroupLock
     # Running from when the work begins; cancelled, the work never begins.
     ended: Future[None] = field(default_factory=Future)
     # No tag says that it is under way.
@@ -285,10 +290,7 @@ class _Detached:
     started_seconds: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        had_to_wait = not self.turn.acquire(blocking=False)
-        if had_to_wait:
-            self.turn.acquire()
-        try:
+        with self.place.hold() as had_to_wait:
             if not self.ended.set_running_or_notify_cancel():
                 return
             try:
@@ -300,8 +302,6 @@ class _Detached:
                 self.ended.set_exception(error)
             else:
                 self.ended.set_result(None)
-        finally:
-            self.turn.release()
 
     @property
     def goes_on(self) -> bool:
@@ -321,16 +321,15 @@ class DetachedTasks:
     """mkfs and fsck, which may outlive their RPC; one task a volume.
 
     The next call waits for the same task: cut off and begun anew each time, it would never end.
-    Eight run at once for a group, so that a group that hangs delays no other. A task that waits for
-    its turn is cancelled with its volume, whose name may be another's by then.
+    Eight run at once for a group, by a lock of the group with eight places, so that a group that
+    hangs delays no other. A task that waits for a place is cancelled with its volume, whose name
+    may be another's by then; it has no other limit.
     """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._detached: dict[str, _Detached] = {}
-        self._turns: defaultdict[str, threading.Semaphore] = defaultdict(
-            lambda: threading.Semaphore(_AT_ONCE)
-        )
+        self._places: dict[str, GroupLock] = {}
 
     def do(
         self,
@@ -342,11 +341,14 @@ class DetachedTasks:
     ) -> None:
         """Do it and wait; raises what it raises, or StillAtWork at the caller's deadline.
 
-        The work itself has no deadline. Where it had to wait for its turn, `recheck` comes before
+        The work itself has no deadline. Where it had to wait for a place, `recheck` comes before
         it, and raises if the caller's view of the volume is no longer true.
         """
         with self._guard:
-            task = _Detached(volume_id, what, recheck, work, self._turns[group])
+            if group not in self._places:
+                place = GroupLock(f"volume group {group}", math.inf, places=_AT_ONCE)
+                self._places[group] = place
+            task = _Detached(volume_id, what, recheck, work, self._places[group])
             self._detached[volume_id] = task
         # A context of its own, without the caller's deadline.
         command.begin(what, partial(contextvars.Context().run, task.run))
@@ -367,7 +369,7 @@ class DetachedTasks:
         task.ended.result()
 
     def mkfs_of(self, volume_id: str) -> _Detached | None:
-        """The mkfs of a volume that is under way, or waits for its turn, if any."""
+        """The mkfs of a volume that is under way, or waits for a place, if any."""
         with self._guard:
             task = self._detached.get(volume_id)
         return task if task is not None and task.what == MKFS else None

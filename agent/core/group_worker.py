@@ -32,7 +32,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from agent.core import errors
 from agent.core.background import Attempts, reasons
-from agent.core.pace import Progress
+from agent.core.progress import Progress
 from mount import command
 from mount import errors as mount_errors
 

@@ -1,4 +1,7 @@
-"""Volumes that may not be used now, and why; known before a report has their tags."""
+"""Volumes that may not be used now, and why; known before a report has their tags.
+
+No call waits for a hold to end: it is refused.
+"""
 
 import secrets
 import threading

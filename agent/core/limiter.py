@@ -3,7 +3,8 @@
 They are set in the cgroup of all pods, for the device that the pods use: the dm-crypt device of an
 encrypted volume, else the logical volume. The kernel forgets them with the device. Crash points:
 whatever was set or not, the next start sets what the tags say (`resume`). Kubelet or systemd may
-take the cgroup's I/O controller away at any time, and all limits with it, so they are checked.
+take the cgroup's I/O controller away at any time, and all limits with it, so they are checked. No
+caller waits for another: those that lift limits are counted.
 """
 
 import logging

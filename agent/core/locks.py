@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -28,33 +28,52 @@ TIMES_LEFT = 3
 class Shares:
     """A number of places that the calls of all groups share; `most` is for one group at once.
 
-    A group may take three times as many as are left: the more are taken, the less another gets.
+    A group may take three times as many as are left: the more are taken, the less another gets. No
+    call waits for a place.
     """
 
     def __init__(self, places: int, most: int | None = None) -> None:
-        self._left = places
+        self._places = self.left = places
         self._most = places if most is None else most
-        self._taken: Counter[str] = Counter()
+        # How many places count for each group.
+        self.taken: Counter[str] = Counter()
         self._guard = threading.Lock()
 
     @contextmanager
-    def one(self, group: str) -> Iterator[None]:
-        """Take a place for a group; raises TooManyCalls where it gets none."""
-        with self._guard:
-            taken = self._taken[group]
-            if taken >= min(self._most, TIMES_LEFT * self._left):
-                raise errors.TooManyCalls(taken, group)
-            self._taken[group] += 1
-            self._left -= 1
+    def one(self, group: str | None = None) -> Iterator[None]:
+        """Take a place within the `with`, for a group if one is named; raises TooManyCalls."""
+        self.take()
+        groups: list[str] = []
         try:
+            if group is not None:
+                self.count_for(group)
+                groups.append(group)
             yield
         finally:
-            with self._guard:
-                self._left += 1
-                self._taken[group] -= 1
-                # Callers may send ids with any group's name.
-                if not self._taken[group]:
-                    del self._taken[group]
+            self.give_back(groups)
+
+    def take(self) -> None:
+        """Take a place, which counts for no group yet; raises TooManyCalls."""
+        with self._guard:
+            if not self.left:
+                raise errors.TooManyCalls(self._places)
+            self.left -= 1
+
+    def count_for(self, group: str) -> None:
+        """Count a place that was taken as one of a group; raises TooManyCalls."""
+        with self._guard:
+            # The call's own place counts as left.
+            if (taken := self.taken[group]) >= min(self._most, TIMES_LEFT * (self.left + 1)):
+                raise errors.TooManyCalls(taken, group)
+            self.taken[group] += 1
+
+    def give_back(self, groups: Iterable[str] = ()) -> None:
+        """Give back a place that counts for these groups."""
+        with self._guard:
+            self.left += 1
+            self.taken.subtract(groups)
+            # Without those of zero: callers may send ids with any group's name.
+            self.taken = +self.taken
 
 
 # How many of the server's threads may be with volume groups, and with volumes otherwise. A node has
@@ -83,21 +102,22 @@ _current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call"
 
 
 class Admission:
-    """Admits calls to volume groups; open until `close`.
+    """The cap on calls: how many may be where a disk can keep them; open until `close`.
 
     Most calls of the Node need no group. They wait for a disk only where it is their own, such as
-    the last unmount, and have threads of their own, in `Shares`, too.
+    the last unmount.
     """
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
-        self._places = self._free = places
-        # How many admitted calls use each group.
-        self._with: Counter[str] = Counter()
-        self._threads = threading.BoundedSemaphore(_CALLS)
-        self._others = Shares(_OTHERS)
-        self.aside = Shares(_ASIDE)
+        # Of calls with volume groups, each of which counts for all groups that it uses; of calls
+        # with volumes otherwise; of calls that wait for a copy; of all these in total.
+        self.places, self._others = Shares(places), Shares(_OTHERS)
+        self.aside, self._threads = Shares(_ASIDE), Shares(_CALLS)
+        # A stream lasts as long as its caller likes, and as its disk does; calls in which both
+        # sides stream only wait, some for hours, beside streams of the same commands.
+        self.streams, self.exchanges = Shares(STREAMS, STREAMS_OF_A_GROUP), Shares(EXCHANGES)
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
@@ -118,15 +138,9 @@ class Admission:
             self.is_open, self.problem = True, None
             self._changed.notify_all()
 
-    @contextmanager
-    def thread(self) -> Iterator[None]:
+    def thread(self) -> AbstractContextManager[None]:
         """Keep a thread for a call, so that some are left for Identity's; raises TooManyCalls."""
-        if not self._threads.acquire(blocking=False):
-            raise errors.TooManyCalls(_CALLS)
-        try:
-            yield
-        finally:
-            self._threads.release()
+        return self._threads.one()
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:
@@ -148,10 +162,7 @@ class Admission:
 
     def admit(self) -> None:
         """Take a place; raises TooManyCalls, Starting."""
-        with self._changed:
-            if not self._free:
-                raise errors.TooManyCalls(self._places)
-            self._free -= 1
+        self.places.take()
         patience = command.patience_seconds(_PATIENCE_SECONDS)
         with self._changed, trace.step(trace.WAIT, "start"):
             self._changed.wait_for(lambda: self.is_open or self.problem is not None, patience)
@@ -163,11 +174,7 @@ class Admission:
 
     def join(self, group: str) -> None:
         """Count an admitted call among those of a group; raises TooManyCalls."""
-        with self._changed:
-            # Its own place counts as free.
-            if self._with[group] >= TIMES_LEFT * (self._free + 1):
-                raise errors.TooManyCalls(self._with[group], group)
-            self._with[group] += 1
+        self.places.count_for(group)
 
     def require_open(self) -> None:
         """Raise Starting while no call is admitted."""
@@ -176,11 +183,7 @@ class Admission:
 
     def leave(self, groups: Iterable[str] = ()) -> None:
         """Give back the place of a call, which counts among those of these groups no more."""
-        with self._changed:
-            self._free += 1
-            self._with.subtract(groups)
-            # Drop zeros, as in `Shares`.
-            self._with = +self._with
+        self.places.give_back(groups)
 
 
 @dataclass
@@ -349,46 +352,53 @@ def require_none_held(doing: str) -> None:
 
 
 class GroupLock:
-    """The lock of a volume group: FIFO; waiters give up at the RPC deadline.
+    """A lock of a volume group: FIFO; waiters give up at the RPC deadline.
 
-    Held around lvm2 commands only: never over mkfs, an erase or a copy, nor over a read of a device
-    (`require_none_held`).
+    A group has one for its changes, one for its reports, and one with eight `places` for mkfs and
+    fsck. The lock for changes is held around lvm2 commands only: never over mkfs, an erase or a
+    copy, nor over a read of a device (`require_none_held`).
     """
 
-    def __init__(self, what: str, most: int = MOST_WAITING) -> None:
+    def __init__(self, what: str, most: float = MOST_WAITING, *, places: int = 1) -> None:
         self._what = what
-        self._most = most
+        self._most, self._left = most, places
         self._guard = threading.Lock()
-        # Whether the lock is held.
-        self.is_taken = False
         self._released_at = -math.inf
         # Each is set when its waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock; raises GroupBusy at the deadline, or where too many wait already."""
-        self._await()
+    def hold(self) -> Iterator[bool]:
+        """Hold the lock; yield whether that had to wait.
+
+        Raises GroupBusy at the deadline, or where too many wait already.
+        """
+        had_to_wait = self._await()
         try:
-            yield
+            yield had_to_wait
         finally:
             with self._guard:
                 self._released_at = time.monotonic()
                 if self._waiting:
                     self._waiting.popleft().set()
                 else:
-                    self.is_taken = False
+                    self._left += 1
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a further caller would have to wait."""
+        return not self._left
 
     @property
     def held_at(self) -> float:
         """When the lock was last held, by the monotonic clock; now where it is."""
         return time.monotonic() if self.is_taken else self._released_at
 
-    def _await(self) -> None:
+    def _await(self) -> bool:
         with self._guard:
-            if not self.is_taken:
-                self.is_taken = True
-                return
+            if self._left:
+                self._left -= 1
+                return False
             if len(self._waiting) >= self._most:
                 raise errors.GroupBusy(self._what, f"{self._most} calls wait for it already")
             mine = threading.Event()
@@ -397,9 +407,10 @@ class GroupLock:
         with trace.step(trace.WAIT, self._what):
             mine.wait(limit)
         if mine.is_set():
-            return
+            return True
         with self._guard:
             if not mine.is_set():
                 self._waiting.remove(mine)
                 raise errors.GroupBusy(self._what, "another call was at work on it all the time")
         # The lock came at the moment of the deadline: the first command will fail with that.
+        return True

@@ -1,17 +1,30 @@
-"""Pace background I/O: one piece at a time for each volume group, giving way to other I/O.
+"""Pace: turns of a volume group's background I/O on its disks, in which it gives way to other I/O.
 
-A piece is a part of a device that is erased, zeroed, copied, compared, sent or received. All
-workers of a group take turns, so they share its disks evenly. What is paused between two pieces,
-and how large they are, is the setting `background_bandwidth`.
+A piece is a part of a device that is erased, zeroed, copied, compared, sent or received. The rule,
+of which the setting `background_bandwidth` chooses 5, 6, or 7 to 10:
 
-`auto` looks at the disks below the device before each piece (mount/disk_load.py). Between pieces
-none of the group's background I/O is on its way, so what is in flight then, or was completed since
-the last piece, is others'. Then pieces take half as long as others' I/O does on average, and each
-is followed by a pause twice as long: others wait little, and the work keeps a third of the disks'
-time. What was written is flushed within its turn, or others' next fsync(2) would pay for it.
+1. Each piece waits for its turn, in the order in which the workers of a group ask: so they share
+   the disks evenly, and between two turns nothing of theirs is on its way.
+2. What a piece wrote is flushed within its turn, or others' next fsync(2) would pay for it.
+3. A piece that has taken two seconds bars the other workers no more: its disk may hang, and not
+   theirs.
+4. Workers that need one another, as one that reads what another writes, share a turn, which each
+   may leave and enter again for half a second, while no one else uses the disks or waits.
+5. `0`: no worker waits, and a piece is as long as asked for.
+6. A limit in bytes a second, or a part of the fastest piece of that kind of work: a piece is what
+   the limit allows in a tenth of a second, and the next piece begins once it is allowed.
+7. `auto`: before each piece the disks are looked at (mount/disk_load.py), and what is in flight, or
+   was completed since the last piece, is others' I/O, unless lvm2 changed the group meanwhile.
+8. For half a second after others' I/O a piece takes half as long as theirs does on average, and
+   follows a pause twice as long as the piece before it, and as one of theirs: so others wait
+   little, and the work keeps a third of the disks' time.
+9. Alone pieces grow twofold to 64 MiB, of work that can end within a piece to half a second, and
+   between two is a pause of a sixteenth of the first, in which others are looked for.
+10. A piece has at least 1 MiB, and a pause beside others takes at most a second: so all work ends.
 """
 
 import math
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -22,95 +35,35 @@ from functools import partial
 from typing import Protocol
 
 from agent.core.configuration import Configuration
+from agent.core.progress import Progress
 from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
-# A job can end between two pieces. CreateVolume, which may want a pool that is being zeroed, and
-# the end of the service wait for one at most.
-MOST_BYTES = 64 << 20
-# Smaller ones spare others little: a disk takes as long to find the place.
-LEAST_BYTES = 1 << 20
-# Where it is not known yet what others do.
-_FIRST_BYTES = 32 << 20
-# Others' I/O is looked for so long before the first piece.
-_FIRST_SECONDS = 0.002
-# Others are taken to be at work for so long after their last I/O: less than the second after which
-# dm-thin commits its metadata by itself (COMMIT_PERIOD, drivers/md/dm-thin.c).
-_OTHERS_SECONDS = 0.5
-# The longest pieces and pauses beside others; and those where it is not known how long others' I/O
-# takes.
-_LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
-# The pause beside others, by the piece before it.
-_PAUSE_PER_PIECE = 2
-_UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
-# Alone, work that can end within a piece has pieces that take so long: where one begins and ends,
-# what several threads read is read one by one.
+# Rule 9, and how much is not interrupted: CreateVolume, which may want a pool that is being zeroed,
+# and the end of the service wait for one piece at most. Smaller ones than LEAST_BYTES (rule 10)
+# spare others little: a disk takes as long to find the place.
+MOST_BYTES, LEAST_BYTES = 64 << 20, 1 << 20
 _LONG_SECONDS = 0.5
-# Alone the pause, in which others are looked for, is a part of what the last piece took.
+_GROWTH, _FIRST_BYTES = 2, 32 << 20
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
-# Pieces under a limit, in seconds of it.
+# Rule 3.
+_HANGING_SECONDS = 2.0
+# Rule 6.
 _LIMITED_SECONDS = 0.1
-# What a piece takes at least, for its rate.
-_LEAST_SECONDS = 1e-5
+# Rule 7: where the last look is no use, for how long others' I/O is looked for.
+_FIRST_SECONDS = 0.002
+# Rule 8. Others are at work for less than the second after which dm-thin commits its metadata by
+# itself (COMMIT_PERIOD, drivers/md/dm-thin.c). Until one of their I/Os has completed the piece and
+# the pause are the UNKNOWN ones.
+_OTHERS_SECONDS = 0.5
+_OTHERS_PART, _PAUSE_PER_PIECE = 1 / 2, 2
+_LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
+_UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
+# Part of a new measurement in an average, and the least time that a piece counts as.
+_NEW_PART, _LEAST_SECONDS = 1 / 4, 1e-5
 # How soon a worker that waits finds that it is called off.
 _CHECK_SECONDS = 0.1
-# A piece that takes so long bars the other workers no more: its disk may hang, and not theirs.
-_HANGING_SECONDS = 2.0
-# A rate is over so long.
-_RATE_SECONDS = 10.0
-# How much of a new measurement is taken over.
-_NEW_PART = 1 / 4
-
-
-class Progress:
-    """How far a job is, and how fast: `3.2 of 8 GiB, about 40 s at the present rate`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.done_bytes, self.of_bytes = 0, 0
-        self._clock = clock
-        # When how much was done.
-        self._marks: deque[tuple[float, int]] = deque()
-
-    def begin(self, of_bytes: int, done_bytes: int = 0) -> None:
-        """Set what is to be done in all, and is done already."""
-        self.done_bytes, self.of_bytes = done_bytes, of_bytes
-        self._marks.clear()
-        self._marks.append((self._clock(), done_bytes))
-
-    def add(self, done_bytes: int) -> None:
-        """Count so much more."""
-        self.done_bytes += done_bytes
-        self._marks.append((self._clock(), self.done_bytes))
-        while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= _RATE_SECONDS:
-            self._marks.popleft()
-
-    @property
-    def left_seconds(self) -> float | None:
-        """How long the rest takes at the present rate; None where that is not known."""
-        marks = list(self._marks)
-        if not marks or (done := self.done_bytes - marks[0][1]) <= 0:
-            return None
-        return (self.of_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / done
-
-    def __str__(self) -> str:
-        if not self.of_bytes:
-            return "it has not begun"
-        unit, name = next((one for one in _UNITS if self.of_bytes >= one[0]), (1, "bytes"))
-        done, whole = (round(one / unit, 1) for one in (self.done_bytes, self.of_bytes))
-        text = f"{done:.12g} of {whole:.12g} {name}"
-        left = self.left_seconds
-        return text if left is None else f"{text}, about {_duration(left)} at the present rate"
-
-
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
-
-
-def _duration(seconds: float) -> str:
-    for unit, name in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{math.ceil(seconds)} s"
 
 
 @dataclass
@@ -144,30 +97,22 @@ class Work:
         """
         self.progress.begin(end_bytes, begin_bytes)
         while (offset := self.progress.done_bytes) < end_bytes:
-            yield self._chunk(offset, end_bytes - offset)
+            yield self._chunk(offset, min(end_bytes - offset, self.most_bytes))
 
     @contextmanager
-    def _chunk(self, offset: int, left_bytes: int) -> Iterator[tuple[int, int]]:
-        with self.pace.turn(self, left_bytes) as piece:
+    def _chunk(self, offset: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+        with self.piece(most_bytes) as piece:
             yield offset, piece.length_bytes
-        self.progress.add(piece.length_bytes)
 
     @contextmanager
     def piece(self, most_bytes: int) -> Iterator[Piece]:
         """Wait for a turn, as `chunks` does, for a piece of at most that length, done inside.
 
-        Without a limit it is as long as asked for. Raises what `check` raises.
+        Raises what `check` raises.
         """
-        with self.pace.turn(self, most_bytes, whole=self.pace.is_unlimited) as piece:
+        with self.pace.turn(self, most_bytes) as piece:
             yield piece
         self.progress.add(piece.length_bytes)
-
-    @contextmanager
-    def turn(self, length_bytes: int) -> Iterator[None]:
-        """Wait for a turn for a piece of that length, as `chunks` does; it is done inside."""
-        with self.pace.turn(self, length_bytes, whole=True):
-            yield
-        self.progress.add(length_bytes)
 
 
 @dataclass(eq=False)
@@ -200,18 +145,18 @@ class _Rule(Protocol):
 
 
 class _GivingWay:
-    """`auto`: small pieces and pauses while others use the disks."""
+    """`auto`: rules 7 to 10."""
 
     def __init__(
         self, kernel: Kernel, clock: Callable[[], float], changed_at: Callable[[], float]
     ) -> None:
         self._kernel, self._clock, self._changed_at = kernel, clock, changed_at
         self.paused_seconds = 0.0
+        # The last piece.
         self._length_bytes, self._took_seconds, self._ended_at = _FIRST_BYTES, 0.0, -math.inf
         # How fast pieces are where they need not wait for others, in bytes a second.
         self._rates: dict[tuple[str, frozenset[str]], float] = {}
-        # What each disk had done when it was looked at last: since then the group's background
-        # work had nothing on its way there.
+        # What each disk had done when it was looked at last, and when that was.
         self._seen: dict[str, DiskLoad] = {}
         self._looked_at = -math.inf
         # When others were seen last, and how long their I/O takes on average.
@@ -221,28 +166,26 @@ class _GivingWay:
         if not work.disks:  # there are no statistics
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
+            # What was, does not tell what is now.
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
-            # What others did meanwhile does not tell what they do now.
             self._looked_at = -math.inf
         self._look(work, pause)
         if self._pause(pause):
             # Others may be seen in it, and then it is longer.
             self._look(work, pause)
             self._pause(pause)
-        most_bytes = 2 * self._length_bytes
-        if self.is_beside_others and (rate := self._rate(work)):
-            # Half: others' I/O may have waited for this work's.
-            seconds = min(self._others_take_seconds / 2 or _UNKNOWN_SECONDS, _LONGEST_SECONDS)
-            most_bytes = min(most_bytes, int(rate * seconds))
-        longest_bytes = min(int(self._rate(work) * _LONG_SECONDS), work.most_bytes)
-        return _rounded(most_bytes, max(longest_bytes, MOST_BYTES))
+        rate, most_bytes = self._rate(work), _GROWTH * self._length_bytes
+        if self.is_beside_others and rate:
+            seconds = self._others_take_seconds * _OTHERS_PART or _UNKNOWN_SECONDS
+            most_bytes = min(most_bytes, int(rate * min(seconds, _LONGEST_SECONDS)))
+        longest_bytes = max(min(int(rate * _LONG_SECONDS), work.most_bytes), MOST_BYTES)
+        return _rounded(most_bytes, longest_bytes)
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
-        is_alone = not self.is_beside_others
         # Beside others a piece waits for theirs. A worker may have done nothing in its turn.
-        rate = _mean(rate, measured) if is_alone and measured else max(rate, measured)
-        self._rates[work.kind, work.disks] = rate
+        is_alone = measured and not self.is_beside_others
+        self._rates[work.kind, work.disks] = (_mean if is_alone else max)(rate, measured)
         self._length_bytes, self._took_seconds = length_bytes, seconds
         self._ended_at = self._clock()
         self._pass_over(work)
@@ -256,10 +199,7 @@ class _GivingWay:
         return self._rates.get((work.kind, work.disks), 0.0)
 
     def _pause(self, pause: Callable[[float], None]) -> bool:
-        """Pause, for others twice a piece, one of theirs at least; alone to look for others.
-
-        Returns whether there was any.
-        """
+        """Pause since the last piece; whether there was anything left of that."""
         if is_for_others := self.is_beside_others:
             others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
             seconds = min(max(_PAUSE_PER_PIECE * self._took_seconds, others), _PAUSE_SECONDS)
@@ -274,7 +214,6 @@ class _GivingWay:
     def _look(self, work: Work, pause: Callable[[float], None]) -> None:
         """Look for I/O of others: completed since the last look, or on its way."""
         if self._changed_at() >= self._looked_at:
-            # What was completed is not others', but lvm2's, or tells nothing of now.
             self._pass_over(work)
             pause(_FIRST_SECONDS)
         for disk, now in self._loads(work).items():
@@ -282,8 +221,8 @@ class _GivingWay:
             completed = now.completed - before.completed
             if completed > 0:
                 waited_milliseconds = now.waited_milliseconds - before.waited_milliseconds
-                others, measured = self._others_take_seconds, waited_milliseconds / completed / 1000
-                self._others_take_seconds = _mean(others, measured)
+                measured = waited_milliseconds / completed / 1000
+                self._others_take_seconds = _mean(self._others_take_seconds, measured)
             if completed > 0 or now.in_flight:
                 self._others_at = self._clock()
             self._seen[disk] = now
@@ -299,7 +238,7 @@ class _GivingWay:
 
 
 class _Limited:
-    """A size a second, or a part of the fastest piece of the same kind of work."""
+    """A limit: rule 6."""
 
     def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
         self.bandwidth, self._clock = bandwidth, clock
@@ -328,10 +267,10 @@ class _Limited:
 
 
 class _Unlimited:
-    """`0`: pieces of the full length without a pause."""
+    """`0`: rule 5."""
 
     def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
-        return MOST_BYTES
+        return sys.maxsize
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
         """Nothing follows from it."""
@@ -414,8 +353,7 @@ class Pace:
 
         `check` raises where it is called off. `flush` has on the disks what was written; leave it
         out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
-        can end within a piece. What `may_join` has its turn together with others that may, while
-        no one else uses the disks or waits: one that reads what another writes, or names it.
+        can end within a piece (rule 9). `may_join` is for workers that need one another (rule 4).
         """
         disks = set[str]()
         for one in devices:
@@ -424,10 +362,10 @@ class Pace:
         return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
 
     @contextmanager
-    def turn(self, work: Work, left_bytes: int, *, whole: bool = False) -> Iterator[Piece]:
-        """Wait for a turn; yield how many bytes of what is left are its piece, done inside."""
-        shared = self._enter(work, left_bytes if whole else None)
-        piece, done_bytes = Piece(min(left_bytes, shared.length_bytes)), 0
+    def turn(self, work: Work, most_bytes: int) -> Iterator[Piece]:
+        """Wait for a turn for a piece of at most that length, done inside."""
+        shared = self._enter(work)
+        piece, done_bytes = Piece(min(most_bytes, shared.length_bytes)), 0
         try:
             yield piece
             if piece.length_bytes and work.flush is not None:
@@ -436,15 +374,14 @@ class Pace:
         finally:
             self._leave(work, shared, done_bytes)
 
-    def _enter(self, work: Work, length_bytes: int | None) -> _Shared:
-        """Wait for a turn of that length, or of the rule's where it is None, or for one to join."""
+    def _enter(self, work: Work) -> _Shared:
+        """Wait for a turn, or for one to join."""
         work.check()
         own = _Shared(work.disks, self._rule, work.may_join)
         try:
             found = self._wait(own, work.check)
             if found is own:
-                piece_bytes = own.rule.begin(work, partial(self._pause, work.check))
-                self._begin(own, piece_bytes if length_bytes is None else length_bytes)
+                self._begin(own, own.rule.begin(work, partial(self._pause, work.check)))
         except BaseException:
             self._remove(own)
             raise

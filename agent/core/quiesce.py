@@ -5,8 +5,9 @@ writes are on the device. So each write of a database is in all snapshots or in 
 it, however its files are spread. lvm2 takes a copy-on-write snapshot of a suspended volume, and
 resumes that one volume as it ends.
 
-A volume that stays suspended hangs its users. So a thread resumes it after some seconds, whatever
-lvm2 does meanwhile, and the next start does after a kill.
+No call waits here for another: what waits are the writes of the volumes' users, some seconds at
+most. A volume that stays suspended hangs its users. So a thread resumes it after some seconds,
+whatever lvm2 does meanwhile, and the next start does after a kill.
 
 Both wait for the disk: a suspend flushes it, and a file system writes as it is resumed. So each
 volume has a thread for that, and a disk that hangs delays no other volume. A volume that hangs is

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from agent.core import codes, errors, locks, trace
+from agent.core import codes, errors, trace
 from agent.core.ids import VolumeId
 from agent.core.locks import Admission, Shares
 from agent.core.trace import Trace, Traces
@@ -71,10 +71,6 @@ class Interceptor(grpc.ServerInterceptor):
         self._observe = observe or (lambda _trace: None)
         self._traces = traces or Traces()
         self._admission = admission or Admission()
-        # A stream lasts as long as its caller likes, and as its disk does.
-        self._streams = Shares(locks.STREAMS, locks.STREAMS_OF_A_GROUP)
-        # These only wait, some for hours, beside streams of the same commands.
-        self._exchanges = Shares(locks.EXCHANGES)
 
     def intercept_service(
         self,
@@ -88,7 +84,7 @@ class Interceptor(grpc.ServerInterceptor):
         method = handler_call_details.method.rpartition("/")[2]
         wire = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
-            stream = self._stream(method, handler.unary_stream, self._streams)
+            stream = self._stream(method, handler.unary_stream, self._admission.streams)
             return grpc.unary_stream_rpc_method_handler(stream, *wire)
         if handler.stream_stream:
             exchange = self._exchange(method, handler.stream_stream)
@@ -156,7 +152,7 @@ class Interceptor(grpc.ServerInterceptor):
             first, problem = None, None
             try:
                 # The caller may send nothing for as long as it likes.
-                with self._exchanges.one(""):
+                with self._admission.exchanges.one(""):
                     first = next(requests, None)
             except errors.TooManyCalls as error:
                 problem = error
@@ -165,7 +161,9 @@ class Interceptor(grpc.ServerInterceptor):
             if first is not None:
                 every = chain([first], requests)
                 stream = self._stream(
-                    method, lambda _first, context: behaviour(every, context), self._exchanges
+                    method,
+                    lambda _first, context: behaviour(every, context),
+                    self._admission.exchanges,
                 )
                 yield from stream(first, context)
 

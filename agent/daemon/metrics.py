@@ -36,6 +36,7 @@ from agent.daemon.server import Service
 from agent.operations import health as conditions
 from lvm import errors, groups, report
 from lvm.devicemapper import ThinPool
+from lvm.room import Room
 from lvm.thin import Pool
 from mount import command
 from mount import errors as mount_errors
@@ -367,9 +368,9 @@ OF_GROUPS: tuple[Row, ...] = (
     Row("carver_group_present", "1 if the group is on this node.", ("group",),
         lambda scrape: (((name,), one is not None) for name, one in scrape.groups.items())),
     _by_group("carver_group_size_bytes", "Extents on disks that are present.",
-        lambda group: group.extents * group.extent_size_bytes),
+        lambda group: Room(group).extents * group.extent_size_bytes),
     _by_group("carver_group_free_bytes", "Free extents on allocatable disks, with the reserve.",
-        lambda group: group.free_extents * group.extent_size_bytes),
+        lambda group: Room(group).free_extents * group.extent_size_bytes),
     _by_group("carver_group_missing_disks", "Missing disks.", lambda group: group.missing_disks),
     _by_group("carver_group_metadata_used_ratio", "Used part of the metadata area; 1 is full.",
         lambda group: groups.text_percent(group) / 100),

@@ -24,11 +24,12 @@ from agent.core.context import Context
 from agent.core.group_worker import Looks
 from agent.operations import erase
 from agent.operations.erase_free import FreedSpaceEraser
-from lvm import layout, names, report, thin, volumes
+from lvm import layout, names, thin, volumes
 from lvm.devicemapper import Snapshot, Status, ThinPool
 from lvm.devices import Written
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from lvm.thin import Policy
 from mount import command
 from mount import errors as mount_errors
@@ -62,7 +63,7 @@ class _Part:
     name: str
     kind: str
     policy: Policy = field(compare=False)
-    extend: Callable[[Lvm, report.Group, float], int | None] = field(compare=False)
+    extend: Callable[[Lvm, Room, float], int | None] = field(compare=False)
 
     def __str__(self) -> str:
         return f"the {self.kind} of {self.group}/{self.name}"
@@ -189,12 +190,13 @@ class Autoextender:
         """
         with self._volume_groups.hold(part.group):
             group = self._reports.fresh(part.group).group(part.group)
-            lvm = self._volume_groups.lvm(part.group)
-            more_bytes = part.extend(lvm, group, percent)
-            if more_bytes == 0 and self._may_be_unclean(part) and _has_unclean_room(group):
+            lvm, room = self._volume_groups.lvm(part.group), Room(group)
+            more_bytes = part.extend(lvm, room, percent)
+            is_unclean_left = room.overwriting.free_extents > room.free_extents
+            if more_bytes == 0 and self._may_be_unclean(part) and is_unclean_left:
                 if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
                     volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
-                more_bytes = part.extend(lvm, erase.as_if_clean(group), percent)
+                more_bytes = part.extend(lvm, room.overwriting, percent)
             return more_bytes, self._may_be_unclean(part) and erase.is_sweep(group, ids.SWEEP)
 
     def _may_be_unclean(self, part: _Part) -> bool:
@@ -210,12 +212,13 @@ class Autoextender:
         with self._counting:
             self._counts[part.kind, outcome] += 1
 
-    def _extend_area(self, name: str, lvm: Lvm, group: report.Group, percent: float) -> int | None:
+    def _extend_area(self, name: str, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the COW store of a snapshot, at most to what it can use.
 
         What it is and whose snapshot, lvm2 reports: a damaged tag of it, or of its origin, must not
         lose it. Tags give the reserve alone.
         """
+        group = room.group
         found = group.volumes.get(name)
         if found is None or not found.own_tags or erase.is_deleted(found):
             return None
@@ -224,17 +227,13 @@ class Autoextender:
         extent, present = group.extent_size_bytes, found.size_bytes
         useful = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
         wanted = thin.wanted_extents(present // extent, percent, _OF_SNAPSHOTS)
-        beside_bytes = self._allocators.beside_bytes(group, origin.own_tags.get(tag.CLASS, ""))
-        room = min(beside_bytes, useful - present)
-        more = max(0, min(wanted * extent, room))
+        beside_bytes = self._allocators.beside_bytes(room, origin.own_tags.get(tag.CLASS, ""))
+        most = min(beside_bytes, useful - present)
+        more = max(0, min(wanted * extent, most))
         if more:
-            size, disks = present + more, layout.anywhere(group)
+            size, disks = present + more, room.anywhere()
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
         return more
-
-
-def _has_unclean_room(group: report.Group) -> bool:
-    return any(one.unclean and one.image_extents for one in group.disks)
 
 
 def _percent(kind: str, found: Sequence[Status]) -> float:

@@ -24,6 +24,7 @@ from agent.core.volume_states import Ender, Work
 from lvm import caches, groups, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from lvm.volumes import NO_TAGS
 from mount import errors as mount_errors
 from mount.blocks import By
@@ -75,15 +76,6 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str
     groups.mark(lvm, group.name, old={**marks, **also}, new=new)
 
 
-def as_if_clean(group: report.Group) -> report.Group:
-    """A group as pools and COW stores may grow in it: also where free extents hold old data.
-
-    They show no user what was there: dm-thin zeroes what it allocates, and dm-snapshot writes what
-    it reads. So they need not wait until it is overwritten, and their writers cannot.
-    """
-    return replace(group, disks=tuple(replace(one, unclean=False) for one in group.disks))
-
-
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
     """Remove the marks if nothing is left to erase; call as `mark_for_erase`.
 
@@ -92,7 +84,7 @@ def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
     if not erase_marks(group):
         return True
     is_busy = bool(group.moves or group.missing_disks) or is_sweep(group, ids.SWEEP)
-    if is_busy or any(disks_to_erase(group)):
+    if is_busy or Room(group).unclean:
         return False
     unmark(lvm, group)
     return True
@@ -129,13 +121,6 @@ def is_deleted(logical: report.LogicalVolume) -> bool:
 def is_given_up(logical: report.LogicalVolume) -> bool:
     """Whether an operator gave up the part of it that lies on missing disks."""
     return tag.GIVEN_UP in logical.own_tags
-
-
-def disks_to_erase(group: report.Group) -> Iterator[report.PhysicalVolume]:
-    """The disks with free extents that must be zeroed."""
-    for one in group.disks:
-        if one.extents > one.allocated_extents and one.unclean:
-            yield one
 
 
 def erase_marks(group: report.Group) -> Mapping[str, str]:

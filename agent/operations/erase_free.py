@@ -24,6 +24,7 @@ from agent.operations.erase import (
 )
 from lvm import layout, report, volumes
 from lvm.layout import LINEAR, Layout
+from lvm.room import Room
 from lvm.volumes import New
 from mount import command
 from mount.errors import CommandError
@@ -139,7 +140,7 @@ class GrowthZeroer:
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
         """Take the extents from the disks where the volume would grow."""
         group, shape = volume.group, volume.layout
-        disks = layout.growth_placement(group, group.volume(volume.name), shape)
+        disks = layout.growth_placement(Room(group), group.volume(volume.name), shape)
         # As much of each disk as the volume takes there, parity and copies included.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
@@ -279,7 +280,7 @@ class FreedSpaceEraser:
         if group.moves:
             why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
             raise errors.NotSwept(name, why)
-        disks = list(erase.disks_to_erase(group))
+        disks = Room(group).unclean
         if closed := ", ".join(one.name for one in disks if not one.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
             raise errors.NotSwept(name, why)
@@ -289,7 +290,10 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Make the sweep, or extend it, by a slice of the free extents of these disks."""
+        """Make the sweep, or extend it, by a slice of the free extents of these disks.
+
+        In any pieces: a group's policy that wants one disk for one volume is for users' volumes.
+        """
         lvm = self._lvm(group.name)
         own = [disk.name for disk in disks]
         free = sum(one.unallocated_extents for one in disks)
@@ -298,10 +302,12 @@ class FreedSpaceEraser:
         size_bytes = min(free, max(smallest, whole // _SLICES)) * group.extent_size_bytes
         if is_sweep(group, ids.SWEEP):
             size_bytes += group.volume(ids.SWEEP).size_bytes
-            volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
+            volumes.extend(
+                lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own, in_pieces=True
+            )
         else:
             new = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
-            volumes.create(lvm, group.name, new, disks=own)
+            volumes.create(lvm, group.name, new, disks=own, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
         """Remove a pool or an origin with all that depends on it; all of it was deleted."""

@@ -32,6 +32,7 @@ from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import Stager
 from lvm import layout, names, tags
 from lvm.devices import Device
+from lvm.room import Room
 from mount import command, filesystem, table, target
 from mount import errors as mount_errors
 
@@ -236,7 +237,7 @@ class InlineVolumes:
             )
         groups = known.groups.values()
         total = self._configuration.now.inline_total_limit
-        limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
+        limit = total.of(sum(Room(one).extents * one.extent_size_bytes for one in groups))
         if limit:
             # Those of a group that was never read do not count: they must keep no pod waiting.
             every = (one for one in known.shown() if one.is_ephemeral)

@@ -20,8 +20,9 @@ from agent.core.records import Volume
 from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.volume_states import Call
 from agent.operations.erase import mark_for_erase
-from lvm import groups, report, thin, volumes
+from lvm import groups, layout, report, thin, volumes
 from lvm.devicemapper import Raid
+from lvm.room import Room
 from mount import command
 from mount import errors as mount_errors
 
@@ -74,8 +75,9 @@ class Repairer:
             logical = volume.group.volume(volume.name)
             if "raid" in logical.layout and not logical.pool:
                 if any(volume.group.lost_images(logical)) and volume.group.survives(logical):
-                    self._require_room(volume, logical)
-                return self.next_step(volume.group, volume.name, self._candidates(volume, logical))
+                    self._require_room(volume.group, logical)
+                disks = candidates(volume.group, logical)
+                return self.next_step(volume.group, volume.name, disks)
             path = f"{group}/{logical.pool or volume.name}"
             if gone := ", ".join(volume.missing_disks):
                 lost = "its volumes" if logical.pool else "the volume"
@@ -126,24 +128,21 @@ class Repairer:
             return Progress(False, f"{path} has copies that differ; they are synchronised now")
         return Progress(True, f"{path} is whole")
 
-    def _candidates(self, volume: Volume, logical: report.LogicalVolume) -> list[str]:
-        """The disks for new images: each has room for one, and no part of the volume."""
-        vacant = [one for one in volume.group.disks if one.uuid not in logical.disks]
-        return [one.name for one in vacant if one.image_extents >= _image_extents(volume)]
+    def _require_room(self, group: report.Group, logical: report.LogicalVolume) -> None:
+        """Raise NoRoom unless each lost image has a disk, without the room promised to pools.
 
-    def _require_room(self, volume: Volume, logical: report.LogicalVolume) -> None:
-        """Raise NoRoom unless each lost image has a disk, without the room promised to pools."""
-        group, extent = volume.group, volume.group.extent_size_bytes
-        lost, each = sum(group.lost_images(logical)), _image_extents(volume)
-        free = sum(disk.image_extents for disk in group.disks)
-        free -= self._allocators.promised_extents(group)
-        room = min(len(self._candidates(volume, logical)), max(0, free) // each)
-        if room < lost:
+        No class's reserve is kept: a volume is not to be lost for it.
+        """
+        extent = group.extent_size_bytes
+        lost, each = sum(group.lost_images(logical)), layout.image_extents(logical, extent)
+        room = Room(group, self._allocators.promised_extents(group)).overwriting
+        images = min(len(candidates(group, logical)), room.available_extents // each)
+        if images < lost:
             where = (
                 "on disks that have no image of the volume yet, for its lost images (add one:"
                 " `carver group replace-disk`)"
             )
-            raise errors.NoRoom(group.name, lost * each * extent, room * each * extent, where)
+            raise errors.NoRoom(group.name, lost * each * extent, images * each * extent, where)
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
         """Have lvm2 rewrite the metadata of a thin pool, none of whose volumes is in use."""
@@ -192,10 +191,10 @@ class Repairer:
         return f"the kernel reports {status.mode}{', needs_check' * status.needs_check}"
 
 
-def _image_extents(volume: Volume) -> int:
-    """The extents that a RAID image takes on its disk, its metadata included."""
-    data = volume.size_bytes // volume.group.extent_size_bytes // volume.layout.stripes
-    return data + volume.layout.metadata_extents
+def candidates(group: report.Group, logical: report.LogicalVolume) -> list[str]:
+    """The disks for new images of a RAID: each has room for one, and no part of the volume."""
+    each = layout.image_extents(logical, group.extent_size_bytes)
+    return [disk.name for disk in Room(group).for_images(logical, each)]
 
 
 _LOOK_SECONDS = 30.0

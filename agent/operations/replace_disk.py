@@ -20,7 +20,7 @@ from agent.core.allocation import is_own_pool
 from agent.core.background import Attempts, Probes, reasons
 from agent.core.context import Context
 from agent.operations import erase, modify
-from agent.operations.repair import Progress, Repairer, rebuilding
+from agent.operations.repair import Progress, Repairer, candidates, rebuilding
 from lvm import errors as lvm_errors
 from lvm import groups
 from lvm.devicemapper import Mirror
@@ -277,7 +277,7 @@ class Replacement:
         """
         own, disks = group.volume(name).disks, [coming.name]
         if coming.uuid in own:
-            disks += [one.name for one in group.disks if one.uuid not in own and one.image_extents]
+            disks += candidates(group, group.volume(name))
         try:
             return self._repairer.next_step(group, name, disks).message
         except lvm_errors.NoSpace:

@@ -21,6 +21,7 @@ from agent.core.volume_states import Call, Ender
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import caches, layout, names, thin, volumes
+from lvm.room import Room
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Snapshotter:
                     origin=volume.name,
                     size_bytes=area_bytes,
                     own_tags=own_tags,
-                    disks=layout.anywhere(group),
+                    disks=Room(group).anywhere(),
                 )
         return Snapshot(
             VolumeId.of(group, name),
@@ -182,7 +183,7 @@ class Snapshotter:
             wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
             closed = closed_to_new(group) or full(group, 1 + beside)
-            room = 0 if closed else self._allocators.beside_bytes(group, called)
+            room = 0 if closed else self._allocators.beside_bytes(Room(group), called)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         room = max(0, room - beside_bytes)
         if needed > room:

@@ -11,6 +11,7 @@ from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Reserve
+from lvm.room import Room
 from lvm.thin import Policy
 
 MIB = 1 << 20
@@ -82,7 +83,7 @@ def test_a_pool_grows_while_there_is_room_and_again_when_a_disk_is_added(
         while service.autoextender.step(now := now + 1):
             pass
     assert logical(host, group, "pool-thin").size_bytes == 14 * EXTENT
-    assert report.read(host.lvm).group(group).free_extents == 0
+    assert Room(report.read(host.lvm).group(group)).free_extents == 0
     fill(13)
     assert not service.autoextender.step(now + 60)
     assert service.autoextender.counts()["data", "no room"] == 1

@@ -23,6 +23,7 @@ from serving import served
 
 from agent.csi.client import Client, block
 from lvm import report
+from lvm.room import Room
 from mount import errors as mount_errors
 
 MIB = 1 << 20
@@ -101,8 +102,9 @@ class Hand:
         self._lvm("vgreduce", "--", self._name, self._random.choice(self._disks))
 
     def _move(self) -> None:
-        used = [one.name for one in self._known().disks if one.free_extents < one.extents]
-        free = [one.name for one in self._known().disks if one.free_extents == one.extents]
+        room = Room(self._known())
+        used = [one.name for one in room.group.disks if room.free_on(one) < one.extents]
+        free = [one.name for one in room.group.disks if room.free_on(one) == one.extents]
         if used and free:
             if isinstance(self._host, FakeHost):
                 repairs.move(self._host.lvm2, used[0], free[0])

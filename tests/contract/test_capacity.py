@@ -14,9 +14,10 @@ import configured
 import pytest
 from real.any import AnyHost
 
-from lvm import errors, layout, report, volumes
+from lvm import errors, groups, layout, report, volumes
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from mount import errors as mount_errors
 
 STATES = int(os.environ.get("CARVER_STATES", "12"))
@@ -39,13 +40,24 @@ class Group:
         return report.read(self.lvm).group(self.name)
 
     def change(self, known: report.Group) -> None:
-        """Fill a part of a disk, remove fillers, or change which disks are allocatable."""
+        """Fill a part of a disk, remove fillers, or change which disks serve.
+
+        A disk is closed or opened, kept for caches or not, marked as unclean or not.
+        """
         # By size, since names of devices differ: the same seed gives the same states.
         disks = sorted(known.disks, key=lambda disk: disk.extents)
-        roomy = [disk for disk in disks if disk.free_extents]
-        kind = self.chance.choice(("fill", "fill", "free", "allow"))
+        roomy = [disk for disk in disks if Room(known).free_on(disk)]
+        kind = self.chance.choice(("fill", "fill", "free", "allow", "keep", "mark"))
         if kind == "fill" and roomy:
             self._fill(self.chance.choice(roomy))
+        elif kind == "keep":
+            fast = [disk.name for disk in disks if disk.fast]
+            option = "--deltag" if fast else "--addtag"
+            chosen = fast or [self.chance.choice(disks).name]
+            self.lvm("pvchange", option, report.FAST, "--", *chosen)
+        elif kind == "mark":
+            old, new = known.own_tags, {report.SWEEP_DISKS: self.chance.choice(disks).uuid}
+            groups.mark(self.lvm, self.name, old=old, new={} if old else new)
         elif kind == "allow" or not self.fillers:
             names = [disk.name for disk in disks]
             some = self.chance.sample(names, self.chance.randint(1, 3))
@@ -61,7 +73,7 @@ class Group:
 
     def _fill(self, disk: report.PhysicalVolume) -> None:
         self.serial += 1
-        name, extents = f"filler{self.serial}", self.chance.randint(1, disk.free_extents)
+        name, extents = f"filler{self.serial}", self.chance.randint(1, disk.unallocated_extents)
         idle = ("--activate", "n", "--zero", "n", "--wipesignatures", "n")
         self.lvm(
             *("lvcreate", "--yes", *idle, "--type", "linear"),
@@ -76,7 +88,7 @@ def trying(lvm: Lvm) -> Lvm:
 
 
 def make(lvm: Lvm, group: report.Group, size_bytes: int, shape: Layout) -> None:
-    disks = layout.placement(group, shape)
+    disks = layout.placement(Room(group), shape)
     new = volumes.New("largest", size_bytes, {})
     volumes.create(lvm, group.name, new, layout=shape, disks=disks)
 
@@ -89,10 +101,10 @@ def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
     try:
         for number in range(STATES):
             known, shape = group.now(), LAYOUTS[number % len(LAYOUTS)]
-            maximum = layout.maximum_bytes(known, shape)
+            maximum = layout.maximum_bytes(Room(known), shape)
             in_earnest = number % IN_EARNEST_EVERY == 0
             lvm = group.lvm if in_earnest else trying(group.lvm)
-            state = [disk.free_extents for disk in known.disks]
+            state = [Room(known).free_on(disk) for disk in known.disks]
             with pytest.raises(errors.NoSpace):
                 make(lvm, known, maximum + known.extent_size_bytes * shape.stripes, shape)
             if maximum:
@@ -102,9 +114,13 @@ def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
                 except mount_errors.CommandError as error:
                     raise AssertionError(f"state {number}, {shape}: {state}") from error
             if maximum and in_earnest:
+                serving = {disk.uuid for disk in Room(known).slow}
+                assert group.now().volume("largest").disks <= serving
                 volumes.remove(lvm, name, "largest")
             group.change(known)
         assert min(seen.values()) > STATES // len(LAYOUTS) // 2, "most states have room"
     finally:
         every = [disk.name for disk in group.now().disks]
         host.lvm("pvchange", "--allocatable", "y", "--", *every)
+        host.lvm("pvchange", "--deltag", report.FAST, "--", *every)
+        groups.mark(host.lvm, name, old=group.now().own_tags)

@@ -21,6 +21,7 @@ from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
+from lvm.room import Room
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -46,9 +47,9 @@ pytestmark = [
 @pytest.fixture
 def free(host: AnyHost, group: str) -> Iterator[None]:
     """The group's free extents are the same afterwards."""
-    before = report.read(host.lvm).group(group).free_extents
+    before = Room(report.read(host.lvm).group(group)).free_extents
     yield
-    assert report.read(host.lvm).group(group).free_extents == before
+    assert Room(report.read(host.lvm).group(group)).free_extents == before
 
 
 def create(client: Client, kind: str, size: int, name: str = "pvc-1", **more: str) -> csi.Volume:
@@ -121,7 +122,7 @@ def test_a_volume_that_was_converted_by_hand_grows_in_the_layout_that_it_has_now
     host.lvm("lvconvert", "--yes", "--type", "raid1", "--mirrors", "1", "--", f"{group}/vol-pvc-1")
     before = report.read(host.lvm).group(group)
     made = before.volume("vol-pvc-1")
-    own = [disk.free_extents for disk in before.disks if disk.uuid in made.disks]
+    own = [disk.unallocated_extents for disk in before.disks if disk.uuid in made.disks]
     assert len(own) == 2
     most = SIZE + min(own) * EXTENT
     with expect.code("OUT_OF_RANGE", "raid1"):

@@ -21,6 +21,7 @@ from lvm import report
 from lvm.blockdevices import Excluded, Why
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
+from lvm.room import Room
 
 MIB = 1 << 20
 DISK = 201 * MIB
@@ -77,7 +78,7 @@ OF_EACH_KIND = pytest.mark.parametrize("kind", chosen.kinds(BELOW, usual=[]), in
 def test_volumes_on_it_live_as_on_any_other_disk(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path
 ) -> None:
-    free = report.read(host.lvm).group(group).free_extents
+    free = Room(report.read(host.lvm).group(group)).free_extents
     volume = client.create("pvc-1", SIZE, mounted("ext4"))
     client.stage(volume, staging, mounted("ext4"))
     client.publish(volume, staging, target, mounted("ext4"))
@@ -107,7 +108,7 @@ def test_volumes_on_it_live_as_on_any_other_disk(
     for one in (volume, raw, copy):
         client.delete(one.volume_id)
     known = report.read(host.lvm).group(group)
-    assert (known.volumes, known.free_extents) == ({}, free)
+    assert (known.volumes, Room(known).free_extents) == ({}, free)
 
 
 @OF_EACH_KIND
@@ -147,7 +148,7 @@ def test_carver_makes_a_group_of_it(host: AnyHost, tmp_path: Path, disk: str) ->
     config = made_of(tmp_path, name, disk)
     lvm, laid = lay(host, config)
     assert laid.failures == {}
-    assert laid.group(report.read(lvm), name).free_extents == 50
+    assert Room(laid.group(report.read(lvm), name)).free_extents == 50
     # It is found by the same path again, and left alone.
     lvm, laid = lay(host, config)
     assert (laid.failures, laid.absent(laid.group(report.read(lvm), name))) == ({}, [])

@@ -20,6 +20,7 @@ from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report
+from lvm.room import Room
 from mount.command import Result
 from proto import csi_pb2 as csi
 
@@ -505,7 +506,7 @@ def test_one_that_lost_a_part_is_kept_until_deleted(
 def test_snapshots_are_deleted_together(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
-    free = report.read(host.lvm).group(group).free_extents
+    free = Room(report.read(host.lvm).group(group)).free_extents
     made = client.group_snapshot("nightly", pair)
     assert [one.group_snapshot_id for one in client.snapshots()] == [made.group_snapshot_id] * 2
     with expect.code("INVALID_ARGUMENT", made.group_snapshot_id, "DeleteVolumeGroupSnapshot"):
@@ -515,7 +516,7 @@ def test_snapshots_are_deleted_together(
             client.delete(one)
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
     assert names(host, group) == {"vol-data", "vol-wal"}
-    assert report.read(host.lvm).group(group).free_extents == free
+    assert Room(report.read(host.lvm).group(group)).free_extents == free
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
     with expect.code("NOT_FOUND"):
         client.find_group_snapshot(made.group_snapshot_id, ids(made))

@@ -16,6 +16,7 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from lvm import report
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from mount import loop
 
 MIB = 1 << 20
@@ -60,7 +61,7 @@ def test_a_group_is_made_of_blank_devices_by_one_command_once(
     assert disks(lvm, name) == sorted(devices)
     assert laid.failures == {}
     made = laid.group(report.read(lvm), name)
-    assert made.free_extents == 3 * 8
+    assert Room(made).free_extents == 3 * 8
     assert [words[1] for words in host.commands if words[0] == "lvm"].count("vgcreate") == 1
 
     host.commands.clear()
@@ -246,7 +247,7 @@ def test_listed_devices_are_marked_as_fast_once(host: AnyHost, tmp_path: Path, n
         assert len(host.commands) == commands
         group = laid.group(report.read(lvm), name)
         assert [disk.name for disk in group.disks if disk.fast] == [fast]
-        assert (group.free_extents, group.fast_free_extents) == (8, 8)
+        assert (Room(group).free_extents, Room(group).fast_extents) == (8, 8)
 
 
 def test_lvm2_sees_the_listed_devices_alone_where_every_group_is_an_operator_s(

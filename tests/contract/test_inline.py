@@ -25,6 +25,7 @@ from agent.operations.inline import InlineVolumes
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.report import LogicalVolume
+from lvm.room import Room
 from lvm.thin import Policy
 from mount import table
 from mount.command import Result
@@ -591,7 +592,7 @@ def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
     config = replace(made, inline_volume_limit=0, inline_total_limit=Reserve(percent=50))
     running = Service(config, serving.machine(host), host.lvm)
     running.start(config.endpoint)
-    empty = report.read(host.lvm).group(group).free_extents
+    empty = Room(report.read(host.lvm).group(group)).free_extents
     with (
         Client(config.endpoint) as client,
         expect.code("RESOURCE_EXHAUSTED", "inline_total_limit"),
@@ -601,9 +602,9 @@ def test_the_total_limit_counts_what_a_layout_takes_of_the_group(
             client.publish_inline(f"csi-{count}", place, {"size": "32Mi"})
     running.stop()
     known = report.read(host.lvm).group(group)
-    used = empty - known.free_extents
+    used = empty - Room(known).free_extents
     # What one more would have taken is more than what the limit leaves.
-    assert used <= known.extents // 2 < used + used // count
+    assert used <= Room(known).extents // 2 < used + used // count
     for number in range(count):
         host.kernel.unmount(str(target.with_name(f"mount-{number}")))
 

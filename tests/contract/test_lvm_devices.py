@@ -11,6 +11,7 @@ from lvm.devicemapper import Raid
 from lvm.disks import Fingerprint
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
+from lvm.room import Room
 
 MIB = 1 << 20
 
@@ -86,7 +87,7 @@ def test_a_fingerprint_stays_while_volumes_come_into_use_and_are_written(host: A
 def test_a_raid_has_a_status_of_its_images_and_a_linear_volume_none(host: AnyHost) -> None:
     group = host.new_group(20, 20, 20)
     for name, shape in (("web", Layout("raid1", mirrors=1)), ("plain", Layout())):
-        disks = layout.placement(report.read(host.lvm).group(group), shape)
+        disks = layout.placement(Room(report.read(host.lvm).group(group)), shape)
         new = volumes.New(name, 16 * MIB, {})
         volumes.create(host.lvm, group, new, layout=shape, disks=disks)
     host.commands.clear()

@@ -13,6 +13,7 @@ from real.any import AnyHost, device
 
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report
+from lvm.room import Room
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -42,9 +43,9 @@ pytestmark = pytest.mark.settings(classes=CLASSES)
 @pytest.fixture
 def whole(host: AnyHost, group: str) -> Iterator[None]:
     """The group's free extents are the same afterwards."""
-    before = report.read(host.lvm).group(group).free_extents
+    before = Room(report.read(host.lvm).group(group)).free_extents
     yield
-    assert report.read(host.lvm).group(group).free_extents == before
+    assert Room(report.read(host.lvm).group(group)).free_extents == before
 
 
 def contents(host: AnyHost, client: Client, group: str, volume: csi.Volume) -> bytes:

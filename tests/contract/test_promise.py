@@ -25,6 +25,7 @@ from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.daemon.server import Service
 from lvm import report
+from lvm.room import Room
 
 DATA = Path(__file__).parents[1] / "data"
 FORMATS = sorted(DATA.glob("group-format-*.json"))
@@ -126,4 +127,4 @@ def test_each_volume_can_be_used_and_deleted(host: AnyHost, group: str, client: 
             assert grown.capacity_bytes == 16 * MIB
         client.delete(volume.volume_id)
     wait_until_gone(host, group, "")
-    assert report.read(host.lvm).group(group).free_extents == 200
+    assert Room(report.read(host.lvm).group(group)).free_extents == 200

@@ -9,6 +9,7 @@ from real.any import AnyHost
 
 from agent.core.settings import GroupDefinition
 from lvm import errors, report
+from lvm.room import Room
 
 MIB = 1 << 20
 # What it was called when the settings were written.
@@ -43,4 +44,4 @@ def test_a_group_that_carver_makes_is_found_by_its_label(host: AnyHost, tmp_path
             tmp_path, "fast", definitions=(GroupDefinition("fast", (BEFORE,)),)
         )
         lvm, _ = lay(host, config)
-        assert report.read(lvm).group("fast").free_extents == 50
+        assert Room(report.read(lvm).group("fast")).free_extents == 50

@@ -100,6 +100,22 @@ def test_a_pool_grows_while_free_extents_are_overwritten(
     client.create("pvc-2", EXTENT, block())
 
 
+@pytest.mark.groups(data=[20, 20])
+@pytest.mark.parametrize("policy", ["contiguous", "cling"])
+def test_free_extents_in_many_pieces_are_overwritten_whatever_the_policy_of_the_group(
+    client: Client, service: Service, host: AnyHost, group: str, policy: str
+) -> None:
+    every = [client.create(f"pvc-{number}", 4 * EXTENT, block()) for number in range(10)]
+    for one in every[::2]:
+        client.delete(one.volume_id)
+    host.lvm("vgchange", "--alloc", policy, "--addtag", MARKED, "--", group)
+    try:
+        service.freed_eraser.start(group)
+        expect.soon(lambda: not report.read(host.lvm).group(group).own_tags)
+    finally:
+        host.lvm("vgchange", "--alloc", "normal", "--", group)
+
+
 @pytest.mark.long_on_lvm
 def test_a_cow_store_grows_while_free_extents_are_overwritten(
     client: Client, service: Service, host: AnyHost, group: str, sweep: Sweep

@@ -32,6 +32,7 @@ from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
 from lvm import session
 from lvm.layout import Layout
+from lvm.room import Room
 from lvm.thin import Policy
 from mount import errors as mount_errors
 
@@ -341,7 +342,7 @@ class Seen(Place):
         names = sorted((one.name, one.size_bytes, one.active) for one in found)
         held = [one.name for one in found if one.suspended]
         tags = sorted((one.name, *_states(one.tags)) for one in found)
-        return (*names, *tags, group.free_extents, held)
+        return (*names, *tags, Room(group).free_extents, held)
 
     def finish(self, call: Callable[[Machine], object], expected: tuple[object, ...]) -> None:
         last = Outcome("")

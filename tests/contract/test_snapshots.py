@@ -12,6 +12,7 @@ from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report
+from lvm.room import Room
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -190,9 +191,9 @@ def test_each_valid_name_names_one_snapshot(client: Client, volume: csi.Volume, 
 def test_cow_store_has_the_requested_size_up_to_the_useful_maximum(
     client: Client, volume: csi.Volume, host: AnyHost, group: str, size: str, extents: int
 ) -> None:
-    before = report.read(host.lvm).group(group).free_extents
+    before = Room(report.read(host.lvm).group(group)).free_extents
     client.snapshot("1", volume.volume_id, {"carver/size": size} if size else None)
-    assert before - report.read(host.lvm).group(group).free_extents == extents
+    assert before - Room(report.read(host.lvm).group(group)).free_extents == extents
 
 
 @pytest.mark.variation
@@ -242,7 +243,7 @@ def test_list_is_paged(client: Client, volume: csi.Volume) -> None:
 def test_delete_runs_two_commands_and_erases_the_cow_store(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
-    before = report.read(host.lvm).group(group).free_extents
+    before = Room(report.read(host.lvm).group(group)).free_extents
     snapshot = client.snapshot("1", volume.volume_id)
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"secret  " * 512)
     host.commands.clear()
@@ -250,7 +251,7 @@ def test_delete_runs_two_commands_and_erases_the_cow_store(
     # The first two are the call's, the others erase in the background.
     assert lvm2_commands(host) == ["fullreport", "lvconvert", "lvchange", "lvremove"]
     assert names(host, group) == {"vol-pvc-1"}
-    assert report.read(host.lvm).group(group).free_extents == before
+    assert Room(report.read(host.lvm).group(group)).free_extents == before
     client.delete_snapshot(snapshot.snapshot_id)
     assert client.snapshots() == []
 

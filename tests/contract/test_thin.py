@@ -16,6 +16,7 @@ from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Reserve
+from lvm.room import Room
 from lvm.thin import Policy
 from mount.command import Result
 
@@ -47,7 +48,7 @@ def free(host: AnyHost, group: str, client: Client) -> Iterator[None]:
     yield
     tiers.empty(client)
     left = report.read(host.lvm).group(group)
-    assert (left.free_extents, set(left.volumes)) == (30, set())
+    assert (Room(left).free_extents, set(left.volumes)) == (30, set())
 
 
 def maximum(client: Client, parameters: dict[str, str]) -> int:
@@ -73,7 +74,7 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
     assert started(host) == ["lvm fullreport"]
     found = report.read(host.lvm).group(group)
     # The data, the metadata, the metadata's spare.
-    assert found.free_extents == 30 - 2 - 1 - 1
+    assert Room(found).free_extents == 30 - 2 - 1 - 1
     assert found.spare_extents == 1
     pool = found.volume("pool-thin")
     assert (pool.size_bytes, pool.metadata_size_bytes) == (8 * MIB, 4 * MIB)
@@ -256,7 +257,7 @@ def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
         *("lvm fullreport", "lvm lvremove"),
         *("lvm fullreport", "lvm lvcreate", "lvm fullreport", "lvm lvremove"),
     ]
-    assert report.read(host.lvm).group(group).free_extents == 30
+    assert Room(report.read(host.lvm).group(group)).free_extents == 30
 
 
 def test_a_pool_that_leaked_a_chunk_is_overwritten_whole_and_given_back(
@@ -293,7 +294,7 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
     service.pool_remover.give_back(group, "pool-thin").result(600)
-    assert report.read(host.lvm).group(group).free_extents == 30
+    assert Room(report.read(host.lvm).group(group)).free_extents == 30
     client.delete(volume.volume_id)
 
 

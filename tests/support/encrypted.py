@@ -10,6 +10,7 @@ from real.any import AnyHost
 from agent.csi.client import mounted
 from lvm import report
 from lvm.devices import Device
+from lvm.room import Room
 from mount import luks
 from mount.luks import Header
 from proto import csi_pb2 as csi
@@ -73,8 +74,8 @@ class Box:
         return dict(report.read(self.host.lvm).group(self.group).volume(name).own_tags)
 
     def used_extents(self) -> int:
-        found = report.read(self.host.lvm).group(self.group)
-        return found.extents - found.free_extents
+        room = Room(report.read(self.host.lvm).group(self.group))
+        return room.extents - room.free_extents
 
     def holds(self, device: str, text: bytes) -> bool:
         """Whether a device has a text within one of its pieces of 4 MiB."""

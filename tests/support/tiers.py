@@ -8,6 +8,7 @@ from real.host import RealHost
 
 from agent.csi.client import Client
 from lvm import report
+from lvm.room import Room
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ def new_group(host: AnyHost) -> str:
 def free(host: AnyHost, group: str) -> tuple[int, int]:
     """The free extents of the slow tier and of the fast one."""
     now = report.read(host.lvm).group(group)
-    return now.free_extents, now.fast_free_extents
+    return Room(now).free_extents, Room(now).fast_extents
 
 
 def use(client: Client, host: AnyHost, group: str, kind: str, *used: str) -> csi.Volume:

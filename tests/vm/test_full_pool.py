@@ -27,6 +27,7 @@ from agent.daemon.server import Service
 from lvm import report, thin
 from lvm.devicemapper import ThinPool
 from lvm.layout import Layout, Reserve
+from lvm.room import Room
 from lvm.thin import Policy
 
 MIB = 1 << 20
@@ -221,4 +222,4 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
     for volume in (big, kept, thick):
         client.delete(volume.volume_id)
     left = report.read(host.lvm).group(group)
-    assert (left.free_extents, set(left.volumes)) == (48, set())
+    assert (Room(left).free_extents, set(left.volumes)) == (48, set())

@@ -23,6 +23,7 @@ from vm.reported import EXTENT_BYTES, SIZE, Disks, Raw, Reported
 
 from agent.csi.client import Client, block
 from lvm import report
+from lvm.room import Room
 from mount import loop
 
 GROUP = "carver_repairs"
@@ -46,7 +47,7 @@ def served(bench: Bench, host: RealHost, disks: list[str], layout: str) -> Itera
         # The group has other disks by now: as many extents as these have, with nothing on them.
         soon(lambda: not own_group(host).volumes)
         group = own_group(host)
-        it.model.total_bytes = group.extents * group.extent_size_bytes
+        it.model.total_bytes = Room(group).extents * group.extent_size_bytes
 
 
 def soon(is_so: Callable[[], object]) -> None:

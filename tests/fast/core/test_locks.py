@@ -201,6 +201,38 @@ def test_a_lock_says_when_it_was_held_last() -> None:
     assert begun <= queue.held_at <= ended
 
 
+def test_a_lock_with_several_places_has_one_wait_once_they_are_taken() -> None:
+    """As that of a group for mkfs and fsck."""
+    turns = Turns(GroupLock("volume group data", places=3))
+    with ExitStack() as held:
+        for _ in range(3):
+            assert not turns.queue.is_taken
+            assert held.enter_context(turns.queue.hold()) is False
+        assert turns.queue.is_taken
+        calls = [turns.wait(str(number)) for number in range(4)]
+    for one in calls:
+        one.result(LONG)
+    assert sorted(turns.order) == ["0", "1", "2", "3"]
+    with turns.queue.hold(), turns.queue.hold(), turns.queue.hold() as had_to_wait:
+        assert had_to_wait is False
+
+
+def test_who_had_to_wait_for_a_lock_learns_that() -> None:
+    queue, waited = GroupLock("volume group data"), list[bool]()
+
+    def take() -> None:
+        with queue.hold() as had_to_wait:
+            waited.append(had_to_wait)
+
+    with ThreadPoolExecutor(1) as pool:
+        with queue.hold():
+            call = pool.submit(take)
+            expect.soon(lambda: len(queue._waiting) == 1)
+        call.result(LONG)
+        pool.submit(take).result(LONG)
+    assert waited == [True, False]
+
+
 def test_one_waiter_too_many_is_refused_at_once(turns: Turns) -> None:
     with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(MOST_WAITING)]

@@ -11,7 +11,8 @@ import in_turn
 import pytest
 
 from agent.core import pace
-from agent.core.pace import LEAST_BYTES, MOST_BYTES, Pace, Progress, Work
+from agent.core.pace import LEAST_BYTES, MOST_BYTES, Pace, Work
+from agent.core.progress import Progress
 from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
@@ -155,14 +156,14 @@ def test_what_lvm2_did_for_carver_is_no_others_io(disk: Disk, is_own: bool) -> N
     changed_at = [0.0]
     one = Pace(lambda: None, OneDisk(disk), disk.clock, disk.sleep, lambda: changed_at[0])
     work = work_of(one)
-    with work.turn(MIB):
+    with work.piece(MIB):
         disk.write(MIB)
     disk.begin_neighbour(0.002)
     disk.sleep(0.003)
     disk.end_neighbour()
     if is_own:
         changed_at[0] = disk.now
-    with work.turn(MIB):
+    with work.piece(MIB):
         disk.write(MIB)
     assert (one.paused_seconds == 0) == is_own
 
@@ -223,8 +224,8 @@ def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
         if next(left, None) is None:
             raise KeyError
 
-    with one.work("erase", check=lambda: None).turn(3600 * MIB):
-        pass
+    with one.work("erase", check=lambda: None).piece(MIB) as piece:
+        piece.length_bytes = 3600 * MIB
     with pytest.raises(KeyError):
         list(in_turn.each(work_of(one, check).chunks(MIB)))
     assert disk.now < 1000 + 5
@@ -292,7 +293,7 @@ def test_two_workers_have_the_same_share(disk: Disk) -> None:
 def busy(disk: Disk) -> Iterator[Pace]:
     """A piece is under way inside, and does not end."""
     one = paced(disk)
-    with work_of(one).turn(MIB):
+    with work_of(one).piece(MIB):
         yield one
 
 

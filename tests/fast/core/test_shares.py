@@ -58,6 +58,26 @@ def test_a_group_has_its_own_limit() -> None:
         assert taken(shares, "c", kept) > 0
 
 
+def test_a_place_without_a_group_is_one_of_all_and_counts_for_none() -> None:
+    with ExitStack() as kept:
+        shares = Shares(4)
+        for _ in range(3):
+            kept.enter_context(shares.one())
+        assert not shares.taken
+        # The last one is had by a group.
+        assert taken(shares, "a", kept) == 1
+        with pytest.raises(errors.TooManyCalls, match="4 calls are at work on volume groups"):
+            kept.enter_context(shares.one())
+    assert (shares.left, shares.taken) == (4, {})
+
+
+def test_a_refused_place_is_given_back() -> None:
+    shares = Shares(8, 1)
+    with ExitStack() as kept:
+        assert taken(shares, "a", kept) == 1
+        assert shares.left == 7
+
+
 pytestmark = [
     pytest.mark.groups(sick=[200], sound=[200]),
     pytest.mark.settings(classes=(DeviceClass("sick", "sick"), DeviceClass("sound", "sound"))),
@@ -201,7 +221,7 @@ def test_a_probe_is_answered_while_each_other_thread_waits(
             try:
                 for _ in range(4):
                     assert at_work.acquire(timeout=60)
-                expect.soon(lambda: service.interceptor._exchanges._left == 0)
+                expect.soon(lambda: service.context.admission.exchanges.left == 0)
                 for _ in range(20):
                     assert client.info().name
                     for ask in (

@@ -317,7 +317,7 @@ def test_a_group_s_calls_leave_places_to_the_others_however_many_groups_hang() -
         # What is with no group, or with another, has a place.
         assert admitted(admitting, ending)
         assert admitted(admitting, ending, "c")
-    assert admitting._with == {}
+    assert admitting.places.taken == {}
 
 
 def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
@@ -326,12 +326,12 @@ def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
         for _ in range(3):
             assert admitted(admitting, ending, "a", "b")
             locks.enter("a")
-        assert admitting._with == {"a": 3, "b": 3}
+        assert admitting.places.taken == {"a": 3, "b": 3}
     with admitting.call():
         locks.enter("a")
         locks.enter("a", "b")
-        assert admitting._with == {"a": 1, "b": 1}
-    assert admitting._with == {}
+        assert admitting.places.taken == {"a": 1, "b": 1}
+    assert admitting.places.taken == {}
 
 
 def test_a_call_that_was_not_admitted_keeps_no_place() -> None:

@@ -22,7 +22,7 @@ from fakes.host import FakeHost
 from prometheus_client.parser import text_string_to_metric_families
 from started import Started
 
-from agent.core import volume_group
+from agent.core import locks, volume_group
 from agent.core.classes import DeviceClass
 from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.core.settings import BackingFile, Config, GroupDefinition
@@ -289,7 +289,7 @@ def test_calls_on_a_group_that_hangs_end_at_their_deadlines_and_hold_no_place(
     with Client(bench.config.endpoint, timeout_seconds=1.5) as hasty:
         sick = bench.forty(hasty)
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
-    expect.soon(lambda: service.context.admission._free == service.context.admission._places)
+    expect.soon(lambda: service.context.admission.places.left == locks.PLACES)
     trouble.over.set()
     assert client.volume(bench.sick.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
@@ -326,7 +326,7 @@ def test_volumes_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mount(2) waits for the disk, and no time limit ends it."""
-    places = service.context.admission._free = service.context.admission._places = 8
+    service.context.admission.places = locks.Shares(places := 8)
     names = [f"staged-{number}" for number in range(places)]
     sick = [client.create(one, 16 * MIB, mounted("ext4"), parameters=SICK) for one in names]
     over, real = threading.Event(), fake.kernel.mount

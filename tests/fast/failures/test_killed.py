@@ -46,6 +46,7 @@ from agent.extras.transfer.move_command import Move, Options
 from lvm import report, tags
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
+from lvm.room import Room
 from lvm.thin import Policy
 from lvm.tuning import AUTO, PLAIN, Tuning
 from mount.blocks import Opened
@@ -466,7 +467,7 @@ class Arranged:
         self.machine.stop()
         assert self.names() == set(), self.where
         left, disks = self.machine._report(), self.row.arrangement.disks
-        assert left.free_extents + left.fast_free_extents == sum(disks), self.where
+        assert Room(left).free_extents + Room(left).fast_extents == sum(disks), self.where
         if self.row.arrangement is CACHED:
             assert all(one.zeroed for one in media), "data and cache are overwritten"
 

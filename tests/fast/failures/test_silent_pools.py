@@ -10,7 +10,7 @@ import pytest
 from fakes.host import FakeHost
 from fast.failures.test_isolation import SICK, SOUND, scraped, succeeds
 
-from agent.core import activator, background
+from agent.core import activator, background, locks
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
@@ -75,7 +75,7 @@ def test_a_silent_pool_is_unavailable_at_once_and_others_are_used(
     assert time.monotonic() - began < 20
     assert client.capacity(SOUND).available_capacity
     assert client.capacity(THICK).available_capacity
-    assert service.context.admission._free == service.context.admission._places
+    assert service.context.admission.places.left == locks.PLACES
     with expect.code("UNAVAILABLE", "a/pool-sick"):
         client.create("new", EXTENT, block(), parameters=SICK)
     assert client.create("new-beside", EXTENT, block(), parameters=THICK).volume_id

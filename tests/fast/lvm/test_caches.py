@@ -12,10 +12,11 @@ from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
 from agent.operations import health
 from agent.operations.health import Reason
-from lvm import caches, errors, report
+from lvm import caches, errors, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from lvm.thin import Policy
 from lvm.volumes import New
 
@@ -40,10 +41,9 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_in_a_thousand_states
         lvm, _, size = state(chance, 6, (), (report.FAST,))
         cache = Cache(size=size)
         group = report.read(lvm).group("data")
-        maximum = caches.maximum_bytes(group, cache)
-        if group.fast_free_extents and any(not disk.fast for disk in group.disks):
-            with pytest.raises(errors.NoSpace):
-                caches.create(lvm, group, New("v", maximum + EXTENT, {}), cache)
+        maximum = caches.maximum_bytes(Room(group), cache)
+        with pytest.raises(errors.NoSpace):
+            caches.create(lvm, group, New("v", maximum + EXTENT, {}), cache)
         if maximum:
             room += 1
             caches.create(lvm, group, New("v", maximum, {}), cache)
@@ -70,9 +70,9 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
         maximum = allocator.maximum_bytes(group)
         rooms[maximum > 0] += 1
         if not maximum:
-            if group.free_extents > 20:
+            if Room(group).free_extents > 20:
                 assert one.cache
-                assert one.cache.of_pool(group) > group.fast_free_extents
+                assert one.cache.of_pool(group) > Room(group).fast_extents
             continue
         allocator.create(lvm, group, New("all", maximum, {}))
         group = known.fresh().group("data")
@@ -83,7 +83,7 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
         # What is given out is held, at the class's ratio, by what the pool can grow to.
         [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin(group)
         reserve = one.reserve.extents(group)
-        assert thin.outstanding_extents(group) <= group.free_extents - reserve
+        assert thin.outstanding_extents(group) <= Room(group).free_extents - reserve
         assert allocator.maximum_bytes(group) == 0
     assert min(rooms.values()) > 200, rooms
 
@@ -135,6 +135,19 @@ def test_a_cache_pool_is_no_cache_that_can_be_overwritten() -> None:
     made = report.read(lvm).group("data").volume("vol-pvc-1")
     assert caches.attached(made) == "vol-pvc-1_cache"
     assert caches.attached(replace(made, cachevol="by-hand_cpool")) == ""
+
+
+def test_a_cache_is_attached_to_no_disk_where_no_fast_one_is_open() -> None:
+    """As where lvm2 was killed after it had made the volume, and the fast disk was closed then."""
+    lvm, fake = machine(40, 40)
+    fake.groups["data"].disks[1].tags = {report.FAST}
+    volumes.create(lvm, "data", New("v", 40 << 20, {}), disks=["/dev/fake-data-0"])
+    fake.groups["data"].disks[1].allocatable = False
+    with pytest.raises(errors.NoDiskServes):
+        caches.attach(lvm, report.read(lvm).group("data"), "v", Cache(), 4)
+    fake.groups["data"].disks[1].allocatable = True
+    caches.attach(lvm, report.read(lvm).group("data"), "v", Cache(), 4)
+    assert caches.is_cached(report.read(lvm).group("data").volume("v"))
 
 
 def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lvm import errors, layout, report, volumes
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 
 LAYOUTS = configured.THICK
 EXTENT = 4 << 20
@@ -26,7 +27,7 @@ EXAMPLES = 1000 if chosen.every else 300
 
 
 def make(lvm: Lvm, group: report.Group, name: str, size_bytes: int, shape: Layout) -> None:
-    disks = layout.placement(group, shape)
+    disks = layout.placement(Room(group), shape)
     new = volumes.New(name, size_bytes, {})
     volumes.create(lvm, "data", new, layout=shape, disks=disks)
 
@@ -40,7 +41,7 @@ def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:
         filler.extents[disk.name], disk.allocatable = used, allocatable
     there.volumes["filler"] = filler
     group = report.read(lvm).group("data")
-    maximum = layout.maximum_bytes(group, shape)
+    maximum = layout.maximum_bytes(Room(group), shape)
     assert maximum % (EXTENT * shape.stripes) == 0
     with pytest.raises(errors.NoSpace):
         make(lvm, group, "too-large", maximum + EXTENT * shape.stripes, shape)
@@ -87,8 +88,8 @@ def test_a_volume_grows_by_the_maximum_and_no_further(
     make(lvm, report.read(lvm).group("data"), "v", size, shape)
     group = report.read(lvm).group("data")
     volume = group.volume("v")
-    more = layout.maximum_growth_bytes(group, volume, shape)
-    disks = layout.growth_placement(group, volume, shape)
+    more = layout.maximum_growth_bytes(Room(group), volume, shape)
+    disks = layout.growth_placement(Room(group), volume, shape)
     beyond = size + more + EXTENT * shape.stripes
     with pytest.raises(errors.NoSpace):
         volumes.extend(lvm, "data", "v", size_bytes=beyond, disks=disks)
@@ -106,7 +107,7 @@ def test_a_volume_grows_by_the_maximum_and_no_further(
 def test_the_reserve_stays_free(free: list[int], shape: Layout, reserve: int) -> None:
     lvm, fake = machine(*free)
     group = report.read(lvm).group("data")
-    maximum = layout.maximum_bytes(group, shape, reserve)
+    maximum = layout.maximum_bytes(Room(group, reserve), shape)
     if maximum:
         make(lvm, group, "v", maximum, shape)
         left = sum(fake.groups["data"].free(disk) for disk in fake.groups["data"].disks)
@@ -192,15 +193,15 @@ def test_a_layout_that_cannot_be_says_why(
 def test_disks_are_chosen_by_their_room_and_equal_ones_by_their_order() -> None:
     lvm, _ = machine(5, 9, 9, 7)
     group = report.read(lvm).group("data")
-    chosen = layout.placement(group, Layout("striped", stripes=3))
+    chosen = layout.placement(Room(group), Layout("striped", stripes=3))
     assert chosen == tuple(group.disks[index].name for index in (1, 2, 3))
-    assert layout.placement(group, Layout()) == ()
+    assert layout.placement(Room(group), Layout()) == ()
 
 
 def test_too_few_disks_have_room_for_nothing() -> None:
     for count, shape in itertools.product((1, 2, 3), LAYOUTS[1:]):
         lvm, _ = machine(*[50] * count)
-        maximum = layout.maximum_bytes(report.read(lvm).group("data"), shape)
+        maximum = layout.maximum_bytes(Room(report.read(lvm).group("data")), shape)
         assert (maximum > 0) == (count >= shape.disks)
 
 

@@ -12,6 +12,7 @@ from lvm import layout, report, thin, volumes
 from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
+from lvm.room import Room
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
@@ -34,7 +35,7 @@ def make(lvm: Lvm, policy: Policy, kept: int = 0) -> None:
         lvm,
         "data",
         "pool-p",
-        data_extents=thin.first_extents(group, pool, policy, kept),
+        data_extents=thin.first_extents(Room(group, kept), pool, policy),
         metadata_extents=thin.suitable_metadata_extents(group, pool.chunk_size_bytes),
         extent_size_bytes=EXTENT,
         chunk_size_bytes=pool.chunk_size_bytes,
@@ -61,29 +62,29 @@ def test_a_pool_can_hold_its_promises_beside_the_extents_that_are_kept(
 ) -> None:
     lvm, _ = machine(*disks)
     group = group_of(lvm)
-    maximum = thin.maximum_bytes(group, found(group, policy), policy, kept)
+    maximum = thin.maximum_bytes(Room(group, kept), found(group, policy), policy)
     assert maximum % EXTENT == 0
     if not maximum:
         return
     make(lvm, policy, kept)
     made = group_of(lvm)
     # Making the pool changes nothing of what it may become.
-    assert thin.maximum_bytes(made, found(made, policy), policy, kept) == maximum
+    assert thin.maximum_bytes(Room(made, kept), found(made, policy), policy) == maximum
     thin.create(lvm, "data", "pool-p", New("all", maximum, {}))
     group = group_of(lvm)
     pool = found(group, policy)
-    assert thin.maximum_bytes(group, pool, policy, kept) == 0
-    assert thin.outstanding_extents(group, pool, policy) <= group.free_extents - kept
+    assert thin.maximum_bytes(Room(group, kept), pool, policy) == 0
+    assert thin.outstanding_extents(group, pool, policy) <= Room(group).free_extents - kept
     # And it can become that.
-    more = thin.growth_extents(group, pool, kept)
+    more = thin.growth_extents(Room(group, kept), pool)
     if more:
         size = (pool.data_extents + more) * EXTENT
         volumes.extend(lvm, "data", "pool-p", size_bytes=size)
     group = group_of(lvm)
     grown = found(group, policy)
-    assert group.free_extents >= kept
+    assert Room(group).free_extents >= kept
     assert maximum <= grown.data_extents * EXTENT * policy.ratio
-    assert thin.growth_extents(group, grown, kept) == 0
+    assert thin.growth_extents(Room(group, kept), grown) == 0
 
 
 @settings(max_examples=300, deadline=None)
@@ -97,24 +98,24 @@ def test_no_order_of_volumes_breaks_what_a_pool_promised(
     disks: list[int], policy: Policy, parts: list[int], thick: int
 ) -> None:
     lvm, _ = machine(*disks)
-    if not thin.maximum_bytes(group_of(lvm), found(group_of(lvm), policy), policy, 0):
+    if not thin.maximum_bytes(Room(group_of(lvm)), found(group_of(lvm), policy), policy):
         return
     make(lvm, policy)
     for number, part in enumerate(parts):
         group = group_of(lvm)
-        most = thin.maximum_bytes(group, found(group, policy), policy, 0)
+        most = thin.maximum_bytes(Room(group), found(group, policy), policy)
         size = most * part // 100 // EXTENT * EXTENT
         if size:
             thin.create(lvm, "data", "pool-p", New(f"t{number}", size, {}))
         group = group_of(lvm)
         outstanding = thin.outstanding_extents(group, found(group, policy), policy)
-        most = layout.maximum_bytes(group, reserve_extents=outstanding)
+        most = layout.maximum_bytes(Room(group, outstanding))
         size = most * thick // 100 // EXTENT * EXTENT
         if size:
             volumes.create(lvm, "data", New(f"v{number}", size, {}))
     group = group_of(lvm)
     pool = found(group, policy)
-    largest = pool.data_extents + thin.growth_extents(group, pool, 0)
+    largest = pool.data_extents + thin.growth_extents(Room(group), pool)
     assert pool.promised_bytes <= largest * EXTENT * policy.ratio
 
 
@@ -187,11 +188,11 @@ def test_nothing_more_is_promised_of_a_pool_that_is_nearly_full_or_broken(
     make(lvm, policy)
     group = group_of(lvm)
     why = thin.refusal(
-        group, found(group, policy), policy, 0, replace(ThinPool(40 * MIB, "rw"), **status)
+        Room(group), found(group, policy), policy, replace(ThinPool(40 * MIB, "rw"), **status)
     )
     assert words in why
     assert bool(words) == bool(why)
-    assert thin.refusal(group, found(group, policy), policy, 0, None) == ""
+    assert thin.refusal(Room(group), found(group, policy), policy, None) == ""
 
 
 def test_the_promises_of_a_pool_are_added_up_once_a_report() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agent.core import codes
 from lvm import errors, layout, lvm2, names, tags
 from lvm.report import Group, PhysicalVolume
+from lvm.room import Room
 from mount import errors as mount_errors
 
 TEXT = st.text(max_size=128)
@@ -77,7 +78,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         PhysicalVolume("/dev/c", "c", 10, 0, missing=False, allocatable=False),
     )
     group = Group("data", "uuid", 4, frozenset(), 1, disks)
-    assert layout.maximum_bytes(group) == 24
+    assert layout.maximum_bytes(Room(group)) == 24
 
 
 # As lvm2 2.03.16 says them; tests/contract shows that it does.

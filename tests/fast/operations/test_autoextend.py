@@ -17,6 +17,7 @@ from agent.daemon.server import Service
 from lvm import thin
 from lvm.layout import Reserve
 from lvm.report import Group, PhysicalVolume
+from lvm.room import Room
 from lvm.thin import Policy, Pool
 from mount.command import Result
 from proto import csi_pb2 as csi
@@ -261,7 +262,7 @@ def test_metadata_growth_leaves_room_for_the_spare(free: int, metadata: int, spa
     def cost(more: int) -> int:
         return more + max(0, metadata + more - spare)
 
-    more = thin.metadata_growth_extents(group, Pool("p", 65536, 1, metadata), 0)
+    more = thin.metadata_growth_extents(Room(group), Pool("p", 65536, 1, metadata))
     assert cost(more) <= free or more == 0
     assert cost(more + 1) > free
 

@@ -27,6 +27,7 @@ from agent.core.settings import Config
 from agent.csi import client
 from agent.daemon.server import Service
 from lvm import report
+from lvm.room import Room
 from mount import loop, mounts, table
 from mount.command import Converse
 from proto import csi_pb2 as csi
@@ -383,12 +384,12 @@ class Machine:
     def _free_extents(self, group: report.Group) -> int:
         """What new volumes can have: by what a group has, or by what its pool may promise."""
         if not any(one.layout.is_thin for one in self.settings.get("classes", ())):
-            return group.free_extents
+            return Room(group).free_extents
         pool = group.volumes.get("pool-plain")
         if pool is None:
-            return group.free_extents - METADATA_EXTENTS
+            return Room(group).free_extents - METADATA_EXTENTS
         promised = sum(one.size_bytes for one in group.volumes.values() if one.pool)
-        return group.free_extents + (pool.size_bytes - promised) // group.extent_size_bytes
+        return Room(group).free_extents + (pool.size_bytes - promised) // group.extent_size_bytes
 
     def _settled(self) -> report.Group:
         """A report with which the devices agree: work behind an answer may end between the two."""
@@ -450,8 +451,8 @@ def bury(service: Service) -> None:
     """
     service._server.stop(0).wait()
     # What a stream has open is closed when it gives its place back.
-    streams = service.interceptor._streams
-    expect.soon(lambda: streams._left == locks.STREAMS)
+    streams = service.context.admission.streams
+    expect.soon(lambda: streams.left == locks.STREAMS)
     service.context.workers.stop(60)
 
 

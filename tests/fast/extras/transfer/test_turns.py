@@ -136,7 +136,7 @@ def test_a_command_that_sends_waits_for_its_turn(
     one, done = paced_by(here, None, clock), list[str]()
     watch(here, monkeypatch, lambda what, _length: done.append(what))
     with ThreadPoolExecutor(1) as pool:
-        with erase(one).turn(MIB):
+        with erase(one).piece(MIB):
             sent = pool.submit(nodes.stream, here, "1")
             until(lambda: len(one._queue) == 2)
             assert done == []
@@ -222,16 +222,16 @@ def test_what_the_service_changed_by_lvm2_is_no_others_io(
     monkeypatch.setattr(kernel, "disk_load", lambda _disk: DiskLoad(completed[0], 0, 0))
     one = here.service.context.paces.of(here.group)
     work = one.work("erase", here.device("vol-db"), check=lambda: None)
-    with work.turn(MIB):
+    with work.piece(MIB):
         pass
     [taken] = here.client.snapshots(snapshot_id=snapshot)
     here.client.snapshot("2", taken.source_volume_id, {"size": str(SIZE)})
     completed[0] += 10
-    with work.turn(MIB):
+    with work.piece(MIB):
         pass
     assert one.paused_seconds == 0
     completed[0] += 10
-    with work.turn(MIB):
+    with work.piece(MIB):
         pass
     assert one.paused_seconds > 0
 
@@ -264,14 +264,14 @@ def test_a_call_that_is_cancelled_loses_its_turn(
     with asked(here, snapshot) as call:
         assert next(call).length_bytes == MIB
         assert len(one._queue) == 1
-    with erase(one).turn(MIB):
+    with erase(one).piece(MIB):
         pass
     assert one.done_bytes == {"erase": MIB}
 
 
 def test_a_call_that_is_cancelled_waits_for_no_turn(here: Node, snapshot: str) -> None:
     one = here.service.context.paces.of(here.group)
-    with erase(one).turn(MIB):
+    with erase(one).piece(MIB):
         with asked(here, snapshot):
             until(lambda: len(one._queue) == 2)
         until(lambda: len(one._queue) == 1)
@@ -313,7 +313,7 @@ def test_a_command_that_is_killed_or_stopped_in_its_turn_bars_no_other(
             assert command.stdout.readline() == f"{MIB}\n"
             command.send_signal(sent)
             one = here.service.context.paces.of(here.group)
-            with erase(one).turn(MIB):
+            with erase(one).piece(MIB):
                 pass
         finally:
             command.kill()
@@ -353,7 +353,7 @@ def test_an_older_service_has_no_turns(
         carver.Turn.FromString,
     )
     monkeypatch.setattr(here.transfer, "TakeTurns", older)
-    with erase(here.service.context.paces.of(here.group)).turn(MIB):
+    with erase(here.service.context.paces.of(here.group)).piece(MIB):
         assert nodes.stream(here, "1") == expected
 
 

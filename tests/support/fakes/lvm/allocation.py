@@ -26,19 +26,26 @@ def missing_spare(group: FakeGroup, metadata_extents: int) -> int:
     return max(0, metadata_extents - sum(group.spare.values()))
 
 
-def allocate(group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]) -> None:
+def allocate(
+    group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str], policy: str = ""
+) -> None:
+    """With `policy` instead of the group's."""
     usable = allocatable(group, names_)
     if volume.layout.is_linear:
-        append(group, volume.extents, extents, usable)
+        append(group, volume.extents, extents, usable, policy)
     else:
         _spread(group, volume, extents, usable)
 
 
 def append(
-    group: FakeGroup, area: dict[str, int], extents: int, usable: Sequence[FakeDisk]
+    group: FakeGroup,
+    area: dict[str, int],
+    extents: int,
+    usable: Sequence[FakeDisk],
+    policy: str = "",
 ) -> None:
     require_free(group, extents, usable)
-    usable = _allowed(group, area, extents, usable)
+    usable = _allowed(group, area, extents, usable, policy or group.policy)
     parts = {disk.name: group.free(disk) for disk in usable}
     for name, available in parts.items():
         if part := min(extents, available):
@@ -52,12 +59,16 @@ def longest_run(group: FakeGroup, disk: FakeDisk) -> int:
 
 
 def _allowed(
-    group: FakeGroup, area: Mapping[str, int], extents: int, usable: Sequence[FakeDisk]
+    group: FakeGroup,
+    area: Mapping[str, int],
+    extents: int,
+    usable: Sequence[FakeDisk],
+    policy: str,
 ) -> Sequence[FakeDisk]:
-    """The disks that the group's policy lets a linear area, or what it grows by, have."""
-    if group.policy in ("normal", "anywhere"):
+    """The disks that an allocation policy lets a linear area, or what it grows by, have."""
+    if policy in ("normal", "anywhere"):
         return usable
-    room = longest_run if group.policy == "contiguous" else FakeGroup.free
+    room = longest_run if policy == "contiguous" else FakeGroup.free
     for disk in usable:
         if (not area or disk.name in area) and room(group, disk) >= extents:
             return [disk]

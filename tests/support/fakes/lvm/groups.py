@@ -170,13 +170,13 @@ class GroupCommands(Machine):
 
     def _pvchange(self, arguments: Arguments) -> str:
         allocatable = arguments.take("--allocatable")
-        tags = arguments.take_all("--addtag")
+        tags, gone = arguments.take_all("--addtag"), arguments.take_all("--deltag")
         chosen = arguments.rest()
         for group in self.groups.values():
             for disk in group.disks:
                 if disk.name in chosen:
                     disk.allocatable = allocatable == "y" if allocatable else disk.allocatable
-                    disk.tags |= set(tags)
+                    disk.tags = (disk.tags - set(gone)) | set(tags)
         return ""
 
 

@@ -46,7 +46,7 @@ class VolumeCommands(PoolCommands):
         skipped = arguments.take("--setactivationskip") == "y"
         assert arguments.flag("--ignoreactivationskip") or not skipped
         size, name = in_bytes(arguments.take("--size")), arguments.take("--name")
-        tags = set(arguments.take_all("--addtag"))
+        tags, policy = set(arguments.take_all("--addtag")), arguments.take("--alloc")
         layout, tuning = layout_in(arguments), tuning_in(arguments).over(PLAIN)
         if (tuning.minimum_recovery_kib or 0) > (tuning.maximum_recovery_kib or 0):
             # Also where no maximum is named.
@@ -57,7 +57,7 @@ class VolumeCommands(PoolCommands):
         extents = -(-size // group.extent_size_bytes)
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         volume.tuning = tuning
-        allocate(group, volume, extents, disks)
+        allocate(group, volume, extents, disks, policy)
         uncover(group, volume, 0)
         # The first sectors are zeroed.
         volume.media.blocks.pop(0, None)
@@ -279,7 +279,7 @@ class VolumeCommands(PoolCommands):
     def _lvextend(self, arguments: Arguments) -> str:
         if more := arguments.take("--poolmetadatasize"):
             return self._extend_metadata(arguments, in_bytes(more.removeprefix("+")))
-        size = in_bytes(arguments.take("--size"))
+        size, policy = in_bytes(arguments.take("--size")), arguments.take("--alloc")
         path, *disks = arguments.rest()
         group, volume = self._found(path)
         extents = -(-size // group.extent_size_bytes)
@@ -299,7 +299,7 @@ class VolumeCommands(PoolCommands):
             before, had = volume.length, dict(volume.extents)
             named = {one for one in disks if ":" in one}
             disks = [one.partition(":")[0] for one in disks]
-            allocate(group, volume, extents - volume.length, disks)
+            allocate(group, volume, extents - volume.length, disks, policy)
             if not named or not named <= group.clean:
                 uncover(group, volume, before, had)
             group.clean -= named
