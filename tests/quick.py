@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[1]
 # Tests that show which document, list, schema or package was forgotten. They run after each edit.
 COMPLETE = (
     "fast/repository",
-    *("fast/core/test_codes.py", "fast/core/test_settings.py", "fast/daemon/test_metrics.py"),
+    *(
+        "fast/core/test_codes.py",
+        "fast/core/test_settings.py",
+        "fast/core/test_configuration.py",
+        "fast/daemon/test_metrics.py",
+    ),
     *("fast/operations/test_health_reasons.py", "fast/extras/controller/test_threats.py"),
     "fast/programs/test_quick.py",
     "fast/programs/test_cluster.py::test_every_check_is_documented_and_no_other",
