@@ -37,7 +37,7 @@ fast: venv ## the fast tier: no root, no LVM, no VM
 
 ROOMS ?=
 .PHONY: quick
-quick: venv ## the tests of the rooms that were edited, or of ROOMS="lvm agent/core"
+quick: venv ## the tests of the rooms that were edited, or of ROOMS="lvm agent/volumes"
 	$(BIN)/ruff check -q .
 	$(BIN)/python tests/quick.py $(ROOMS)
 

@@ -6,7 +6,7 @@ disks belong to which volume group, and confines each lvm2 command to the disks 
 hung disk then stops its own group, and no other (docs/decisions/02-finding-disks.md).
 
 Idea: all that must be known is at fixed places of the disk, and is read by direct I/O, one thread
-for each disk (lvm/disks.py). Nothing is ever written here.
+for each disk (lvm/disk_reader.py). Nothing is ever written here.
 
     0      512             4096            4608                           1 MiB
     +------+---------------+---------------+------------------------------+------------+
@@ -43,8 +43,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lvm import tags
-from mount import blocks
-from mount.blocks import Reader
+from mount import block_io
+from mount.block_io import Reader
 
 # Patterns of lvm2's configuration format (lvm.conf(5)): `name { … }` and `name = value`, where a
 # value is a number, a string or a list. All quantifiers are possessive (`++`, `*+`): the patterns
@@ -266,7 +266,7 @@ def mark(path: str) -> Mark | None:
     None for a disk without a label, or with a damaged one. This is a single read of 8 KiB where
     the disk has one metadata area, at its beginning.
     """
-    with blocks.opened(path) as reader:
+    with block_io.opened(path) as reader:
         disk = _Disk(reader)
         try:
             label = _label(disk)
@@ -277,7 +277,7 @@ def mark(path: str) -> Mark | None:
 
 
 def _read(path: str) -> PhysicalLabel | Damaged | None:
-    with blocks.opened(path) as reader:
+    with block_io.opened(path) as reader:
         disk = _Disk(reader)
         try:
             label = _label(disk)

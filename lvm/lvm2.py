@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from lvm import errors, labels
-from mount import errors as mount_errors
+from lvm import labels, lvm_errors
+from mount import mount_errors as mount_errors
 from mount.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
@@ -212,7 +212,7 @@ class Lvm:
         if result.exit_code == 127:
             raise mount_errors.ProgramMissing("lvm")
         if result.exit_code != 0:
-            raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
+            raise lvm_errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
         return result.stdout
 
 
@@ -228,7 +228,7 @@ def version(run: Run) -> tuple[int, int, int]:
     """The version of lvm2, by one command. Raises CommandFailed, BadReport."""
     result = run("lvm", "version")
     if result.exit_code != 0:
-        raise errors.classify(("lvm", "version"), result.exit_code, result.stderr)
+        raise lvm_errors.classify(("lvm", "version"), result.exit_code, result.stderr)
     match = _VERSION.search(result.stdout)
     if match is None:
         raise mount_errors.BadReport(f"no version in {result.stdout.strip()!r}")

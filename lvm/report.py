@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lvm import errors, raid, tags, tuning
+from lvm import lvm_errors, raid, tags, tuning
 from lvm.lvm2 import Lvm
 from lvm.tuning import PLAIN, Tuning
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 Row = Mapping[str, str]
 
@@ -270,7 +270,7 @@ class Group:
         try:
             return self.volumes[name]
         except KeyError:
-            raise errors.VolumeMissing(self.name, name) from None
+            raise lvm_errors.VolumeMissing(self.name, name) from None
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Report:
         try:
             return self.groups[name]
         except KeyError:
-            raise errors.GroupMissing(name) from None
+            raise lvm_errors.GroupMissing(name) from None
 
 
 # Columns of each part of the report.

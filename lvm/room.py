@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lvm import errors
+from lvm import lvm_errors
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
 
@@ -129,7 +129,7 @@ class Room:
         """
         if names := tuple(disk.name for disk in disks):
             return names
-        raise errors.NoDiskServes(self.group.name)
+        raise lvm_errors.NoDiskServes(self.group.name)
 
     def anywhere(self) -> tuple[str, ...]:
         """The names of the slow disks; empty if lvm2 would take no others. Raises NoDiskServes.

@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lvm import errors
-from mount import errors as mount_errors
+from lvm import lvm_errors
+from mount import mount_errors as mount_errors
 from mount.command import (
     Conversation,
     ConversationOver,
@@ -395,7 +395,7 @@ class Session:
         try:
             said = ready.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, said)
-            if result.exit_code and errors.lacks_memory(result.stderr):
+            if result.exit_code and lvm_errors.lacks_memory(result.stderr):
                 # The shell would lack memory at the next command, too; a process need not.
                 raise ValueError("it lacks memory")
         except TimeoutError:
@@ -407,13 +407,13 @@ class Session:
             self._give_up(line, str(doubt))
             if line.changes:
                 seconds = time.monotonic() - started
-                self._observe(Finished(words, None, seconds, errors.SessionLost.__name__))
-                raise errors.SessionLost(words, str(doubt)) from None
+                self._observe(Finished(words, None, seconds, lvm_errors.SessionLost.__name__))
+                raise lvm_errors.SessionLost(words, str(doubt)) from None
             return None
         code, seconds = result.exit_code, time.monotonic() - started
-        error = type(errors.classify(words, code, result.stderr)).__name__ if code else ""
+        error = type(lvm_errors.classify(words, code, result.stderr)).__name__ if code else ""
         self._observe(Finished(words, code, seconds, error))
-        if result.exit_code and not errors.is_explained(result.stderr):
+        if result.exit_code and not lvm_errors.is_explained(result.stderr):
             # The failure may be a fault of this shell, so the next command starts another one.
             self._hang_up(line.subcommand)
         return result
@@ -478,7 +478,7 @@ class Session:
         if conversation.end(0):
             self._stuck = None
         elif changes:
-            raise errors.StillRunning(doing, time.monotonic() - since_monotonic_seconds)
+            raise lvm_errors.StillRunning(doing, time.monotonic() - since_monotonic_seconds)
 
     @contextmanager
     def _locked(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lvm.report import Group
 from lvm.room import Room
 from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # Limits of a pool's chunk size (lvmthin(7)).

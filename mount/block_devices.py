@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mount import blocks, calls, stacks
-from mount.blocks import By, Opened, Reader
+from mount import block_io, calls, stacks
+from mount.block_io import By, Opened, Reader
 from mount.calls import Calls
 
 # File with the kernel's I/O counters of each block device, and the field of the sectors written
@@ -32,7 +32,7 @@ def _unmounted() -> int:
     A new tmpfs for each piece that is zeroed would take longer than the zeroing itself.
     """
     context = calls.fsopen("tmpfs")
-    with blocks.closing(context):
+    with block_io.closing(context):
         calls.fsconfig(context, calls.CREATE)
         return calls.fsmount(context)
 
@@ -41,7 +41,7 @@ def attribute(path: str) -> str:
     """Read an attribute in sysfs, without its newline; empty for an absent attribute or object."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
+        with block_io.closing(descriptor):
             # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
             return os.read(descriptor, 4096).decode().strip()
     except OSError:
@@ -101,7 +101,7 @@ class LoopDevices:
     def loop_free(self) -> str:
         """LOOP_CTL_GET_FREE: the path of a free loop device, which others may attach first."""
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
-        with blocks.closing(control):
+        with block_io.closing(control):
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
 
     def loop_configure(
@@ -124,7 +124,7 @@ class LoopDevices:
         called = os.fsencode(name)[:63]
         info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, called, b"", b"", 0, 0)
         backing = os.open(file, mode | os.O_CLOEXEC)
-        with blocks.closing(backing):
+        with block_io.closing(backing):
             calls.ioctl(
                 device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, block_bytes, info), mode
             )
@@ -328,7 +328,7 @@ class BlockDevices(Calls):
         by = by or self.zeroing(device)
         mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)
         with self._writing(device, mode, held=held) as descriptor:
-            blocks.zero_out(descriptor, device, offset_bytes, length_bytes, by)
+            block_io.zero_out(descriptor, device, offset_bytes, length_bytes, by)
 
     def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
         """Overwrite the blocks of 4 KiB at these offsets that are zero, bypassing the page cache.
@@ -371,11 +371,11 @@ class BlockDevices(Calls):
                 descriptor = (
                     os.open(node, mode | os.O_CLOEXEC, dir_fd=directory)
                     if held
-                    else blocks.open_exclusively(node, directory, mode)
+                    else block_io.open_exclusively(node, directory, mode)
                 )
             except OSError as error:
                 raise OSError(error.errno, error.strerror, device) from error
-            with blocks.closing(descriptor):
+            with block_io.closing(descriptor):
                 yield descriptor
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
@@ -384,9 +384,9 @@ class BlockDevices(Calls):
         EBUSY for a device that is mounted or used by another driver; EOPNOTSUPP for a disk without
         this command.
         """
-        descriptor = blocks.open_exclusively(device)
-        with blocks.closing(descriptor):
-            blocks.discard(descriptor, device, offset_bytes, length_bytes)
+        descriptor = block_io.open_exclusively(device)
+        with block_io.closing(descriptor):
+            block_io.discard(descriptor, device, offset_bytes, length_bytes)
 
     def flush(self, device: str) -> None:
         """fsync(2): make all completed writes and zeroing survive a power failure.
@@ -396,27 +396,27 @@ class BlockDevices(Calls):
         """
         # Opened for reading, as udev would probe the device after the close of a writer.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
+        with block_io.closing(descriptor):
             os.fsync(descriptor)
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """pread(2): read a range of a block device."""
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
-            return blocks.read(descriptor, device, offset_bytes, length_bytes)
+        with block_io.closing(descriptor):
+            return block_io.read(descriptor, device, offset_bytes, length_bytes)
 
     def reader(self, device: str) -> AbstractContextManager[Reader]:
         """Keep a block device open for many reads that bypass the page cache."""
-        return blocks.opened(device)
+        return block_io.opened(device)
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         """pwrite(2) and fsync(2) on a block device.
 
         EBUSY for a device that is mounted or used by another driver.
         """
-        descriptor = blocks.open_exclusively(device)
-        with blocks.closing(descriptor):
-            blocks.write(descriptor, device, offset_bytes, data)
+        descriptor = block_io.open_exclusively(device)
+        with block_io.closing(descriptor):
+            block_io.write(descriptor, device, offset_bytes, data)
             os.fsync(descriptor)
 
     def copy(
@@ -429,21 +429,21 @@ class BlockDevices(Calls):
         it would probe the target after each range.
         """
         reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
-        with blocks.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
+        with block_io.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
             at, end = offset_bytes, offset_bytes + length_bytes
             zeroes = 0  # so many bytes before `at`
             while at < end:
-                data = blocks.read(reading, source, at, min(_PIECE_BYTES, end - at))
+                data = block_io.read(reading, source, at, min(_PIECE_BYTES, end - at))
                 if data == bytes(len(data)):
                     zeroes += len(data)
                 else:
                     if not blank:
-                        blocks.zero_out(writing, target, at - zeroes, zeroes, by)
-                    blocks.write(writing, target, at, data)
+                        block_io.zero_out(writing, target, at - zeroes, zeroes, by)
+                    block_io.write(writing, target, at, data)
                     zeroes = 0
                 at += len(data)
             if not blank:
-                blocks.zero_out(writing, target, end - zeroes, zeroes, by)
+                block_io.zero_out(writing, target, end - zeroes, zeroes, by)
             os.fsync(writing)
             # The pages of both are dropped from the page cache, in favour of the workloads' pages.
             for descriptor in (reading, writing):
@@ -458,10 +458,10 @@ class BlockDevices(Calls):
         by = By.ZEROES
         if to_write:
             by = self.zeroing(device)
-            descriptor = blocks.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
+            descriptor = block_io.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
         else:
             descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
+        with block_io.closing(descriptor):
             yield Opened(device, descriptor, by)
 
     def _sysfs(self, device: str) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mount import errors
+from mount import mount_errors
 from mount.table import DeviceNumber
 
 ROOT = Path("/sys/fs/cgroup")
@@ -83,7 +83,7 @@ class Cgroups:
         """The directory of the pods' cgroup, if the node can control I/O; writes nothing."""
         cgroup = self._pods()
         if "io" not in _words(self._root / "cgroup.controllers"):
-            raise errors.NoCgroup(f"{self._root} has no I/O controller")
+            raise mount_errors.NoCgroup(f"{self._root} has no I/O controller")
         return cgroup
 
     def prepare(self) -> Path:
@@ -107,7 +107,7 @@ class Cgroups:
             if (cgroup / "io.max").exists():
                 self._found = cgroup
                 return cgroup
-        raise errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
+        raise mount_errors.NoCgroup("the kernel has no CONFIG_BLK_DEV_THROTTLING")
 
     def limits(self) -> Mapping[DeviceNumber, IoMax]:
         """The present limits by device; none while the I/O controller is not enabled.
@@ -142,11 +142,11 @@ class Cgroups:
 
     def _pods(self) -> Path:
         if not (self._root / "cgroup.controllers").exists():
-            raise errors.NoCgroup(f"{self._root} is no cgroup v2 hierarchy")
+            raise mount_errors.NoCgroup(f"{self._root} is no cgroup v2 hierarchy")
         if self._configured:
             cgroup = self._root / self._configured.strip("/")
             if not cgroup.is_dir():
-                raise errors.NoCgroup(f"{cgroup} does not exist")
+                raise mount_errors.NoCgroup(f"{cgroup} does not exist")
             return cgroup
         candidates = sorted(self._named(self._root, _DEPTH))
         if len(candidates) > 1:
@@ -158,7 +158,9 @@ class Cgroups:
             ]
         if len(candidates) != 1:
             seen = ", ".join(map(str, candidates)) or "none"
-            raise errors.NoCgroup(f"one cgroup of pods is looked for below {self._root}: {seen}")
+            raise mount_errors.NoCgroup(
+                f"one cgroup of pods is looked for below {self._root}: {seen}"
+            )
         return candidates[0]
 
     def _named(self, directory: Path, depth: int) -> Iterator[Path]:
@@ -171,7 +173,7 @@ class Cgroups:
                 yield from self._named(entry, depth - 1)
 
 
-class _Gone(errors.NoCgroup):
+class _Gone(mount_errors.NoCgroup):
     """The device or cgroup of a write was removed meanwhile."""
 
 
@@ -221,7 +223,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise errors.NoCgroup(f"{path}: {error.strerror}") from None
+        raise mount_errors.NoCgroup(f"{path}: {error.strerror}") from None
 
 
 def _write(path: Path, text: str) -> None:
@@ -233,5 +235,5 @@ def _write(path: Path, text: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        kind = _Gone if error.errno in _GONE else errors.NoCgroup
+        kind = _Gone if error.errno in _GONE else mount_errors.NoCgroup
         raise kind(f"cannot write {text!r} to {path}: {error.strerror}") from None

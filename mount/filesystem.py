@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mount import errors, table
-from mount.blocks import By
+from mount import mount_errors, table
+from mount.block_io import By
 from mount.command import Result, Run
 from mount.kernel import OLDEST, Kernel, Version
 
@@ -282,7 +282,7 @@ def supported(fs_type: str) -> FileSystem:
     try:
         return FILE_SYSTEMS[fs_type]
     except KeyError:
-        raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
+        raise mount_errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
 
 
 def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
@@ -294,7 +294,7 @@ def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
     try:
         return _signature(device, kernel.superblock(device, fs_type))
     except OSError as error:
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
+        raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
 
 
 def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | None:
@@ -307,7 +307,7 @@ def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | Non
     try:
         return _signature(device, kernel.signatures(device, length_bytes))
     except OSError as error:
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
+        raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
 
 
 # Size of the end of a device that may have a signature: ZFS has labels in the last 512 KiB; those
@@ -330,7 +330,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     signature, problem = None, None
     try:
         signature = probe(kernel, device)
-    except errors.ProbeFailed as error:
+    except mount_errors.ProbeFailed as error:
         problem = error
     is_blank = signature is None and problem is None
     if is_blank or size_bytes <= made_bytes or probe(kernel, device, made_bytes) is not None:
@@ -343,7 +343,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
         kernel.zero_out(device, start, size_bytes - start)
         kernel.flush(device)
     except OSError as error:
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
+        raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
     return probe(kernel, device)
 
 
@@ -366,7 +366,7 @@ def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str)
         kernel.zero_out(device, 0, _FIRST_BYTES, by=By.WRITES)
         kernel.flush(device)
     except OSError as error:
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
+        raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
     return True
 
 
@@ -379,7 +379,9 @@ def _signature(device: str, tags: Mapping[str, str]) -> Signature | None:
     if "PTTYPE" in tags:
         return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
     if tags:
-        raise errors.ProbeFailed(device, f"libblkid finds {', '.join(sorted(tags))} but no type")
+        raise mount_errors.ProbeFailed(
+            device, f"libblkid finds {', '.join(sorted(tags))} but no type"
+        )
     return None
 
 
@@ -415,7 +417,7 @@ def make(
             return
         still_off = _without_unknown(off, result.stderr)
         if len(still_off) == len(off):
-            raise errors.FormatFailed(device, fs_type, result.stderr)
+            raise mount_errors.FormatFailed(device, fs_type, result.stderr)
         off = still_off
 
 
@@ -431,7 +433,7 @@ def check(run: Run, device: str, fs_type: str) -> None:
         # Exit codes of e2fsck(8): 1 and 2 if all damage was repaired, 4 if damage remains; others
         # if the check failed.
         if result.exit_code == 4:
-            raise errors.Damaged(device, fs_type, _said(result), file_system.repair)
+            raise mount_errors.Damaged(device, fs_type, _said(result), file_system.repair)
         if result.exit_code not in (0, 1, 2):
             raise _check_failed(device, fs_type, result)
     if file_system.resize:
@@ -444,8 +446,8 @@ def _said(result: Result) -> str:
     return result.stdout.strip() or result.stderr.strip()
 
 
-def _check_failed(device: str, fs_type: str, result: Result) -> errors.CheckFailed:
-    return errors.CheckFailed(device, fs_type, f"{_said(result)} (exit {result.exit_code})")
+def _check_failed(device: str, fs_type: str, result: Result) -> mount_errors.CheckFailed:
+    return mount_errors.CheckFailed(device, fs_type, f"{_said(result)} (exit {result.exit_code})")
 
 
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
@@ -463,15 +465,17 @@ def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
             continue
         if option not in file_system.allowed.split() or option in checked:
             allowed = f"{file_system.allowed} {file_system.flags}".strip()
-            raise errors.BadOption(
+            raise mount_errors.BadOption(
                 option, f"is not allowed for {fs_type} or given twice; allowed are {allowed}"
             )
         value = next(words, "")
         if not _VALUE.fullmatch(value):
-            raise errors.BadOption(f"{option} {value}", "has no value, or one with odd characters")
+            raise mount_errors.BadOption(
+                f"{option} {value}", "has no value, or one with odd characters"
+            )
         keys = {word.partition("=")[0] for word in value.split(",")}
         if refused := keys.intersection(_REFUSED_WORDS.split()):
-            raise errors.BadOption(f"{option} {value}", f"may not hold {', '.join(refused)}")
+            raise mount_errors.BadOption(f"{option} {value}", f"may not hold {', '.join(refused)}")
         checked[option] = value
     _check_blocks(file_system, checked)
     return checked
@@ -486,20 +490,20 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
     keys = {word.partition("=")[0] for word in mount_options}
     for first, second in file_system.only_with:
         if first in keys and second not in keys:
-            raise errors.BadOption(first, f"needs {second} as well")
+            raise mount_errors.BadOption(first, f"needs {second} as well")
     for first, second in file_system.never_with:
         if {first, second} <= set(mount_options):
-            raise errors.BadOption(first, f"contradicts {second}; give one of them")
+            raise mount_errors.BadOption(first, f"contradicts {second}; give one of them")
     for word in mount_options:
         key, _, value = word.partition("=")
         if value and not re.fullmatch(file_system.values.get(key, ".*"), value):
-            raise errors.BadOption(word, f"has no value that the kernel takes for {fs_type}")
+            raise mount_errors.BadOption(word, f"has no value that the kernel takes for {fs_type}")
         if word in file_system.only_read:
             why = f"mounts {fs_type} for reading only, and a new volume is written to"
-            raise errors.BadOption(word, why)
+            raise mount_errors.BadOption(word, why)
         option, feature = file_system.needs.get(word, ("", ""))
         if feature and feature not in chosen.get(option, "").split(","):
-            raise errors.BadOption(
+            raise mount_errors.BadOption(
                 word, f"needs a file system that is made with mkfs options `{option} {feature}`"
             )
 
@@ -524,7 +528,7 @@ def _check_blocks(file_system: FileSystem, chosen: Mapping[str, str]) -> None:
     for option, key in file_system.block_options:
         value = chosen.get(option, "")
         if (size_bytes := _size(value, key)) > mmap.PAGESIZE:
-            raise errors.BadOption(
+            raise mount_errors.BadOption(
                 f"{option} {value}",
                 f"makes blocks of {size_bytes} bytes, which the kernel cannot mount: this node's"
                 f" pages of memory have {mmap.PAGESIZE}",
@@ -549,7 +553,7 @@ def check_size(fs_type: str, size_bytes: int) -> None:
     """Raise TooSmall if a file system of a type needs a larger device."""
     minimum_bytes = supported(fs_type).minimum_bytes
     if size_bytes < minimum_bytes:
-        raise errors.TooSmall(fs_type, size_bytes, minimum_bytes)
+        raise mount_errors.TooSmall(fs_type, size_bytes, minimum_bytes)
 
 
 def grow(kernel: Kernel, mount: table.Mount) -> None:
@@ -562,13 +566,15 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
     grow_it = supported(mount.fs_type).grow
     try:
         if kernel.device_number(mount.source) != mount.device:
-            raise errors.GrowFailed(mount.path, mount.fs_type, f"{mount.source} is another device")
+            raise mount_errors.GrowFailed(
+                mount.path, mount.fs_type, f"{mount.source} is another device"
+            )
         grow_it(kernel, mount, kernel.device_size_bytes(mount.source))
     except OSError as error:
         why = str(error.strerror)
         if error.errno == errno.EPERM and mount.fs_type == "ext4":
             why += _about_refusal(kernel, mount)
-        raise errors.GrowFailed(mount.path, mount.fs_type, why) from error
+        raise mount_errors.GrowFailed(mount.path, mount.fs_type, why) from error
 
 
 def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
@@ -675,7 +681,7 @@ def renew(kernel: Kernel, device: str) -> None:
     identity = uuid.uuid4().bytes
     superblocks = list(_superblocks(kernel, device))
     if not superblocks:
-        raise errors.RenewFailed(device, "no superblock with a good checksum of type crc32c")
+        raise mount_errors.RenewFailed(device, "no superblock with a good checksum of type crc32c")
     # The kernel mounts by the first copy. It is written last, as only then the new UUID counts.
     for offset, block in reversed(superblocks):
         kernel.write(device, offset, _renewed(block, identity))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mount import blocks, calls
+from mount import block_io, calls
 from mount.disk_load import DiskLoads
 
 _EXT4_RESIZE_FS = calls.ioctl_number(1, ord("f"), 16, 8)
@@ -63,7 +63,7 @@ class Growth:
         """
         wanted = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
+        with block_io.closing(descriptor):
             # A resize gets a single code of enum btrfs_err_code (<linux/btrfs.h>): that of a
             # running exclusive operation.
             if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, wanted):
@@ -77,7 +77,7 @@ class Growth:
     def sync(self, path: str) -> None:
         """syncfs(2): write back all data of the file system at a path to its device."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with blocks.closing(descriptor):
+        with block_io.closing(descriptor):
             calls.syncfs(descriptor, path)
 
 
@@ -152,7 +152,7 @@ class Kernel(DiskLoads, Growth):
         # resolves a path.
         with suppress(OSError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            with blocks.closing(descriptor):
+            with block_io.closing(descriptor):
                 resolved = os.readlink(_descriptor(descriptor))  # noqa: PTH115 - strings all along
             # A text without a leading slash is of a file outside of the process's root; one with
             # "(deleted)" is of a file that was removed meanwhile (d_path(9)).
@@ -246,7 +246,7 @@ class Kernel(DiskLoads, Growth):
                 raise OSError(error.errno, error.strerror, device, None, path) from error
             self._mount_by_old_call(device, path, fs_type, attributes, parameters)
             return
-        with blocks.closing(context):
+        with block_io.closing(context):
             try:
                 calls.fsconfig(context, calls.SET_STRING, "source", device)
                 for parameter in parameters:
@@ -258,7 +258,7 @@ class Kernel(DiskLoads, Growth):
             except OSError as error:
                 why = _messages(context) or error.strerror
                 raise OSError(error.errno, why, device, None, path) from error
-        with blocks.closing(tree):
+        with block_io.closing(tree):
             self._move(tree, device, path)
 
     def bind(self, source: str, path: str, attributes: Set[str]) -> None:
@@ -277,7 +277,7 @@ class Kernel(DiskLoads, Growth):
                 self._new_calls()
                 flags = _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC
                 tree = calls.syscall(_OPEN_TREE, origin, b"", flags)
-                with blocks.closing(tree):
+                with block_io.closing(tree):
                     if attributes or private:
                         _set_attributes(tree, attributes, private=private)
                     self._move(tree, source, path)
@@ -295,14 +295,14 @@ class Kernel(DiskLoads, Growth):
 
     # Descriptors of paths, and the steps of mounting
 
-    def _at(self, path: str) -> blocks.closing:
+    def _at(self, path: str) -> block_io.closing:
         """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""
         try:
-            return blocks.closing(self._opened(path))
+            return block_io.closing(self._opened(path))
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
 
-    def _parent(self, path: str) -> tuple[blocks.closing, str]:
+    def _parent(self, path: str) -> tuple[block_io.closing, str]:
         """A descriptor of a path's parent directory, and the path's last part."""
         directory, _, name = path.rpartition("/")
         return self._at(directory or "/"), name or "."
@@ -413,7 +413,7 @@ def _walked(path: str) -> int:
     """Open a path that has no symbolic links, part by part, in place of openat2(2)."""
     here = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in filter(None, path.split("/")):
-        with blocks.closing(here):
+        with block_io.closing(here):
             there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
         here = there
         if stat.S_ISLNK(os.fstat(here).st_mode):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from mount import errors
+from mount import mount_errors
 from mount.block_devices import LoopStatus
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
@@ -31,7 +31,7 @@ def find(kernel: Kernel, file: str) -> str | None:
     try:
         wanted = kernel.lstat(kernel.real_path(file))
     except OSError as error:
-        raise errors.LoopFailed(file, str(error.strerror)) from error
+        raise mount_errors.LoopFailed(file, str(error.strerror)) from error
     for device in kernel.loop_devices():
         status = _status(kernel, device)
         if status and _is_on(status, wanted) and not status.leaving:
@@ -97,7 +97,7 @@ def attach_read_only(kernel: Kernel, device: str) -> str:
     try:
         number, blocks = kernel.device_number(device), kernel.logical_block_bytes(device)
     except OSError as error:
-        raise errors.LoopFailed(device, str(error.strerror)) from error
+        raise mount_errors.LoopFailed(device, str(error.strerror)) from error
     for existing, status in _own(kernel, number):
         if not status.leaving:
             return existing
@@ -120,11 +120,11 @@ def detach(
         # LOOP_CLR_FD succeeds for a device in use, and the kernel then detaches the device at its
         # last close: so the use is checked first.
         if kernel.device_is_held(device):
-            raise errors.Busy(device)
+            raise mount_errors.Busy(device)
         kernel.loop_clear(device)
     except OSError as error:
         if error.errno != errno.ENXIO:
-            raise errors.LoopFailed(device, str(error.strerror)) from error
+            raise mount_errors.LoopFailed(device, str(error.strerror)) from error
     # A process that only has the device open delays the detach as well: udev probes a device for a
     # moment after each change.
     if _status(kernel, device) is None:
@@ -134,7 +134,7 @@ def detach(
             time.sleep(1 / _LOOKS_A_SECOND)
             if _status(kernel, device) is None:
                 return
-    raise errors.Busy(device)
+    raise mount_errors.Busy(device)
 
 
 def grow(kernel: Kernel, device: str) -> None:
@@ -142,7 +142,7 @@ def grow(kernel: Kernel, device: str) -> None:
     try:
         kernel.loop_set_capacity(device)
     except OSError as error:
-        raise errors.LoopFailed(device, str(error.strerror)) from error
+        raise mount_errors.LoopFailed(device, str(error.strerror)) from error
 
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
@@ -169,14 +169,14 @@ def _status(kernel: Kernel, device: str) -> LoopStatus | None:
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENOENT):
             return None
-        raise errors.LoopFailed(device, str(error.strerror)) from error
+        raise mount_errors.LoopFailed(device, str(error.strerror)) from error
 
 
 def _writable(kernel: Kernel, file: str, device: str) -> str:
     status = _status(kernel, device)
     if status is None or status.read_only:
         state = "detached meanwhile" if status is None else "attached read-only"
-        raise errors.LoopFailed(file, f"{device} is {state}; detach it first, then try again")
+        raise mount_errors.LoopFailed(file, f"{device} is {state}; detach it first, then try again")
     return device
 
 
@@ -201,6 +201,6 @@ def _configure(
             if error.errno == errno.EINVAL and direct_io:
                 direct_io = False  # a file system without direct I/O, such as tmpfs
                 continue
-            raise errors.LoopFailed(file, str(error.strerror)) from error
+            raise mount_errors.LoopFailed(file, str(error.strerror)) from error
         return device
-    raise errors.LoopFailed(file, f"{_ATTEMPTS} free devices in a row were taken by others")
+    raise mount_errors.LoopFailed(file, f"{_ATTEMPTS} free devices in a row were taken by others")

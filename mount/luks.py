@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mount import errors
-from mount.blocks import Opened
+from mount import mount_errors
+from mount.block_io import Opened
 from mount.command import Result, Runner
 from mount.kernel import Kernel
 
@@ -201,7 +201,7 @@ def _probing(device: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
+        raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
 
 
 # AES-256 in XTS mode, whose key has two parts.
@@ -277,7 +277,7 @@ class Cryptsetup:
         words = ("--type", "luks2", "--test-passphrase", *of_slot)
         try:
             self._with_key("open", device, key, *words, "--", device)
-        except errors.WrongKey:
+        except mount_errors.WrongKey:
             return False
         return True
 
@@ -285,9 +285,9 @@ class Cryptsetup:
         """Close a dm-crypt device, which forgets its key. Raises CryptBusy, CryptFailed."""
         result = self._run(*self._prefix, "cryptsetup", "close", "--", name)
         if result.exit_code == _IN_USE:
-            raise errors.CryptBusy(name, result.stderr.strip())
+            raise mount_errors.CryptBusy(name, result.stderr.strip())
         if result.exit_code != 0:
-            raise errors.CryptFailed("close", name, _said(result))
+            raise mount_errors.CryptFailed("close", name, _said(result))
 
     def grow(self, device: str, key: bytearray, name: str) -> None:
         """Grow an open dm-crypt device to the size of the device below it. Raises WrongKey."""
@@ -322,23 +322,23 @@ class Cryptsetup:
         called = ("cryptsetup", action, "--batch-mode", *words, "--", device)
         result = self._run(*self._prefix, *called)
         if result.exit_code != 0:
-            raise errors.CryptFailed(action, device, _said(result))
+            raise mount_errors.CryptFailed(action, device, _said(result))
 
     def _with_key(self, action: str, device: str, key: bytearray, *words: str) -> None:
         common = ("--batch-mode", "--disable-external-tokens", "--key-file", "-")
         with _turn(device):
             result = self._run(*self._prefix, "cryptsetup", action, *common, *words, stdin=key)
         if result.exit_code == _NO_PERMISSION:
-            raise errors.WrongKey(device)
+            raise mount_errors.WrongKey(device)
         if result.exit_code != 0:
-            raise errors.CryptFailed(action, device, _said(result))
+            raise mount_errors.CryptFailed(action, device, _said(result))
 
 
 @contextmanager
 def _turn(device: str) -> Iterator[None]:
     """Inside, argon2id has its memory. Raises CryptPending."""
     if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
-        raise errors.CryptPending(device)
+        raise mount_errors.CryptPending(device)
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from mount import errors, filesystem, table, target
+from mount import filesystem, mount_errors, table, target
 from mount.kernel import ATIME, Kernel
 from mount.options import CONTEXT, Options, is_same_context
 from mount.table import DeviceNumber, Mount, Table
@@ -46,7 +46,7 @@ def ensure_mounted(
     for other in before.of_device(number):
         _require_context(other, options.context)
     if options.context and not kernel.has_selinux():
-        raise errors.BadOption(
+        raise mount_errors.BadOption(
             f"{CONTEXT}{options.context}", "is for SELinux, which is off on this node"
         )
     # The superblock of a read-only mount must be read-only, too: otherwise the kernel would write
@@ -61,15 +61,15 @@ def ensure_mounted(
             )
     except OSError as error:
         if error.errno in _DAMAGE:
-            raise errors.Damaged(device, fs_type, _why(error), file_system.repair) from error
+            raise mount_errors.Damaged(device, fs_type, _why(error), file_system.repair) from error
         # EBUSY: a mount of the file system has the other access, ro or rw, and the superblock has
         # one access for all mounts; or another driver uses the device.
         if error.errno == errno.EBUSY:
-            raise errors.Busy(device) from error
-        raise errors.MountFailed(device, path, _why(error)) from error
+            raise mount_errors.Busy(device) from error
+        raise mount_errors.MountFailed(device, path, _why(error)) from error
     with _undoing(kernel, device, path):
         if not _is_mounted(table.read(kernel), path, number, wanted):
-            raise errors.MountFailed(device, path, "the mount table does not show it")
+            raise mount_errors.MountFailed(device, path, "the mount table does not show it")
 
 
 def ensure_bound(
@@ -90,7 +90,7 @@ def ensure_bound(
     before = table.read(kernel) if before is None else before
     holder = before.holding(source)
     if holder is None:
-        raise errors.NotMounted(source)
+        raise mount_errors.NotMounted(source)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, frozenset(holder.options))
     root = _root_of(holder, source)
@@ -104,10 +104,10 @@ def ensure_bound(
         with target.unchanged(path):
             kernel.bind(source, path, attributes)
     except OSError as error:
-        raise errors.MountFailed(source, path, _why(error)) from error
+        raise mount_errors.MountFailed(source, path, _why(error)) from error
     with _undoing(kernel, source, path):
         if not _is_bound(kernel, table.read(kernel), path, source, holder, root, wanted):
-            raise errors.MountFailed(source, path, "the mount table does not show it")
+            raise mount_errors.MountFailed(source, path, "the mount table does not show it")
 
 
 def ensure_unmounted(
@@ -125,11 +125,11 @@ def ensure_unmounted(
     stack = (mounts or table.read(kernel)).at(path)
     for mount in stack:
         if not (mount.is_stale_node or _is_of(kernel, mount, stack[-1], devices)):
-            raise errors.ForeignMount(path, str(mount))
+            raise mount_errors.ForeignMount(path, str(mount))
     for _ in stack:
         _unmount(kernel, path)
     if left := table.read(kernel).at(path):
-        raise errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
+        raise mount_errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
 
 
 def device_number(kernel: Kernel, device: str) -> DeviceNumber:
@@ -137,7 +137,7 @@ def device_number(kernel: Kernel, device: str) -> DeviceNumber:
     try:
         return kernel.device_number(device)
     except OSError as error:
-        raise errors.DeviceMissing(device, str(error.strerror)) from error
+        raise mount_errors.DeviceMissing(device, str(error.strerror)) from error
 
 
 @contextmanager
@@ -145,9 +145,9 @@ def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
     """Unmount a new mount again if the `with` block finds that it is not as requested."""
     try:
         yield
-    except errors.MountConflict as error:
+    except mount_errors.MountConflict as error:
         kernel.unmount(path)
-        raise errors.MountFailed(source, path, f"the kernel made it {error.found}") from error
+        raise mount_errors.MountFailed(source, path, f"the kernel made it {error.found}") from error
 
 
 def _mount(
@@ -178,7 +178,7 @@ def _unmount(kernel: Kernel, path: str) -> None:
     # no process is found, either that moment is over, or another mount keeps this one busy.
     users = processes(kernel, path)
     if users or not _try_to_unmount(kernel, path):
-        raise errors.Busy(path, users)
+        raise mount_errors.Busy(path, users)
 
 
 def _try_to_unmount(kernel: Kernel, path: str) -> bool:
@@ -191,7 +191,7 @@ def _try_to_unmount(kernel: Kernel, path: str) -> bool:
             return False
         # EINVAL: the path is no mount point, as another process has unmounted it meanwhile.
         if error.errno != errno.EINVAL:
-            raise errors.UnmountFailed(path, _why(error)) from error
+            raise mount_errors.UnmountFailed(path, _why(error)) from error
     return True
 
 
@@ -203,7 +203,7 @@ def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Se
     stack = mounts.at(path)
     for mount in stack:
         if mount.device != number or mount.root != "/":
-            raise errors.ForeignMount(path, str(mount))
+            raise mount_errors.ForeignMount(path, str(mount))
     if stack:
         _check_words(stack[-1], wanted)
     return bool(stack)
@@ -225,7 +225,7 @@ def _is_bound(
     same = (top.device, top.root) == (holder.device, root)
     # A node of the same device may be in another devtmpfs, or may have been made anew since.
     if not same and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
-        raise errors.ForeignMount(path, str(top))
+        raise mount_errors.ForeignMount(path, str(top))
     _check_words(top, wanted)
     return True
 
@@ -267,12 +267,12 @@ def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
 def _check_words(mount: Mount, wanted: Set[str]) -> None:
     words = set(mount.options) | ({"ro"} if mount.read_only else set())
     if ("ro" in words, words & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
-        raise errors.MountConflict(mount.path, _shown(words), _shown(wanted))
+        raise mount_errors.MountConflict(mount.path, _shown(words), _shown(wanted))
 
 
 def _check_context(mount: Mount, context: str) -> None:
     if not is_same_context(mount.context, context):
-        raise errors.MountConflict(
+        raise mount_errors.MountConflict(
             mount.path, f"with {CONTEXT}{mount.context}", f"{CONTEXT}{context}"
         )
 
@@ -280,7 +280,7 @@ def _check_context(mount: Mount, context: str) -> None:
 def _require_context(mount: Mount, context: str) -> None:
     """Raise OtherContext if a mounted file system has a different SELinux context, or none."""
     if not is_same_context(mount.context, context):
-        raise errors.OtherContext(mount.path, mount.context, context)
+        raise mount_errors.OtherContext(mount.path, mount.context, context)
 
 
 def _shown(words: Set[str]) -> str:
@@ -364,31 +364,35 @@ def require_unused(kernel: Kernel, device: str) -> None:
     try:
         number = kernel.device_number(device)
     except FileNotFoundError:
-        raise errors.NotVacant(device, "is not there", "attach it, or correct its name") from None
+        raise mount_errors.NotVacant(
+            device, "is not there", "attach it, or correct its name"
+        ) from None
     except OSError as error:
         why = f"is not a usable block device ({error.strerror})"
-        raise errors.NotVacant(device, why, "correct its name") from None
+        raise mount_errors.NotVacant(device, why, "correct its name") from None
     if kernel.device_is_read_only(device):
-        raise errors.NotVacant(device, "is read-only", "see `blockdev --getro`")
+        raise mount_errors.NotVacant(device, "is read-only", "see `blockdev --getro`")
     if partitions := kernel.device_partitions(device):
         state = f"has partitions ({', '.join(partitions)})"
-        raise errors.NotVacant(device, state, f"name one of them; or {_emptied(device)}")
+        raise mount_errors.NotVacant(device, state, f"name one of them; or {_emptied(device)}")
     if mounts := table.read(kernel).of_device(number):
         state = f"is mounted at {', '.join(mount.path for mount in mounts)}"
-        raise errors.NotVacant(device, state, "name another")
+        raise mount_errors.NotVacant(device, state, "name another")
     if kernel.device_is_swap(device):
-        raise errors.NotVacant(device, "is used as swap", "name another")
+        raise mount_errors.NotVacant(device, "is used as swap", "name another")
     if holders := kernel.device_holders(device):
         state = f"is a part of {', '.join(holders)}"
-        raise errors.NotVacant(device, state, "name another, or that one; `lsblk` shows both")
+        raise mount_errors.NotVacant(device, state, "name another, or that one; `lsblk` shows both")
     if kernel.device_is_held(device):
-        raise errors.NotVacant(device, "is in exclusive use by another process", "see `fuser -v`")
+        raise mount_errors.NotVacant(
+            device, "is in exclusive use by another process", "see `fuser -v`"
+        )
 
 
 def require_blank(kernel: Kernel, device: str) -> None:
     """Raise NotVacant for a device with any signature. Raises ProbeFailed."""
     if (signature := filesystem.probe(kernel, device)) is not None:
-        raise errors.NotVacant(device, f"holds {signature}", _emptied(device))
+        raise mount_errors.NotVacant(device, f"holds {signature}", _emptied(device))
 
 
 def _emptied(device: str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mount import errors
+from mount import mount_errors
 from mount.filesystem import FILE_SYSTEMS, supported
 from mount.kernel import ATIME, ATTRIBUTES
 
@@ -84,7 +84,7 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
         elif word not in _DEFAULTS:
             allowed_words = ", ".join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))
             reason = f"is not known or not allowed; allowed are {allowed_words}"
-            raise errors.BadOption(word, reason)
+            raise mount_errors.BadOption(word, reason)
     return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
 
 
@@ -133,25 +133,25 @@ def _checked(word: str) -> str:
         if len(context) > 1 and context[0] == context[-1] == '"':
             context = context[1:-1]
         if not _CONTEXT.fullmatch(context):
-            raise errors.BadOption(word, 'is not of the form context="user:role:type:level"')
+            raise mount_errors.BadOption(word, 'is not of the form context="user:role:type:level"')
         return CONTEXT + context
     if not _WORD.fullmatch(word):
-        raise errors.BadOption(word, "is not of the form name or name=value")
+        raise mount_errors.BadOption(word, "is not of the form name or name=value")
     return word
 
 
 def _refuse_contradictions(words: Sequence[str]) -> None:
     for word in words:
         if (opposite := _DEFAULTS.get(word)) in words:
-            raise errors.BadOption(word, f"contradicts {opposite}; give one of them")
+            raise mount_errors.BadOption(word, f"contradicts {opposite}; give one of them")
     atime = [word for word in words if word in ATIME]
     if len(atime) > 1:
-        raise errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
+        raise mount_errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
     seen: dict[str, str] = {}
     for word in words:
         # `discard` and `nodiscard`, or `commit=5` and `commit=10`.
         name = word.partition("=")[0]
         stem = name.removeprefix("no") if name not in ATTRIBUTES else name
         if stem in seen:
-            raise errors.BadOption(word, f"contradicts {seen[stem]}; give one of them")
+            raise mount_errors.BadOption(word, f"contradicts {seen[stem]}; give one of them")
         seen[stem] = word

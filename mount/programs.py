@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 import sh
 
-from mount import command, errors
+from mount import command, mount_errors
 from mount.command import (
     Conversation,
     ConversationOver,
@@ -206,12 +206,12 @@ class Programs:
         words = self._reached(words)
         remaining = remaining_seconds()
         if remaining == 0:
-            raise errors.CommandTimedOut(words, 0.0)
+            raise mount_errors.CommandTimedOut(words, 0.0)
         started = time.monotonic()
         result, in_time = _execute(words, remaining, stdin)
         self._observe(Finished(words, result.exit_code, time.monotonic() - started))
         if not in_time:
-            raise errors.CommandTimedOut(words, remaining or 0.0)
+            raise mount_errors.CommandTimedOut(words, remaining or 0.0)
         return result
 
     def converse(
@@ -227,8 +227,8 @@ class Programs:
         """Read what a program prints, as it comes: the real `Stream`."""
         remaining, started = remaining_seconds(), time.monotonic()
         if remaining == 0:
-            raise errors.CommandTimedOut(words, 0.0)
-        problem: errors.CommandError | None = None
+            raise mount_errors.CommandTimedOut(words, 0.0)
+        problem: mount_errors.CommandError | None = None
         with (
             TemporaryFile() as stderr,
             start(words, reads=False, stderr=stderr) as running,
@@ -237,7 +237,7 @@ class Programs:
             output = cast("BinaryIO", running.stdout)
             try:
                 yield output
-            except errors.CommandError as error:
+            except mount_errors.CommandError as error:
                 # Output that is cut off is explained by how the program ended.
                 problem = error
             is_read = not output.read(1)
@@ -248,9 +248,9 @@ class Programs:
             stderr.seek(0)
             complaints = _text(stderr.read())
         if remaining_seconds() == 0:
-            raise errors.CommandTimedOut(words, remaining or 0.0)
+            raise mount_errors.CommandTimedOut(words, remaining or 0.0)
         if is_read and code:
-            raise errors.CommandFailed(words, code, complaints)
+            raise mount_errors.CommandFailed(words, code, complaints)
         if problem is not None:
             raise problem
 
@@ -287,7 +287,7 @@ def start(
             stderr=stderr,
         )
     except FileNotFoundError:
-        raise errors.ProgramMissing(words[0]) from None
+        raise mount_errors.ProgramMissing(words[0]) from None
 
 
 def _by_subprocess(
@@ -310,7 +310,7 @@ def _by_subprocess(
         except subprocess.TimeoutExpired:
             # The caller need not wait for its end.
             command.begin("program", running.communicate)
-            raise errors.CommandStuck(
+            raise mount_errors.CommandStuck(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
             ) from None
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
@@ -375,7 +375,7 @@ def _ended(
         return ended.result(_GRACE_SECONDS), False
     except TimeoutError:
         # It waits for a disk in the kernel, and no signal ends that: the caller need not wait.
-        raise errors.CommandStuck(words, timeout_seconds, ended.done) from None
+        raise mount_errors.CommandStuck(words, timeout_seconds, ended.done) from None
 
 
 def _exit_code(running: sh.RunningCommand) -> int:
@@ -390,7 +390,7 @@ def _program(name: str) -> sh.Command:
         # Looked up at each call: a program installed meanwhile is found.
         return sh.Command(name, search_paths=ENVIRONMENT["PATH"].split(":"))
     except sh.CommandNotFound:
-        raise errors.ProgramMissing(name) from None
+        raise mount_errors.ProgramMissing(name) from None
 
 
 def _text(output: bytes) -> str:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from mount import errors, table
+from mount import mount_errors, table
 from mount.kernel import Kernel
 
 _PATH_MAX_BYTES = 4095  # PATH_MAX of <linux/limits.h> counts the closing NUL
@@ -25,19 +25,19 @@ _FILE_MODE = 0o640
 def check(path: str) -> str:
     """Return a path that is absolute, normalised, printable and short enough; else BadPath."""
     if not path.startswith("/"):
-        raise errors.BadPath(path, "is not absolute")
+        raise mount_errors.BadPath(path, "is not absolute")
     if _CONTROL.search(path):
-        raise errors.BadPath(path, "holds control characters")
+        raise mount_errors.BadPath(path, "holds control characters")
     if path == "/" or path != os.path.normpath(path) or path.startswith("//"):
-        raise errors.BadPath(path, "is not normalised")
+        raise mount_errors.BadPath(path, "is not normalised")
     try:
         encoded = path.encode()
     except UnicodeEncodeError as error:
-        raise errors.BadPath(path, "is not valid UTF-8") from error
+        raise mount_errors.BadPath(path, "is not valid UTF-8") from error
     if len(encoded) > _PATH_MAX_BYTES:
-        raise errors.BadPath(path, f"is longer than {_PATH_MAX_BYTES} bytes")
+        raise mount_errors.BadPath(path, f"is longer than {_PATH_MAX_BYTES} bytes")
     if max(map(len, encoded.split(b"/"))) > _NAME_MAX_BYTES:
-        raise errors.BadPath(path, f"has a part longer than {_NAME_MAX_BYTES} bytes")
+        raise mount_errors.BadPath(path, f"has a part longer than {_NAME_MAX_BYTES} bytes")
     return path
 
 
@@ -52,9 +52,9 @@ def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
     # EIO from a mount whose file system was shut down is ignored: unmounting needs its path, too.
     with suppress(OSError):
         if stat.S_ISLNK(kernel.lstat(resolved).st_mode):
-            raise errors.BadPath(path, "is a symbolic link")
+            raise mount_errors.BadPath(path, "is a symbolic link")
     if not is_inside(kernel, resolved, inside):
-        raise errors.BadPath(
+        raise mount_errors.BadPath(
             path, f"leads out of {' and '.join(inside)}, where mounts may be (kubelet_dir)"
         )
     return resolved
@@ -83,7 +83,7 @@ def unchanged(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise errors.PathChanged(path) from error
+            raise mount_errors.PathChanged(path) from error
         raise
 
 
@@ -91,7 +91,7 @@ def check_directory(kernel: Kernel, path: str) -> None:
     """Raise NotADirectory for an existing path that is not a directory."""
     status = _lstat(kernel, path)
     if status is not None and not stat.S_ISDIR(status.st_mode):
-        raise errors.NotADirectory(path)
+        raise mount_errors.NotADirectory(path)
 
 
 def ensure_directory(kernel: Kernel, path: str) -> None:
@@ -101,7 +101,7 @@ def ensure_directory(kernel: Kernel, path: str) -> None:
     """
     status = _there(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
     if status is not None and not stat.S_ISDIR(status.st_mode):
-        raise errors.NotADirectory(path)
+        raise mount_errors.NotADirectory(path)
 
 
 def ensure_file(kernel: Kernel, path: str) -> None:
@@ -111,7 +111,7 @@ def ensure_file(kernel: Kernel, path: str) -> None:
     """
     status = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
     if status is not None and not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
-        raise errors.NotAFile(path)
+        raise mount_errors.NotAFile(path)
 
 
 def ensure_absent(kernel: Kernel, path: str) -> None:
@@ -128,7 +128,9 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
                 kernel.remove_file(path)
         else:
             _require_unmounted(kernel, path)
-            raise errors.TargetInUse(path, "is not an empty file or directory; it is left alone")
+            raise mount_errors.TargetInUse(
+                path, "is not an empty file or directory; it is left alone"
+            )
     except FileNotFoundError:
         return
     except OSError as error:
@@ -136,13 +138,15 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
             _require_unmounted(kernel, path)
             why = "is not empty or still in use; it is left alone"
-            raise errors.TargetInUse(path, why) from error
-        raise errors.TargetError(path, f"cannot be removed: {error.strerror}") from error
+            raise mount_errors.TargetInUse(path, why) from error
+        raise mount_errors.TargetError(path, f"cannot be removed: {error.strerror}") from error
 
 
 def _require_unmounted(kernel: Kernel, path: str) -> None:
     if mounted := table.read(kernel).at(path):
-        raise errors.TargetInUse(path, f"{mounted[-1]} is still mounted here; unmount it first")
+        raise mount_errors.TargetInUse(
+            path, f"{mounted[-1]} is still mounted here; unmount it first"
+        )
 
 
 def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:
@@ -155,7 +159,7 @@ def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_resul
     except FileExistsError:
         return _lstat(kernel, path)
     except OSError as error:
-        raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+        raise mount_errors.TargetError(path, f"cannot be made: {error.strerror}") from error
     return None
 
 
@@ -166,4 +170,4 @@ def _lstat(kernel: Kernel, path: str) -> os.stat_result | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise errors.TargetError(path, f"cannot be looked at: {error.strerror}") from error
+        raise mount_errors.TargetError(path, f"cannot be looked at: {error.strerror}") from error

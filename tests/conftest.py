@@ -18,10 +18,11 @@ from model import stopping
 from real.any import AnyHost
 from real.host import Lab, RealHost, lab, real_host
 
-import agent.core.locks
+import agent.work.locks
 import mount.programs
-from agent.core import group_worker, users
-from agent.core.volume_group import VolumeGroup
+from agent.groups.volume_group import VolumeGroup
+from agent.volumes import users
+from agent.work import group_worker
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +74,7 @@ def real(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(autouse=True)
 def refused_at_once(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     """A call that meets another does not wait, unless a test is about just that."""
-    monkeypatch.setattr(agent.core.locks, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(agent.work.locks, "GRACE_SECONDS", 0.0)
     if not real:
         monkeypatch.setattr(users, "OPEN_SECONDS", 0.0)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tests of the rooms that were edited: `make quick`, or `make quick ROOMS="lvm agent/core"`.
+"""The tests of the rooms that were edited: `make quick`, or `make quick ROOMS="lvm agent/volumes"`.
 
 Edited is what differs from the last commit. Whatever was edited, the tests of documents, lists,
 schemas and packaging run, too. At most a minute for a room; `make fast` runs all.
@@ -16,8 +16,8 @@ COMPLETE = (
     "fast/repository",
     *(
         "fast/core/test_codes.py",
-        "fast/core/test_settings.py",
-        "fast/core/test_configuration.py",
+        "fast/settings/test_settings.py",
+        "fast/settings/test_configuration.py",
         "fast/daemon/test_metrics.py",
     ),
     *("fast/operations/test_health_reasons.py", "fast/extras/controller/test_threats.py"),
@@ -35,7 +35,12 @@ LONG = "tests/fast/repository/test_without_extras.py"
 TESTS = {
     "mount": ("fast/mount", "contract/test_mount_*.py"),
     "lvm": ("fast/lvm", "contract/test_lvm_*.py"),
-    "agent/core": ("fast/core", "contract/test_classes.py"),
+    "agent/core": ("fast/core",),
+    "agent/settings": ("fast/settings", "contract/test_classes.py"),
+    "agent/requests": ("fast/requests", "contract/test_classes.py"),
+    "agent/work": ("fast/work", "contract/test_autoextend.py"),
+    "agent/groups": ("fast/groups", "contract/test_groups.py"),
+    "agent/volumes": ("fast/volumes", "contract/test_conflicts.py"),
     "agent/operations": (
         "fast/operations",
         *("contract/test_lifecycle.py", "contract/test_node.py", "contract/test_snapshots.py"),

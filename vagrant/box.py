@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from vagrant.host import LAB, NAME, PROJECT, as_root, remove_tree
+from vagrant.lab_host import LAB, NAME, PROJECT, as_root, remove_tree
 from vagrant.progress import Step
 
 # Debian's releases that the box can be built of, each with its Python; the first is the default.

@@ -33,29 +33,29 @@ if __name__ == "__main__":
 
 from deploy import render
 from vagrant import (
-    authority,
     box,
+    cluster_node,
     control_plane,
     files,
-    host,
     images,
+    lab_authority,
+    lab_host,
     machines,
-    node,
 )
+from vagrant.cluster_programs import Programs
 from vagrant.control_plane import ControlPlane, ControlPlaneError
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import GuestError
-from vagrant.programs import Programs
 from vagrant.progress import Step, StepError, step
 
 _KIND = "cluster-machines"
 _SETTINGS = control_plane.FOLDER / "settings.json"
 _SERVED = control_plane.FOLDER / "served"
-_MANIFEST = host.PROJECT / "deploy" / "kubernetes" / "container-lvm2.yaml"
-_MANIFEST_VALUES = host.PROJECT / "deploy" / "helm" / "values" / "container-lvm2.yaml"
-_VALUES = host.PROJECT / "tests" / "cluster" / "values"
+_MANIFEST = lab_host.PROJECT / "deploy" / "kubernetes" / "container-lvm2.yaml"
+_MANIFEST_VALUES = lab_host.PROJECT / "deploy" / "helm" / "values" / "container-lvm2.yaml"
+_VALUES = lab_host.PROJECT / "tests" / "cluster" / "values"
 # The key of the encrypted class in values/everything.yaml; nothing of worth is encrypted by it.
 _SECRET = {
     "apiVersion": "v1",
@@ -138,7 +138,7 @@ class Cluster:
     @cached_property
     def _image_digest(self) -> str:
         """What Carver's image is made of, as it was when it was asked for first."""
-        return host.digest_of(*_PARTS_OF_IMAGE)[:16]
+        return lab_host.digest_of(*_PARTS_OF_IMAGE)[:16]
 
     @property
     def server(self) -> str:
@@ -169,7 +169,13 @@ class Cluster:
         self.programs.build(
             [
                 *("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"),
-                *("coredns", "snapshot-controller", *node.PROGRAMS, *node.PLUGINS, *sidecars()),
+                *(
+                    "coredns",
+                    "snapshot-controller",
+                    *cluster_node.PROGRAMS,
+                    *cluster_node.PLUGINS,
+                    *sidecars(),
+                ),
                 *("agnhost", "e2e.test", "hello-populator"),
             ]
         )
@@ -189,7 +195,7 @@ class Cluster:
         with step("copy programs to the nodes", "nodes"):
             _at_once(self.guests, lambda it: self._install(it, bridge))
         with step("import images that changed", "images"):
-            _at_once(self.guests, lambda it: node.import_images(it, bridge, archives))
+            _at_once(self.guests, lambda it: cluster_node.import_images(it, bridge, archives))
         with step("start kubelets", "kubelets"):
             self._join(self.guests)
         self.install_carver()
@@ -201,7 +207,7 @@ class Cluster:
         objects would be taken for the state of machines that are new.
         """
         with self.machines.running():
-            if self.machines.there() and not authority.exists(control_plane.FOLDER):
+            if self.machines.there() and not lab_authority.exists(control_plane.FOLDER):
                 with step("remove machines of another authority", "down") as removing:
                     self.machines.remove(removing)
             self.control_plane.prepare()
@@ -213,19 +219,19 @@ class Cluster:
         gates = {
             name: value == "true" for name, _, value in (one.partition("=") for one in self.gates)
         }
-        node.install(guest, _number(guest), bridge, gates)
+        cluster_node.install(guest, _number(guest), bridge, gates)
 
     def _join(self, guests: Sequence[Guest]) -> None:
         """Start kubelets, and wait until their nodes are ready; forget nodes that are gone.
 
         An object of a node on whose disk no kubelet has run yet is that of an earlier machine.
         """
-        have_run = zip(guests, _at_once(guests, node.has_run), strict=True)
+        have_run = zip(guests, _at_once(guests, cluster_node.has_run), strict=True)
         old = set(self.nodes) - {one.name for one, has_run in have_run if not has_run}
         for one in self.control_plane.objects("nodes"):
             if (name := one["metadata"]["name"]) not in old:
                 self._forget(name)
-        _at_once(guests, node.start)
+        _at_once(guests, cluster_node.start)
         self.wait_for_nodes(guests)
 
     def _forget(self, name: str) -> None:
@@ -254,7 +260,7 @@ class Cluster:
         _try("ip", "route", "flush", "proto", _ROUTES)
         self.machines.down("the machines")
         _remove_those_of_the_other_power()
-        host.remove_tree(control_plane.FOLDER)
+        lab_host.remove_tree(control_plane.FOLDER)
 
     # Carver
 
@@ -325,7 +331,7 @@ class Cluster:
         except ControlPlaneError:
             self.kubectl("delete", "csidriver", "lvm.csi.carver", "--ignore-not-found")
         installing.run(
-            *host.in_network(
+            *lab_host.in_network(
                 *("env", f"HOME={_SERVED}"),
                 *(helm, "upgrade", "--install", "carver", chart, *values),
                 *("--namespace", NAMESPACE, "--take-ownership"),
@@ -402,7 +408,7 @@ class Cluster:
 
     def wait_for_nodes(self, guests: Sequence[Guest], limit_seconds: float = 900) -> None:
         """Wait until nodes are ready, each said by the kubelet of its machine's present boot."""
-        wanted = {*_at_once(guests, lambda it: (it.name, node.boot_id(it)))}
+        wanted = {*_at_once(guests, lambda it: (it.name, cluster_node.boot_id(it)))}
 
         def all_ready() -> bool:
             ready = {
@@ -445,7 +451,7 @@ class Cluster:
 
     def shell(self, name: str, script: str) -> str:
         """Run lines of a shell as root on a node, and return what they print; raises GuestError."""
-        return node.run(self.guest(name), script)
+        return cluster_node.run(self.guest(name), script)
 
     @_alone
     def add_node(self, copy_of: str = "") -> str:
@@ -466,7 +472,7 @@ class Cluster:
                 self._install(guest, bridge)
             if copy_of:
                 with step(f"copy the disk of {copy_of} to {guest.name}", "copy"):
-                    node.copy_disk(self.guest(copy_of), guest)
+                    cluster_node.copy_disk(self.guest(copy_of), guest)
             with step(f"start kubelet on {guest.name}", "kubelets"):
                 self._join([guest])
         except BaseException:
@@ -482,7 +488,7 @@ class Cluster:
         with step(f"remove {name}", "remove"):
             self.machines.drop(name)
             gone = self.guests.pop()
-            _try("ip", "route", "delete", node.pods_of(_number(gone)))
+            _try("ip", "route", "delete", cluster_node.pods_of(_number(gone)))
             self._forget(name)
 
     @_alone
@@ -509,10 +515,10 @@ class Cluster:
         for own in (control_plane.API_ADDRESS, control_plane.DNS_ADDRESS):
             _output("ip", "address", "replace", f"{own}/32", "dev", "lo")
         for number, address in addresses.items():
-            pods = node.pods_of(number)
+            pods = cluster_node.pods_of(number)
             _output("ip", "route", "replace", pods, "via", address, "proto", _ROUTES)
         configuration = control_plane.FOLDER / "rsyncd.conf"
-        files.write(configuration, node.served(_SERVED, node.PORT, bridge))
+        files.write(configuration, cluster_node.served(_SERVED, cluster_node.PORT, bridge))
         control_plane.ensure_process(
             "rsync", ["rsync", "--daemon", "--no-detach", f"--config={configuration}"]
         )
@@ -542,9 +548,9 @@ class Cluster:
         """Make what nodes fetch, and return the names of the image archives."""
         for folder in ("bin", "cni", "images"):
             (_SERVED / folder).mkdir(parents=True, exist_ok=True)
-        for name in node.PROGRAMS:
+        for name in cluster_node.PROGRAMS:
             _serve(_SERVED / "bin" / name, self.programs.path(name))
-        for name in node.PLUGINS:
+        for name in cluster_node.PLUGINS:
             _serve(_SERVED / "cni" / name, self.programs.path(name))
         return [
             self._stand_ins(),
@@ -608,13 +614,13 @@ class Cluster:
 
     def _carver(self) -> str:
         """Make Carver's own image, where what it is made of changed since it was made last."""
-        stamp = host.PROJECT / ".cache" / "image-of-cluster"
+        stamp = lab_host.PROJECT / ".cache" / "image-of-cluster"
         archive = _newest_image()
         made = f"{self._image_digest} {archive.stat().st_mtime_ns if archive else 0}"
         if archive is None or not stamp.exists() or stamp.read_text() != made:
             with step("make Carver's image", "image") as making:
-                build = host.PROJECT / "deploy" / "image" / "build.py"
-                making.run(*host.as_root(sys.executable, build))
+                build = lab_host.PROJECT / "deploy" / "image" / "build.py"
+                making.run(*lab_host.as_root(sys.executable, build))
             if (archive := _newest_image()) is None:
                 raise ControlPlaneError(f"{build} left no image in dist")
             stamp.write_text(f"{self._image_digest} {archive.stat().st_mtime_ns}")
@@ -636,7 +642,7 @@ class Cluster:
 
 def _in_user_mode() -> bool:
     """Tell whether the machines run in user mode."""
-    return host.in_user_mode(f"{_NAME}1")
+    return lab_host.in_user_mode(f"{_NAME}1")
 
 
 def _machines(guests: Sequence[Guest], *, in_user_mode: bool) -> "Machines | UserModeMachines":
@@ -684,7 +690,7 @@ def _archive(archive: Path, parts: Sequence[str], make: Callable[[Path], None]) 
     The folder that it is in is named by the program that is in it. Returns the archive's name.
     """
     stamp = archive.with_suffix(".made")
-    made_of = "\n".join([host.digest_of("vagrant/images.py"), *parts])
+    made_of = "\n".join([lab_host.digest_of("vagrant/images.py"), *parts])
     if not archive.exists() or files.read_text(stamp) != made_of:
         make(archive)
         files.write(stamp, made_of)
@@ -703,13 +709,13 @@ def _serve(name: Path, source: Path) -> None:
 
 
 def _output(*words: str) -> str:
-    done = subprocess.run(host.in_network(*words), check=True, capture_output=True, text=True)
+    done = subprocess.run(lab_host.in_network(*words), check=True, capture_output=True, text=True)
     return done.stdout
 
 
 def _try(*words: str) -> None:
     """Run a command in the lab's network that has nothing to do where it fails."""
-    subprocess.run(host.in_network(*words), check=False, capture_output=True)
+    subprocess.run(lab_host.in_network(*words), check=False, capture_output=True)
 
 
 def _at_once(items: Sequence[T], act: Callable[[T], R]) -> list[R]:
@@ -720,7 +726,7 @@ def _at_once(items: Sequence[T], act: Callable[[T], R]) -> list[R]:
 
 def _newest_image() -> Path | None:
     """Return Carver's image that was made last."""
-    found = (host.PROJECT / "dist").glob("carver-*-amd64.oci.tar")
+    found = (lab_host.PROJECT / "dist").glob("carver-*-amd64.oci.tar")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -734,7 +740,7 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
         return _COMMANDS[arguments.command](arguments)
-    except (StepError, box.BoxError, GuestError, ControlPlaneError, host.HostError) as error:
+    except (StepError, box.BoxError, GuestError, ControlPlaneError, lab_host.HostError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
@@ -751,7 +757,7 @@ def _up(_: argparse.Namespace) -> int:
     gate = r"\w+=(true|false)"
     gates = _variable("CARVER_CLUSTER_GATES", f"{gate}(,{gate})*", "NAME=true,OTHER=false")
     Cluster(nodes, version, gates.split(",") if gates else []).up()
-    print(f"cluster: {host.PROJECT / 'vagrant/cluster.py'} kubectl get pods --all-namespaces")
+    print(f"cluster: {lab_host.PROJECT / 'vagrant/cluster.py'} kubectl get pods --all-namespaces")
     return 0
 
 
@@ -759,7 +765,7 @@ def _variable(name: str, form: str, example: str) -> str:
     """Read a variable of the environment, which may be empty or missing, and must have a form."""
     text = os.environ.get(name, "")
     if text and not re.fullmatch(form, text):
-        raise host.HostError(f"{name} is {text!r}: it must be {example}")
+        raise lab_host.HostError(f"{name} is {text!r}: it must be {example}")
     return text
 
 
@@ -774,12 +780,12 @@ def _kubectl(arguments: argparse.Namespace) -> int:
     """Run kubectl as an administrator of the cluster."""
     program = str(present().programs.path("kubectl"))
     words = [program, f"--kubeconfig={control_plane.kubeconfig()}", *arguments.words]
-    return subprocess.run(host.in_network(*words), check=False).returncode
+    return subprocess.run(lab_host.in_network(*words), check=False).returncode
 
 
 def _check(arguments: argparse.Namespace) -> int:
     """Run tests/cluster/run.py on the cluster; the options are its own."""
-    program = host.PROJECT / "tests" / "cluster" / "run.py"
+    program = lab_host.PROJECT / "tests" / "cluster" / "run.py"
     kubectl = present().programs.path("kubectl").parent
     environment = {
         "KUBECONFIG": str(control_plane.kubeconfig()),
@@ -789,7 +795,7 @@ def _check(arguments: argparse.Namespace) -> int:
     # An emulated node takes minutes where another takes seconds; so do copies of large volumes, as
     # they give way to what else is on the node's only disk.
     usual = ("--size-mib=128", "--limit=900")
-    words = host.in_network(
+    words = lab_host.in_network(
         *("env", *settings, sys.executable, str(program), *usual), *arguments.words
     )
     # In place of this process: after an interrupt the checks have to remove what they have made.
@@ -799,12 +805,12 @@ def _check(arguments: argparse.Namespace) -> int:
 def _monitor(arguments: argparse.Namespace) -> int:
     """Run tests/cluster/monitoring.py, with Prometheus, on the cluster; the options are its own."""
     present()
-    tests = host.PROJECT / "tests"
+    tests = lab_host.PROJECT / "tests"
     # By apt, which the lab's network does not reach.
     subprocess.run([sys.executable, tests / "prometheus" / "programs.py"], check=True)
     program = tests / "cluster" / "monitoring.py"
     file = f"--kubeconfig={control_plane.kubeconfig()}"
-    words = host.in_network(sys.executable, str(program), file, *arguments.words)
+    words = lab_host.in_network(sys.executable, str(program), file, *arguments.words)
     os.execvp(words[0], words)  # noqa: S606
 
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vagrant import authority, files, host
-from vagrant.programs import Programs
+from vagrant import files, lab_authority, lab_host
+from vagrant.cluster_programs import Programs
 
-FOLDER = host.LAB / "cluster"
+FOLDER = lab_host.LAB / "cluster"
 SERVICES = "10.99.16.0/24"
 API_ADDRESS, DNS_ADDRESS = "10.99.16.1", "10.99.16.10"
 SERVER = f"https://{API_ADDRESS}"
@@ -51,8 +51,8 @@ def client_kubeconfig(name: str, user: str, groups: Sequence[str]) -> Path:
     It holds a certificate and its key.
     """
     path = FOLDER / f"{name}.kubeconfig"
-    if _trusted(files.read_json(path)) != authority.base64(authority.bundle(FOLDER)):
-        text = _kubeconfig_text(authority.client(FOLDER, user, groups))
+    if _trusted(files.read_json(path)) != lab_authority.base64(lab_authority.bundle(FOLDER)):
+        text = _kubeconfig_text(lab_authority.client(FOLDER, user, groups))
         files.write(path, text, mode=0o600)
     return path
 
@@ -63,7 +63,7 @@ def _trusted(kubeconfig: dict[str, Any] | None) -> str:
     return str(clusters[0].get("cluster", {}).get("certificate-authority-data", ""))
 
 
-def _kubeconfig_text(user: authority.Pair) -> str:
+def _kubeconfig_text(user: lab_authority.Pair) -> str:
     return json.dumps(
         {
             "apiVersion": "v1",
@@ -74,7 +74,9 @@ def _kubeconfig_text(user: authority.Pair) -> str:
                     "name": "lab",
                     "cluster": {
                         "server": SERVER,
-                        "certificate-authority-data": authority.base64(authority.bundle(FOLDER)),
+                        "certificate-authority-data": lab_authority.base64(
+                            lab_authority.bundle(FOLDER)
+                        ),
                     },
                 }
             ],
@@ -82,8 +84,8 @@ def _kubeconfig_text(user: authority.Pair) -> str:
                 {
                     "name": "user",
                     "user": {
-                        "client-certificate-data": authority.base64(user.certificate),
-                        "client-key-data": authority.base64(user.key),
+                        "client-certificate-data": lab_authority.base64(user.certificate),
+                        "client-key-data": lab_authority.base64(user.key),
                     },
                 }
             ],
@@ -104,7 +106,7 @@ class ControlPlane:
 
     def prepare(self) -> None:
         """Make the authority and what it signs, where they are not there yet."""
-        authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
+        lab_authority.ensure(FOLDER, [API_ADDRESS, "127.0.0.1"])
 
     def ensure(self) -> None:
         """Have every process running as it is described, and the API server ready."""
@@ -152,7 +154,7 @@ class ControlPlane:
         """
         program = str(self._programs.path("kubectl"))
         done = subprocess.run(
-            host.in_network(program, f"--kubeconfig={kubeconfig()}", *words),
+            lab_host.in_network(program, f"--kubeconfig={kubeconfig()}", *words),
             input=stdin,
             capture_output=True,
             text=True,
@@ -172,7 +174,7 @@ class ControlPlane:
     def _words(self) -> Mapping[str, list[str]]:
         """Say how each process is started, in the order in which they need each other."""
         at = self._programs.path
-        keys = authority.Files(FOLDER)
+        keys = lab_authority.Files(FOLDER)
         configs = {
             name: client_kubeconfig(name, user, groups)
             for name, user, groups in (
@@ -290,7 +292,7 @@ _started: dict[str, subprocess.Popen[bytes]] = {}
 
 def log(name: str) -> Path:
     """Return the log of a process."""
-    return host.LAB / "logs" / f"{name}.log"
+    return lab_host.LAB / "logs" / f"{name}.log"
 
 
 def ensure_process(name: str, words: Sequence[str]) -> None:
@@ -306,7 +308,7 @@ def ensure_process(name: str, words: Sequence[str]) -> None:
         files.give_to_owner(log(name))
         process = _started[name] = subprocess.Popen(
             # By env: sudo hands no variable on.
-            host.in_network("env", "GOMAXPROCS=2", *words),
+            lab_host.in_network("env", "GOMAXPROCS=2", *words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -329,7 +331,7 @@ def end_process(name: str, limit_seconds: float = 20) -> None:
     number, deadline = signal.SIGTERM, time.monotonic()
     while pids := [*_found(name)]:
         if time.monotonic() >= deadline:
-            command = host.as_root("kill", f"-{number}", *map(str, pids))
+            command = lab_host.as_root("kill", f"-{number}", *map(str, pids))
             subprocess.run(command, capture_output=True, check=False)
             number, deadline = signal.SIGKILL, time.monotonic() + limit_seconds
         time.sleep(0.1)
@@ -346,7 +348,7 @@ def end_all() -> None:
 def forget_objects() -> None:
     """End every process and remove etcd's data: no object is left, and what was signed stays."""
     end_all()
-    host.remove_tree(FOLDER / "etcd")
+    lab_host.remove_tree(FOLDER / "etcd")
 
 
 def _found(name: str) -> dict[int, list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vagrant import files
 from vagrant.box import KEY
-from vagrant.host import LAB, NAME, PROJECT, console_log, in_network, in_user_mode
+from vagrant.lab_host import LAB, NAME, PROJECT, console_log, in_network, in_user_mode
 from vagrant.power import ByLibvirt, GuestError, Power
 from vagrant.user_mode import InUserMode
 

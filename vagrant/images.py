@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vagrant import host
+from vagrant import lab_host
 from vagrant.progress import Step
 
 PAUSE = "registry.k8s.io/pause:lab"
@@ -67,10 +67,10 @@ def make_stand_ins(making: Step, target: Path, agnhost: Path, names: Sequence[st
     `names` are those that `e2e.test --list-images` prints and that pods of the chosen tests use.
     """
     root = target.with_suffix(".root")
-    host.remove_tree(root)
+    lab_host.remove_tree(root)
     include = f"--include={','.join(_PACKAGES)}"
     making.run(
-        *host.as_root("unshare", "--mount", "mmdebstrap", "--mode=root", "--variant=extract"),
+        *lab_host.as_root("unshare", "--mount", "mmdebstrap", "--mode=root", "--variant=extract"),
         *("--format=directory", include, "--dpkgopt=path-exclude=/usr/share/*", _RELEASE, root),
     )
     (root / "bin" / "sh").symlink_to("bash")
@@ -97,7 +97,7 @@ def make_stand_ins(making: Step, target: Path, agnhost: Path, names: Sequence[st
     ]
     files = {one.name: one for one in root.iterdir()}
     write_archive(target, [one for one in images if one.names], files)
-    host.remove_tree(root)
+    lab_host.remove_tree(root)
 
 
 # A containerd of its own, on this machine, imports archives and ends. What it mounts while it
@@ -123,12 +123,12 @@ def make_store(
     making: Step, target: Path, containerd: Path, ctr: Path, archives: Sequence[Path]
 ) -> None:
     """Make a folder that is containerd's store, with the images of some archives in it."""
-    host.remove_tree(target)
+    lab_host.remove_tree(target)
     state = target.with_suffix(".state")
     alone = ("unshare", "--mount-proc", "--pid", "--fork", "--kill-child")
     words = (*alone, "sh", "-ec", _IMPORT, "sh", containerd, ctr, target, state)
-    making.run(*host.as_root(*words, *archives), timeout_seconds=900)
-    host.remove_tree(state)
+    making.run(*lab_host.as_root(*words, *archives), timeout_seconds=900)
+    lab_host.remove_tree(state)
 
 
 def _config(image: Image, layer_digest: str) -> dict[str, Any]:

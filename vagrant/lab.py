@@ -14,7 +14,7 @@ from pathlib import Path
 # This file is a program as well as a module, and Python would look beside a program only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vagrant import box, guest, host, machines
+from vagrant import box, guest, lab_host, machines
 from vagrant.guest import reboot, reset, run, sync
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
@@ -35,7 +35,7 @@ _INSTALLERS = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
 def up() -> None:
     """Bring the machine up with the present tree's Carver in it; quick if all is so already."""
     with machines.locked(_KIND):
-        machines.prepare(in_user_mode=host.in_user_mode(host.NAME))
+        machines.prepare(in_user_mode=lab_host.in_user_mode(lab_host.NAME))
         _remove_that_of_the_other_power()
         _machines().ensure()
         _provision(only_if_changed=True)
@@ -61,13 +61,13 @@ def is_up() -> bool:
 
 def _runs() -> bool:
     """Tell whether the machine runs; one of libvirt's does only while libvirt answers."""
-    may_run = host.in_user_mode(host.NAME) or host.libvirt_answers()
+    may_run = lab_host.in_user_mode(lab_host.NAME) or lab_host.libvirt_answers()
     return may_run and guest.LAB_GUEST.power.state() == "running"
 
 
 def _machines() -> "Machines | UserModeMachines":
     """Describe the lab's one machine."""
-    return _of_power(in_user_mode=host.in_user_mode(host.NAME))
+    return _of_power(in_user_mode=lab_host.in_user_mode(lab_host.NAME))
 
 
 def _of_power(*, in_user_mode: bool) -> "Machines | UserModeMachines":
@@ -80,13 +80,13 @@ def _of_power(*, in_user_mode: bool) -> "Machines | UserModeMachines":
 
 def _remove_that_of_the_other_power() -> None:
     """Remove a machine that was made while CARVER_LAB_POWER was another, if there is one."""
-    other = _of_power(in_user_mode=not host.in_user_mode(host.NAME))
+    other = _of_power(in_user_mode=not lab_host.in_user_mode(lab_host.NAME))
     if other.is_left:
         other.down("the machine of another power")
 
 
 def _provision(*, only_if_changed: bool) -> None:
-    digest = host.digest_of(*_PARTS_OF_WHEEL, "systemd", *_INSTALLERS)
+    digest = lab_host.digest_of(*_PARTS_OF_WHEEL, "systemd", *_INSTALLERS)
     stamp = "/opt/carver/provisioned"
     if only_if_changed and guest.run(["cat", stamp], check=False).stdout == digest:
         return
@@ -103,13 +103,13 @@ def _provision(*, only_if_changed: bool) -> None:
 
 def _wheel(building: Step, digest: str) -> Path:
     """Build the tree's wheel, or return the one built of the same files before."""
-    folder = host.LAB / "dist" / digest[:12]
+    folder = lab_host.LAB / "dist" / digest[:12]
     if not folder.exists():
         # Of a copy: setuptools writes into the tree it builds from.
-        source = host.LAB / "source"
-        parts = [str(host.PROJECT / part) for part in _PARTS_OF_WHEEL]
+        source = lab_host.LAB / "source"
+        parts = [str(lab_host.PROJECT / part) for part in _PARTS_OF_WHEEL]
         building.run("rsync", "-a", "--delete", "--exclude=__pycache__", *parts, source)
-        host.remove_tree(folder.parent)
+        lab_host.remove_tree(folder.parent)
         building.run(
             *(box.pip(building), "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
             *("--wheel-dir", folder, source),
@@ -141,7 +141,7 @@ def _take_pictures() -> int:
         print(taken.stderr, file=sys.stderr)
         return 1
     for name, picture in json.loads(taken.stdout).items():
-        (host.PROJECT / "docs" / "images" / f"{name}.svg").write_text(picture)
+        (lab_host.PROJECT / "docs" / "images" / f"{name}.svg").write_text(picture)
     return 0
 
 
@@ -209,7 +209,7 @@ def main() -> int:
         if arguments.command == "during":
             return _during(lambda: subprocess.run(words, check=False).returncode)
         return _session(words)
-    except (StepError, box.BoxError, GuestError, host.HostError) as error:
+    except (StepError, box.BoxError, GuestError, lab_host.HostError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:

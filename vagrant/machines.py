@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vagrant import box, files, host
+from vagrant import box, files, lab_host
 from vagrant.guest import Guest, guest_of
 from vagrant.power import GuestError
 from vagrant.progress import Step, StepError, step
@@ -48,8 +48,8 @@ class Machines:
         self.guests = [*guests]
         self._cpus, self._memory_mib = cpus, memory_mib
         self._family = family
-        self._settings = host.LAB / f"{kind}.json"
-        self._record = host.LAB / kind
+        self._settings = lab_host.LAB / f"{kind}.json"
+        self._record = lab_host.LAB / kind
 
     def ensure(self) -> None:
         """Have all machines running, as they are described; quick if they are.
@@ -60,7 +60,7 @@ class Machines:
         """
         with libvirt():
             staying = self.fit()
-            if all(one.name in staying and host.domain_runs(one.name) for one in self.guests):
+            if all(one.name in staying and lab_host.domain_runs(one.name) for one in self.guests):
                 self._write_settings()
             else:
                 self._boot(self.guests)
@@ -121,12 +121,12 @@ class Machines:
 
         """
         with locked("libvirt"):
-            if self.is_left or host.has_network():
+            if self.is_left or lab_host.has_network():
                 _ensure_libvirt()
-            if host.libvirt_answers():
+            if lab_host.libvirt_answers():
                 with step(f"remove {what}", "down") as removing:
                     self.remove(removing)
-            host.stop_libvirt()
+            lab_host.stop_libvirt()
 
     def remove(self, removing: Step) -> None:
         """Remove the machines of this kind, also those not described, and what was recorded."""
@@ -138,7 +138,7 @@ class Machines:
             self._vagrant(removing, "destroy", "--force")
         for name in self.there():
             self._remove_one(name)
-        host.remove_tree(self._record)
+        lab_host.remove_tree(self._record)
         self._settings.unlink(missing_ok=True)
 
     @property
@@ -156,7 +156,7 @@ class Machines:
         numbered = re.compile(rf"{re.escape(self._family)}[0-9]+")
         return [
             name
-            for name in host.domains()
+            for name in lab_host.domains()
             if name in described or (self._family and numbered.fullmatch(name))
         ]
 
@@ -171,9 +171,9 @@ class Machines:
         mine = set()
         for name in names:
             recorded = files.read_text(self._record / "machines" / name / "libvirt" / "id").strip()
-            if recorded and recorded == host.domain_uuid(name):
+            if recorded and recorded == lab_host.domain_uuid(name):
                 mine.add(name)
-            elif host.domain_state(name) not in ("shut off", "crashed"):
+            elif lab_host.domain_state(name) not in ("shut off", "crashed"):
                 raise GuestError(
                     f"a machine {name} of another tree is running: end it there, or by "
                     f"`virsh destroy {name}`"
@@ -183,11 +183,11 @@ class Machines:
     def _remove_one(self, name: str) -> None:
         """Remove a machine with its disk, and vagrant's record of it."""
         guest_of(name).disconnect()
-        host.virsh("destroy", name)
-        host.virsh("undefine", name, "--managed-save", "--remove-all-storage")
-        if name in host.domains():
+        lab_host.virsh("destroy", name)
+        lab_host.virsh("undefine", name, "--managed-save", "--remove-all-storage")
+        if name in lab_host.domains():
             raise GuestError(f"libvirt does not remove machine {name}: try `virsh undefine {name}`")
-        host.remove_tree(self._record / "machines" / name)
+        lab_host.remove_tree(self._record / "machines" / name)
 
     def _boot(self, guests: Sequence[Guest]) -> None:
         """Make and boot machines, those of them that do not run."""
@@ -199,12 +199,12 @@ class Machines:
             for guest in guests:
                 if guest.name not in there:
                     # A killed vagrant leaves a disk without a machine, and refuses it.
-                    host.virsh("vol-delete", "--pool", "default", f"{guest.name}.img")
+                    lab_host.virsh("vol-delete", "--pool", "default", f"{guest.name}.img")
             if not box.stock():
                 self._publish_box(booting, settings)
             # vagrant takes a copy of the box that a kill cut short for a whole one.
             if files.read_text(_uploaded()) != box.name():
-                host.remove_box_images()
+                lab_host.remove_box_images()
             _uploaded().unlink(missing_ok=True)
             with contextlib.ExitStack() as watched:
                 for guest in guests:
@@ -234,12 +234,12 @@ class Machines:
         """Describe the machines as the Vagrantfile reads it."""
         machines: dict[str, object] = {
             "box": box.name(),
-            "driver": host.driver(),
+            "driver": lab_host.driver(),
             "cpus": self._cpus,
             "memory": self._memory_mib,
             "keys": [str(box.KEY)],
             "machines": [
-                {"name": one.name, "console": str(host.console_log(one.name))}
+                {"name": one.name, "console": str(lab_host.console_log(one.name))}
                 for one in self.guests
             ],
         }
@@ -257,37 +257,41 @@ class Machines:
     def _publish_box(self, booting: Step, machines: dict[str, object]) -> None:
         """Give the box to vagrant, and its kernel to libvirt."""
         name = str(machines["box"])
-        boxes = host.LAB / "vagrant" / "boxes"
+        boxes = lab_host.LAB / "vagrant" / "boxes"
         if not (boxes / name).exists():
-            host.remove_tree(boxes)
+            lab_host.remove_tree(boxes)
             archive = str(box.folder() / "lab.box")
             self._vagrant(booting, "box", "add", "--force", "--name", name, archive)
         for file_name, target in (("vmlinuz", "kernel"), ("initrd.img", "initrd")):
             source = box.folder() / file_name
-            booting.run(*host.as_root("install", "-D", "-m", "644", source, str(machines[target])))
+            booting.run(
+                *lab_host.as_root("install", "-D", "-m", "644", source, str(machines[target]))
+            )
 
     def _vagrant(self, within: Step, *words: str) -> None:
         environment = {
-            "VAGRANT_HOME": host.LAB / "vagrant",
+            "VAGRANT_HOME": lab_host.LAB / "vagrant",
             "VAGRANT_DOTFILE_PATH": self._record,
-            "VAGRANT_CWD": host.PROJECT / "vagrant",
+            "VAGRANT_CWD": lab_host.PROJECT / "vagrant",
             "VAGRANT_CHECKPOINT_DISABLE": "1",
             "CARVER_LAB_MACHINES": self._settings,
         }
         settings = [f"{name}={value}" for name, value in environment.items()]
-        within.run(*host.in_network("env", *settings, "vagrant", *words, "--no-color", "--no-tty"))
+        within.run(
+            *lab_host.in_network("env", *settings, "vagrant", *words, "--no-color", "--no-tty")
+        )
 
 
 def _uploaded() -> Path:
     """Return the file that names the box of which libvirt has a whole copy."""
-    return host.LAB / "uploaded"
+    return lab_host.LAB / "uploaded"
 
 
 def prepare(*, in_user_mode: bool) -> None:
     """Have the host's packages and the box; quick if all is there."""
-    if missing := host.missing_packages(in_user_mode=in_user_mode):
+    if missing := lab_host.missing_packages(in_user_mode=in_user_mode):
         with step(f"install {len(missing)} Debian packages", "apt") as apt:
-            host.install_packages(apt, missing)
+            lab_host.install_packages(apt, missing)
     box.make_key()
     with locked("box"):
         if box.stock() or box.is_built():
@@ -307,9 +311,9 @@ def libvirt() -> Iterator[None]:
 
 
 def _ensure_libvirt() -> None:
-    if not host.libvirt_answers():
+    if not lab_host.libvirt_answers():
         with step("start libvirt", "libvirt") as starting:
-            host.start_libvirt(starting)
+            lab_host.start_libvirt(starting)
 
 
 # The locks that this process has.
@@ -331,8 +335,8 @@ def locked(what: str) -> Iterator[None]:
     if what in _held:
         yield
         return
-    host.LAB.mkdir(exist_ok=True)
-    path = host.LAB / ("lock" if what == "machine" else f"{what}.lock")
+    lab_host.LAB.mkdir(exist_ok=True)
+    path = lab_host.LAB / ("lock" if what == "machine" else f"{what}.lock")
     # For reading only: a lock that root made is its user's, too.
     lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
     try:
@@ -352,5 +356,5 @@ def setting(name: str, default: int) -> int:
     """Read a whole number above zero from the environment; raises HostError for anything else."""
     text = os.environ.get(name) or str(default)
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise host.HostError(f"{name} is {text!r}: it must be a whole number above zero")
+        raise lab_host.HostError(f"{name} is {text!r}: it must be a whole number above zero")
     return int(text)

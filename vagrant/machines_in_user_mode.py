@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vagrant import box, files, host
+from vagrant import box, files, lab_host
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import locked
 from vagrant.progress import Step, step
@@ -112,20 +112,20 @@ class UserModeMachines:
         with locked("libvirt"):
             with step(f"remove {what}", "down") as removing:
                 self.remove(removing)
-            host.stop_libvirt()
+            lab_host.stop_libvirt()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Have the network of the machines, and let no other program of this tree end it."""
         with locked("libvirt"):
-            if not (host.has_network() and ip("link", "show", BRIDGE, check=False)):
+            if not (lab_host.has_network() and ip("link", "show", BRIDGE, check=False)):
                 with step("make the lab's network", "network") as making:
-                    host.make_network(making)
+                    lab_host.make_network(making)
                     ip("link", "add", BRIDGE, "type", "bridge")
                     ip("address", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE)
                     ip("link", "set", BRIDGE, "up")
                     # The nodes' pods reach each other by the host's routes.
-                    making.run(*host.in_network("sysctl", "--write", "net.ipv4.ip_forward=1"))
+                    making.run(*lab_host.in_network("sysctl", "--write", "net.ipv4.ip_forward=1"))
             yield
 
     def _made_of(self) -> dict[str, object]:
@@ -140,7 +140,7 @@ def _remove(name: str) -> None:
 def _box() -> str:
     """The name of the box; raises HostError for one that is not of the lab's own recipe."""
     if box.stock():
-        raise host.HostError("a stock box does not run in user mode: leave out CARVER_LAB_BOX")
+        raise lab_host.HostError("a stock box does not run in user mode: leave out CARVER_LAB_BOX")
     return box.name()
 
 
@@ -152,7 +152,7 @@ def _kernel() -> str:
 
 def _base() -> Path:
     """The box's disk, with the kernel's modules in it."""
-    return host.LAB / f"{_box()}-{_kernel()}.raw"
+    return lab_host.LAB / f"{_box()}-{_kernel()}.raw"
 
 
 _PUT_MODULES = """
@@ -175,7 +175,7 @@ def _make_base(making: Step) -> None:
     # A machine's disk has only what differs from its base: also one that is off needs that.
     made_of = [files.read_json(one) or {} for one in folder().glob(f"*/{MADE_OF}")]
     needed = {one.get("base") for one in made_of}
-    for old in host.LAB.glob(f"{host.NAME}-*.raw"):
+    for old in lab_host.LAB.glob(f"{lab_host.NAME}-*.raw"):
         if str(old) not in needed:
             old.unlink()
     part = base.with_suffix(".part")
@@ -186,11 +186,13 @@ def _make_base(making: Step) -> None:
     making.run("qemu-img", "convert", "-O", "raw", image, part)
     image.unlink()
     mounted.mkdir(exist_ok=True)
-    making.run(*host.as_root("sh", "-ec", _PUT_MODULES, "sh", part, mounted, _MODULES / _kernel()))
+    making.run(
+        *lab_host.as_root("sh", "-ec", _PUT_MODULES, "sh", part, mounted, _MODULES / _kernel())
+    )
     mounted.rmdir()
     part.rename(base)
 
 
 def _raise_maps(raising: Step) -> None:
     if int(Path("/proc/sys/vm/max_map_count").read_text()) < _MAPS:
-        raising.run(*host.as_root("sysctl", "--write", f"vm.max_map_count={_MAPS}"))
+        raising.run(*lab_host.as_root("sysctl", "--write", f"vm.max_map_count={_MAPS}"))

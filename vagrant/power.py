@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from vagrant.host import domain_state, virsh
+from vagrant.lab_host import domain_state, virsh
 
 
 class GuestError(Exception):

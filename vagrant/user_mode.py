@@ -18,7 +18,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from vagrant import files, host
+from vagrant import files, lab_host
 from vagrant.power import GuestError, Power
 
 BRIDGE, BRIDGE_ADDRESS, _NETWORK = "user-mode", "10.98.0.1", "10.98.0"
@@ -70,10 +70,10 @@ class InUserMode(Power):
             raise GuestError(f"machine {self.name} runs: its process is {pid}")
         self._link()
         # A kernel whose id another one has left takes an id of its own invention.
-        host.remove_tree(self._ids)
+        lab_host.remove_tree(self._ids)
         words = [
             *("setsid", "env", f"TMPDIR={_memory()}"),
-            *("taskset", "--cpu-list", str(processor(self._number)), host.USER_MODE),
+            *("taskset", "--cpu-list", str(processor(self._number)), lab_host.USER_MODE),
             *(f"umid={self.name}", f"uml_dir={folder() / 'ids'}", f"mem={made_of['memory']}M"),
             *(f"ubd0={self.folder / 'disk.cow'},{made_of['base']}", "root=/dev/ubda", "rw"),
             f"vec0:transport=tap,ifname={self._tap},depth=128,gro=1,mac={self._mac}",
@@ -81,9 +81,9 @@ class InUserMode(Power):
             f"ip={self.address()}::{BRIDGE_ADDRESS}:255.255.255.0:{self.name}:vec0:none",
             *(f"systemd.hostname={self.name}", "audit=0", *_CONSOLE.split()),
         ]
-        with host.console_log(self.name).open("ab") as console:
+        with lab_host.console_log(self.name).open("ab") as console:
             subprocess.Popen(
-                host.in_network(*words),
+                lab_host.in_network(*words),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -116,9 +116,9 @@ class InUserMode(Power):
     def remove(self) -> None:
         """End the machine, and remove its disk and its network card."""
         self.cut()
-        if host.has_network():
+        if lab_host.has_network():
             ip("link", "delete", self._tap, check=False)
-        host.remove_tree(self.folder)
+        lab_host.remove_tree(self.folder)
 
     @property
     def _mac(self) -> str:
@@ -156,7 +156,7 @@ class InUserMode(Power):
 
 def folder() -> Path:
     """Where the machines are."""
-    return host.LAB / "user-mode"
+    return lab_host.LAB / "user-mode"
 
 
 def processor(number: int) -> int:
@@ -176,7 +176,7 @@ def _memory() -> str:
 
 def ip(*words: str, check: bool = True) -> bool:
     """Configure the lab's network as ip-link(8) and its like do; tell whether that succeeded."""
-    command = host.in_network("ip", *words)
+    command = lab_host.in_network("ip", *words)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise GuestError(f"ip {' '.join(words)}: {done.stderr.strip()}")
@@ -184,4 +184,4 @@ def ip(*words: str, check: bool = True) -> bool:
 
 
 def _signal(pid: str, number: signal.Signals) -> None:
-    subprocess.run(host.as_root("kill", f"-{number.value}", "--", pid), check=True)
+    subprocess.run(lab_host.as_root("kill", f"-{number.value}", "--", pid), check=True)

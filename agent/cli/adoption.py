@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from agent.core import errors, ids, tag, values
-from agent.core.parameters import PREFIX
+from agent.core import errors, ids, tag
+from agent.requests.parameters import PREFIX
+from agent.settings import values
 from lvm import names
 from proto import csi_pb2 as csi
 

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Mapping
 
 from agent.cli.words import Argument, Commands, flag, name_of, noun, verb
-from agent.core import values
-from agent.core.other_drivers import DRIVERS
-from agent.core.parameters import LIMITS
+from agent.requests.parameters import LIMITS
+from agent.settings import values
+from agent.volumes.other_drivers import DRIVERS
 from mount.filesystem import FILE_SYSTEMS
 
 NAME = name_of("volume")

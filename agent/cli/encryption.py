@@ -10,10 +10,10 @@ from pathlib import Path
 
 from agent.cli import terminal
 from agent.core import errors
-from agent.core.luks_devices import HeaderCopies, own_uuid
-from agent.core.secret import MOST_BYTES, Key, Keys, of_text
 from agent.operations import encrypt
-from lvm.devices import Device
+from agent.requests.secret import MOST_BYTES, Key, Keys, of_text
+from agent.volumes.luks_mappings import HeaderCopies, own_uuid
+from lvm.active_devices import Device
 from mount import luks
 from mount.kernel import Kernel
 from mount.luks import Cryptsetup, Header

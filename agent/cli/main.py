@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from agent.cli import arguments
 from agent.cli.words import SHELLS, CommandLine, Commands, require_root
-from agent.core import errors, extras, settings
-from agent.core.configuration import Configuration
-from agent.core.reports import MONITOR_AGE_SECONDS
+from agent.core import errors, extras
 from agent.daemon import log
-from mount import errors as mount_errors
+from agent.settings import settings
+from agent.settings.configuration import Configuration
+from agent.volumes.reports import MONITOR_AGE_SECONDS
+from mount import mount_errors as mount_errors
 
 if TYPE_CHECKING:
     from agent.operations.preflight import Finding
@@ -187,20 +188,20 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from agent.core.host import this_host
-    from agent.daemon import process
+    from agent.daemon import service_process
+    from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
     # No core dumps, also of programs: secrets of requests may be in memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    process.run(config, this_host(config), lambda: settings.load(parsed, os.environ))
+    service_process.run(config, this_host(config), lambda: settings.load(parsed, os.environ))
     return 0
 
 
 def _status(parsed: argparse.Namespace) -> int:
     from agent.cli import status, terminal
-    from agent.core.host import this_host
+    from agent.daemon.host import this_host
 
     require_root()
     config = settings.load(parsed, os.environ)
@@ -230,9 +231,9 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     from agent.cli import status
-    from agent.core.host import this_host
-    from agent.core.reports import Reports
+    from agent.daemon.host import this_host
     from agent.operations import preflight
+    from agent.volumes.reports import Reports
 
     require_root()
     host = this_host(config)

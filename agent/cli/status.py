@@ -10,22 +10,24 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from agent.core import errors, group_definitions, ids, records, sockets, tag, users
-from agent.core.activator import Activator
-from agent.core.allocation import Allocators
-from agent.core.classes import DeviceClass
-from agent.core.configuration import Configuration
-from agent.core.host import Host
-from agent.core.reports import MONITOR_AGE_SECONDS, Reports
-from agent.core.settings import Config
-from agent.core.volume_groups import VolumeGroups
-from agent.operations import health as conditions
-from agent.operations.health import Condition, Diagnosis
+from agent.core import errors, ids, sockets, tag
+from agent.daemon.host import Host
+from agent.groups import group_definitions
+from agent.groups.node_groups import VolumeGroups
+from agent.operations import diagnosis as conditions
+from agent.operations.diagnosis import Condition, Diagnosis
+from agent.settings.classes import DeviceClass
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
+from agent.volumes import records, users
+from agent.volumes.activator import Activator
+from agent.volumes.allocation import Allocators
+from agent.volumes.reports import MONITOR_AGE_SECONDS, Reports
 from lvm import names, report, tuning
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.room import Room
-from mount import errors as mount_errors
-from mount import health as usage
+from mount import filesystem_health as usage
+from mount import mount_errors as mount_errors
 from mount import table
 from mount.kernel import Kernel
 from mount.table import Mount, Table

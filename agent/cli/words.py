@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent.core import errors, settings
+from agent.core import errors
+from agent.settings import settings
 
 if TYPE_CHECKING:
-    from agent.cli.volumes import VolumeVerbs
+    from agent.cli.volume_verbs import VolumeVerbs
 
 # argparse has no public name for the result of add_subparsers.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -97,11 +98,11 @@ def verb(
 def _on_service(
     parsed: argparse.Namespace, act: Callable[["VolumeVerbs", argparse.Namespace], None]
 ) -> int:
-    from agent.cli import volumes
-    from agent.core.host import this_host
+    from agent.cli import volume_verbs
+    from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
-    with volumes.connected(config, this_host(config)) as service:
+    with volume_verbs.connected(config, this_host(config)) as service:
         act(service, parsed)
     return 0
 

@@ -1,1 +1,1 @@
-"""What every operation needs: settings, requests, errors, volume groups and what is on them."""
+"""What everything above stands on: errors, ids, tags, traces."""

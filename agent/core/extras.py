@@ -1,8 +1,8 @@
 """The extras: optional parts of Carver, each a folder of agent/extras.
 
 This is their one list. Nothing in the core imports an extra; the service and the command load those
-that are installed, and work without them. A module `service` of an extra has `add(service)`, which
-returns an agent.daemon.extra.Extra; a module `command_line` has `add(command_line)`.
+that are installed, and work without them. The module `X_service` of an extra X has `add(service)`,
+which returns an agent.daemon.extra.Extra; its module `X_command_line` has `add(command_line)`.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller")
 
 
 def modules(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """Import the module of that name from each extra that is installed and has one."""
+    """Import the module `X_name` from each extra X that is installed and has one."""
     for extra in NAMES:
-        path = f"agent.extras.{extra}.{name}"
+        path = f"agent.extras.{extra}.{extra}_{name}"
         if _exists(path):
             yield extra, import_module(path)
 

@@ -16,7 +16,7 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
-# Parameters that it was created with (agent/core/parameters.py); also ENCRYPTION.
+# Parameters that it was created with (agent/requests/parameters.py); also ENCRYPTION.
 CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
@@ -110,7 +110,7 @@ SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 # once all of the old one lies there, if no earlier move left data on it.
 FILLED = "filled"
 
-# Values of STATE (agent/core/volume_states.py).
+# Values of STATE (agent/volumes/volume_states.py).
 READY = "ready"
 COPYING = "copying"
 WIPING = "wiping"

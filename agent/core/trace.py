@@ -4,12 +4,12 @@ A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or 
 
 | wait         | file: function                                                                |
 | ------------ | ----------------------------------------------------------------------------- |
-| start        | agent/core/locks.py: Admission.admit                                          |
-| volume       | agent/core/locks.py: VolumeLocks.hold                                         |
-| volume group | agent/core/locks.py: GroupLock.hold                                           |
-| refresh      | agent/core/volume_group.py: begin_states                                      |
-| mkfs, fsck   | agent/core/background.py: DetachedTasks.finish, for agent/operations/stage.py |
-| udev         | agent/core/users.py: require_unused                                           |
+| start        | agent/work/locks.py: Admission.admit                                          |
+| volume       | agent/work/locks.py: VolumeLocks.hold                                         |
+| volume group | agent/work/locks.py: GroupLock.hold                                           |
+| refresh      | agent/groups/volume_group.py: begin_states                                      |
+| mkfs, fsck   | agent/work/background.py: DetachedTasks.finish, for agent/operations/stage.py |
+| udev         | agent/volumes/users.py: require_unused                                           |
 |              | agent/operations/node_volumes.py: NodeVolumes.detach_unused                   |
 
 lvm2 and cryptsetup wait for udev inside their own step, also while a volume is staged. One more

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent.core import ids, requests
-from agent.core.context import Context
-from agent.core.parameters import context_of
-from agent.core.records import Snapshot, Volume
-from agent.core.volume_states import Call
-from agent.csi import answers
+from agent.core import ids
+from agent.csi import messages
 from agent.operations import modify, validate
 from agent.operations.attach import Attacher
 from agent.operations.create import VolumeCreator
@@ -21,6 +17,11 @@ from agent.operations.leftovers import Leftovers
 from agent.operations.listing import Listing
 from agent.operations.snapshot import Snapshotter
 from agent.operations.volume_health import VolumesHealth
+from agent.requests import requests
+from agent.requests.parameters import context_of
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.volume_states import Call
 from lvm import names
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -156,7 +157,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         here = csi.Topology(segments=self._configuration.now.here)
         for volume in part.entries:
             entry = answer.entries.add()
-            answers.put_volume(entry.volume, volume, here)
+            messages.put_volume(entry.volume, volume, here)
             if self._configuration.now.attach:
                 # The status must be set then (CSI spec), though it may be empty.
                 entry.status.SetInParent()
@@ -169,7 +170,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """List the volumes with a health condition, page by page."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
-            entries=map(answers.volume_health, part.entries), next_token=part.next_token
+            entries=map(messages.volume_health, part.entries), next_token=part.next_token
         )
 
     def ControllerGetVolumeHealth(
@@ -177,7 +178,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeHealthResponse:
         """The health of one volume."""
         found = self._health.get(requests.required(request, "volume_id"))
-        return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
+        return csi.ControllerGetVolumeHealthResponse(volume_health=messages.volume_health(found))
 
     def GetCapacity(
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
@@ -277,7 +278,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         return () if one.attachment_to(node_id) is None else (node_id,)
 
     def _snapshot(self, one: Snapshot) -> csi.Snapshot:
-        return answers.snapshot(one, self._configuration.now.here)
+        return messages.snapshot(one, self._configuration.now.here)
 
     def _volume(self, one: Volume) -> csi.Volume:
-        return answers.volume(one, self._configuration.now.here)
+        return messages.volume(one, self._configuration.now.here)

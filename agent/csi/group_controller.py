@@ -3,11 +3,12 @@
 
 import grpc
 
-from agent.core import ids, requests
-from agent.core.context import Context
-from agent.csi import answers
+from agent.core import ids
+from agent.csi import messages
 from agent.operations.group_snapshot import GroupSnapshot, GroupSnapshotter
 from agent.operations.leftovers import Leftovers
+from agent.requests import requests
+from agent.volumes.context import Context
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -70,7 +71,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         here = self._configuration.now.here
         return csi.VolumeGroupSnapshot(
             group_snapshot_id=one.id,
-            snapshots=[answers.snapshot(each, here) for each in one.snapshots],
-            creation_time=answers.time_of(one.time_nanoseconds),
+            snapshots=[messages.snapshot(each, here) for each in one.snapshots],
+            creation_time=messages.time_of(one.time_nanoseconds),
             ready_to_use=one.is_ready,
         )

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 
 from agent.core import codes, errors, trace
 from agent.core.ids import VolumeId
-from agent.core.locks import Admission, Shares
 from agent.core.trace import Trace, Traces
+from agent.work.locks import Admission, Shares
 from mount import command
 from proto import csi_pb2 as csi
 

@@ -3,9 +3,8 @@
 
 import grpc
 
-from agent.core import ids, requests
-from agent.core.context import Context
-from agent.csi import answers
+from agent.core import ids
+from agent.csi import messages
 from agent.operations.expand import Expander
 from agent.operations.inline import InlineVolumes
 from agent.operations.node_volumes import NodeVolumes, Statistics
@@ -13,6 +12,8 @@ from agent.operations.publish import Publisher
 from agent.operations.stage import Stager
 from agent.operations.storage_health import StorageHealth
 from agent.operations.volume_health import VolumesHealth
+from agent.requests import requests
+from agent.volumes.context import Context
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -102,14 +103,14 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeGetVolumeHealthResponse:
         """The health of a volume of this node, in use or not."""
         found = self._health.on_node(requests.HealthAt.from_proto(request))
-        return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
+        return csi.NodeGetVolumeHealthResponse(volume_health=messages.volume_health(found))
 
     def NodeGetStorageHealth(
         self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetStorageHealthResponse:
         """The health of this node's groups, and of what else Carver needs."""
         found = self._storage.conditions()
-        return csi.NodeGetStorageHealthResponse(backend_health=map(answers.storage_health, found))
+        return csi.NodeGetStorageHealthResponse(backend_health=map(messages.storage_health, found))
 
     def NodeExpandVolume(
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext

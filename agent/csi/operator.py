@@ -10,16 +10,17 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
-from agent.core import errors, ids, records, tag
-from agent.core.context import Context
-from agent.core.parameters import require_object_names
-from agent.core.records import Snapshot, Volume
+from agent.core import errors, ids, tag
 from agent.core.trace import Traces
-from agent.csi import answers
+from agent.csi import messages
 from agent.operations.adopt import Adopter, Adoption, Asked
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
 from agent.operations.replace_disk import Replacement
+from agent.requests.parameters import require_object_names
+from agent.volumes import records
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
@@ -99,7 +100,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     ) -> carver.VolumesHereResponse:
         found = self._listing.volumes()
         return carver.VolumesHereResponse(
-            entries=[answers.volume(one, self._configuration.now.here) for one in found.entries],
+            entries=[messages.volume(one, self._configuration.now.here) for one in found.entries],
             away=found.away,
             claims={str(one.id): one.claim for one in found.entries if one.claim},
             keys=_keys(found.entries),
@@ -110,7 +111,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     ) -> carver.SnapshotsHereResponse:
         found = self._listing.snapshots()
         return carver.SnapshotsHereResponse(
-            entries=[answers.snapshot(one, self._configuration.now.here) for one in found.entries],
+            entries=[messages.snapshot(one, self._configuration.now.here) for one in found.entries],
             away=found.away,
             keys=_keys(found.entries),
         )
@@ -131,7 +132,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
     def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
         here = self._configuration.now.here
-        volume = None if made.volume is None else answers.volume(made.volume, here)
+        volume = None if made.volume is None else messages.volume(made.volume, here)
         return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
 
 

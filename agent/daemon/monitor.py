@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 
 from agent.core import errors
-from agent.core.values import Address
 from agent.csi.client import Client
+from agent.settings.values import Address
 
 _log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import grpc
 
 from agent.core import boot, errors, sockets
-from agent.core.background import PeriodicTask
-from agent.core.settings import DRIVER_NAME
+from agent.settings.settings import DRIVER_NAME
+from agent.work.background import PeriodicTask
 from proto import pluginregistration_pb2 as kubelet
 from proto import pluginregistration_pb2_grpc
 

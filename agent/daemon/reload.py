@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable
 
-from agent.core import errors, group_definitions
-from agent.core.settings import Config
+from agent.core import errors
 from agent.daemon import log
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
+from agent.groups import group_definitions
+from agent.settings.settings import Config
 
 _log = logging.getLogger(__name__)
 

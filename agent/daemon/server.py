@@ -10,26 +10,8 @@ from pathlib import Path
 
 import grpc
 
-from agent.core import errors, extras, locks, trace
-from agent.core.activator import Activator
-from agent.core.allocation import Allocators
-from agent.core.background import reasons
-from agent.core.configuration import Configuration
-from agent.core.conflicts import Conflicts
-from agent.core.context import Context
-from agent.core.erase_policy import ErasePolicy
-from agent.core.group_definitions import GroupDefinitions
-from agent.core.group_worker import Looks
-from agent.core.holds import Holds
-from agent.core.host import Host
-from agent.core.limiter import Limiter
-from agent.core.mender import Mender
-from agent.core.pace import Paces
-from agent.core.reports import MONITOR_AGE_SECONDS, Reports
-from agent.core.settings import Config
-from agent.core.tag_writer import TagWriter
+from agent.core import errors, extras, trace
 from agent.core.trace import Trace, Traces
-from agent.core.volume_groups import VolumeGroups
 from agent.csi.controller import Controller
 from agent.csi.group_controller import GroupController
 from agent.csi.identity import Identity
@@ -37,6 +19,9 @@ from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
 from agent.daemon.extra import Extra
+from agent.daemon.host import Host
+from agent.groups.group_definitions import GroupDefinitions
+from agent.groups.node_groups import VolumeGroups
 from agent.operations import modify, preflight
 from agent.operations.adopt import Adopter
 from agent.operations.attach import Attacher
@@ -44,12 +29,12 @@ from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
+from agent.operations.diagnosis import Diagnosis
 from agent.operations.encrypt import EncryptedDevices
-from agent.operations.erase import Eraser
+from agent.operations.erase_deleted import Eraser
 from agent.operations.erase_free import FreedSpaceEraser, GrowthZeroer
 from agent.operations.expand import Expander
 from agent.operations.group_snapshot import GroupSnapshotter
-from agent.operations.health import Diagnosis
 from agent.operations.inline import InlineVolumes
 from agent.operations.listing import Listing
 from agent.operations.node_volumes import NodeVolumes
@@ -61,6 +46,22 @@ from agent.operations.snapshot import Snapshotter
 from agent.operations.stage import Stager
 from agent.operations.storage_health import Readiness, StorageHealth
 from agent.operations.volume_health import VolumesHealth
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
+from agent.volumes.activator import Activator
+from agent.volumes.allocation import Allocators
+from agent.volumes.conflicts import Conflicts
+from agent.volumes.context import Context
+from agent.volumes.erase_policy import ErasePolicy
+from agent.volumes.holds import Holds
+from agent.volumes.limiter import Limiter
+from agent.volumes.mender import Mender
+from agent.volumes.reports import MONITOR_AGE_SECONDS, Reports
+from agent.volumes.tag_writer import TagWriter
+from agent.work import locks
+from agent.work.background import reasons
+from agent.work.group_worker import Looks
+from agent.work.pace import Paces
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount.command import Converse, Run

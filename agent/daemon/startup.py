@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 
-from agent.core.background import PeriodicTask
-from agent.core.group_worker import Job, Jobs
-from agent.core.locks import Admission
-from agent.core.reports import Reports
-from agent.core.volume_groups import VolumeGroups
-from lvm.events import DiskEvents
+from agent.groups.node_groups import VolumeGroups
+from agent.volumes.reports import Reports
+from agent.work.background import PeriodicTask
+from agent.work.group_worker import Job, Jobs
+from agent.work.locks import Admission
+from lvm.udev_events import DiskEvents
 from mount import command
 
 _log = logging.getLogger(__name__)

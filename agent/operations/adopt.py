@@ -12,25 +12,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.core import (
-    backing,
-    errors,
-    ids,
-    other_drivers,
-    records,
-    report_age,
-    tag,
-    users,
-    volume_states,
-)
-from agent.core.allocation import is_own_pool, pool_name
-from agent.core.classes import DeviceClass
-from agent.core.context import Context
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.records import Volume
-from agent.core.requests import BLOCK, MOUNT
-from agent.core.volume_states import Call, Ender
 from agent.operations import plan
+from agent.requests.requests import BLOCK, MOUNT
+from agent.settings.classes import DeviceClass
+from agent.volumes import backing, other_drivers, records, report_age, users, volume_states
+from agent.volumes.allocation import is_own_pool, pool_name
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call, Ender
 from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem

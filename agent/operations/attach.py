@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agent.core import backing, errors, ids, tag, tag_writer
-from agent.core.context import Context
-from agent.core.records import Attachment
-from agent.core.requests import AttachVolume, DetachVolume
-from agent.core.volume_states import Call
+from agent.core import errors, ids, tag
 from agent.operations import validate
+from agent.requests.requests import AttachVolume, DetachVolume
+from agent.volumes import backing, tag_writer
+from agent.volumes.context import Context
+from agent.volumes.records import Attachment
+from agent.volumes.volume_states import Call
 
 
 class Attacher:

@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agent.core import errors, ids, tag
-from agent.core.allocation import pool_name
-from agent.core.context import Context
-from agent.core.group_worker import Looks
-from agent.operations import erase
+from agent.operations import erase_deleted
 from agent.operations.erase_free import FreedSpaceEraser
+from agent.volumes.allocation import pool_name
+from agent.volumes.context import Context
+from agent.work.group_worker import Looks
 from lvm import layout, names, thin, volumes
+from lvm.active_devices import Written
 from lvm.devicemapper import Snapshot, Status, ThinPool
-from lvm.devices import Written
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.room import Room
 from lvm.thin import Policy
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -197,7 +197,9 @@ class Autoextender:
                 if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
                     volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
                 more_bytes = part.extend(lvm, room.overwriting, percent)
-            return more_bytes, self._may_be_unclean(part) and erase.is_sweep(group, ids.SWEEP)
+            return more_bytes, self._may_be_unclean(part) and erase_deleted.is_sweep(
+                group, ids.SWEEP
+            )
 
     def _may_be_unclean(self, part: _Part) -> bool:
         """Whether a part may have extents that were not overwritten: it is overwritten itself."""
@@ -220,7 +222,7 @@ class Autoextender:
         """
         group = room.group
         found = group.volumes.get(name)
-        if found is None or not found.own_tags or erase.is_deleted(found):
+        if found is None or not found.own_tags or erase_deleted.is_deleted(found):
             return None
         if not found.is_copy_on_write or (origin := group.volumes.get(found.origin)) is None:
             return None

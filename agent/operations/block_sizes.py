@@ -9,7 +9,8 @@ with smaller blocks, and not to disks with larger ones.
 from collections.abc import Mapping
 from contextlib import suppress
 
-from agent.core import records, tag
+from agent.core import tag
+from agent.volumes import records
 from lvm import report
 from mount import filesystem, luks
 from mount.kernel import Kernel

@@ -24,23 +24,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import backing, errors, ids, locks, records, tag, volume_states
-from agent.core.background import Attempts
-from agent.core.context import Context
-from agent.core.erase_policy import Purpose
-from agent.core.group_worker import AGAIN, Job, Jobs, Steps
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Every, Known
-from agent.core.reports import Reports
-from agent.core.requests import SNAPSHOT, VOLUME, Source
-from agent.core.volume_states import Call, Ender
 from agent.operations.snapshot import INHERITED, Snapshotter
+from agent.requests.requests import SNAPSHOT, VOLUME, Source
+from agent.volumes import backing, records, volume_states
+from agent.volumes.context import Context
+from agent.volumes.erase_policy import Purpose
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Every, Known
+from agent.volumes.reports import Reports
+from agent.volumes.volume_states import Call, Ender
+from agent.work import locks
+from agent.work.background import Attempts
+from agent.work.group_worker import AGAIN, Job, Jobs, Steps
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
 from lvm.tuning import Tuning
 from mount import command, filesystem
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 

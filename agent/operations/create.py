@@ -12,24 +12,25 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import backing, errors, ids, tag, users, volume_states
-from agent.core.allocation import pool_name
-from agent.core.classes import DeviceClass
-from agent.core.context import Context
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.parameters import Parameters
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Every, Fresh
-from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
-from agent.core.volume_states import Call, Ender, Outcome
 from agent.operations import block_sizes, clone, modify, plan
 from agent.operations.clone import Copier, Copy
 from agent.operations.delete import VolumeDeleter
-from agent.operations.erase import Eraser
+from agent.operations.erase_deleted import Eraser
 from agent.operations.remove_pool import PoolRemover
-from lvm import errors as lvm_errors
+from agent.requests.parameters import Parameters
+from agent.requests.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
+from agent.settings.classes import DeviceClass
+from agent.volumes import backing, users, volume_states
+from agent.volumes.allocation import pool_name
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Every, Fresh
+from agent.volumes.volume_states import Call, Ender, Outcome
+from lvm import lvm_errors as lvm_errors
 from lvm import names, report, volumes
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.tuning import Tuning
 from lvm.volumes import New
 

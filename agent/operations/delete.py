@@ -1,18 +1,19 @@
 """DeleteVolume: a volume is erased and removed, or its deletion is on record.
 
-Erasing may outlast the call: agent/operations/erase.py does that, and
+Erasing may outlast the call: agent/operations/erase_deleted.py does that, and
 agent/operations/remove_pool.py for thin volumes.
 """
 
 from contextlib import suppress
 
-from agent.core import backing, errors, ids, records, users, volume_states
-from agent.core.context import Context
-from agent.core.luks_devices import Mappings
-from agent.core.volume_states import Call, Outcome
+from agent.core import errors, ids
 from agent.operations.clone import Copier
-from agent.operations.erase import Eraser
+from agent.operations.erase_deleted import Eraser
 from agent.operations.remove_pool import PoolRemover
+from agent.volumes import backing, records, users, volume_states
+from agent.volumes.context import Context
+from agent.volumes.luks_mappings import Mappings
+from agent.volumes.volume_states import Call, Outcome
 from lvm import volumes
 
 

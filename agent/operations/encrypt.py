@@ -23,17 +23,18 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from agent.core import backing, errors, luks_devices, tag, tag_writer
-from agent.core.classes import BYPASSES, DeviceClass
-from agent.core.context import Context
-from agent.core.luks_devices import Mappings, own_uuid
-from agent.core.records import Volume
-from agent.core.secret import MOST_BYTES, PASSPHRASE, Key, Keys
-from agent.core.volume_states import Call
-from lvm import errors as lvm_errors
-from lvm.devices import Device, mapping_name
-from mount import errors as mount_errors
+from agent.core import errors, tag
+from agent.requests.secret import MOST_BYTES, PASSPHRASE, Key, Keys
+from agent.settings.classes import BYPASSES, DeviceClass
+from agent.volumes import backing, luks_mappings, tag_writer
+from agent.volumes.context import Context
+from agent.volumes.luks_mappings import Mappings, own_uuid
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call
+from lvm import lvm_errors as lvm_errors
+from lvm.active_devices import Device, mapping_name
 from mount import filesystem, luks
+from mount import mount_errors as mount_errors
 from mount.luks import Header
 
 _log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class EncryptedDevices:
         returns False.
         """
         logical = mapping.logical
-        header = luks_devices.header(self._kernel, logical.path, volume_id)
+        header = luks_mappings.header(self._kernel, logical.path, volume_id)
         size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
@@ -302,7 +303,7 @@ class EncryptedDevices:
         )
 
     def _header(self, volume: Volume, device: Device) -> Header:
-        return luks_devices.header(self._kernel, device.path, str(volume.id))
+        return luks_mappings.header(self._kernel, device.path, str(volume.id))
 
     @contextmanager
     def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:

@@ -7,27 +7,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import backing, errors, ids, records, tag, volume_states
-from agent.core.allocation import Allocator, is_own_pool
-from agent.core.context import Context
-from agent.core.erase_policy import Purpose
-from agent.core.group_worker import Job, Jobs, Steps
-from agent.core.luks_devices import Mappings
-from agent.core.records import Volume
-from agent.core.volume_states import Call, Ender, Work
-from agent.operations import erase
-from agent.operations.erase import (
-    erase_marks,
-    is_deleted,
-    is_given_up,
-    is_sweep,
-)
+from agent.core import errors, ids, tag
+from agent.operations import erase_deleted
+from agent.operations.erase_deleted import erase_marks, is_deleted, is_given_up, is_sweep
+from agent.volumes import backing, records, volume_states
+from agent.volumes.allocation import Allocator, is_own_pool
+from agent.volumes.context import Context
+from agent.volumes.erase_policy import Purpose
+from agent.volumes.luks_mappings import Mappings
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call, Ender, Work
+from agent.work.group_worker import Job, Jobs, Steps
 from lvm import layout, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.room import Room
 from lvm.volumes import New
 from mount import command
-from mount.errors import CommandError
+from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +236,7 @@ class FreedSpaceEraser:
                 if taken.uuid == uuid and taken.size_bytes == done_bytes:
                     # Nothing was freed meanwhile.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
-                    erase.unmark(self._lvm(name), group)
+                    erase_deleted.unmark(self._lvm(name), group)
                     return
             if taken.uuid != uuid:
                 # An earlier process may have zeroed an unknown part of it: all is zeroed again.
@@ -269,7 +265,7 @@ class FreedSpaceEraser:
         for root in _roots(group):
             self._remove(group, root)
         group, lvm = self._reports.fresh(name).group(name), self._lvm(name)
-        if erase.unmark_if_erased(lvm, group):
+        if erase_deleted.unmark_if_erased(lvm, group):
             return None
         if group.missing_disks:
             if is_sweep(group, ids.SWEEP):
@@ -313,7 +309,7 @@ class FreedSpaceEraser:
         """Remove a pool or an origin with all that depends on it; all of it was deleted."""
         lvm, held = self._lvm(group.name), _dependents(group, root)
         if self.policy.erases_any((root, *held)):
-            erase.mark_for_erase(lvm, group)
+            erase_deleted.mark_for_erase(lvm, group)
         for one in (root, *held):
             self._mappings.copies.forget(one.uuid)
         volumes.remove_lost(lvm, group.name, root.name)

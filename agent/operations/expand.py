@@ -26,21 +26,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
-from agent.core import codes, errors, ids, records, secret, tag, tag_writer, users
-from agent.core.context import Context
-from agent.core.luks_devices import Mappings
-from agent.core.records import Volume
-from agent.core.report_age import Fresh
-from agent.core.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
-from agent.core.secret import Keys
-from agent.core.volume_states import Call
+from agent.core import codes, errors, ids, tag
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
-from lvm import errors as lvm_errors
+from agent.requests import secret
+from agent.requests.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
+from agent.requests.secret import Keys
+from agent.volumes import records, tag_writer, users
+from agent.volumes.context import Context
+from agent.volumes.luks_mappings import Mappings
+from agent.volumes.records import Volume
+from agent.volumes.report_age import Fresh
+from agent.volumes.volume_states import Call
 from lvm import layout, names, volumes
-from mount import errors as mount_errors
+from lvm import lvm_errors as lvm_errors
 from mount import filesystem, loop, table
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 

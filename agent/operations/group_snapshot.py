@@ -12,21 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from agent.core import backing, errors, ids, records, tag, users
-from agent.core.background import Attempts
-from agent.core.context import Context
-from agent.core.group_worker import Job, Jobs
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.quiesce import Quiesce
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Every, Fresh, Known
-from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
-from agent.core.volume_groups import HeldGroups
-from agent.core.volume_states import Call
-from agent.operations.erase import Eraser
+from agent.groups.node_groups import HeldGroups
+from agent.groups.quiesce import Quiesce
+from agent.operations.erase_deleted import Eraser
 from agent.operations.snapshot import Snapshotter
+from agent.requests.requests import CreateGroupSnapshot, KnownGroupSnapshot
+from agent.volumes import backing, records, users
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Every, Fresh, Known
+from agent.volumes.volume_states import Call
+from agent.work.background import Attempts
+from agent.work.group_worker import Job, Jobs
 from lvm import names, tags, volumes
-from lvm.devices import Device
+from lvm.active_devices import Device
 from mount import command, loop, table
 
 _log = logging.getLogger(__name__)

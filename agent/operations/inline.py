@@ -19,22 +19,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from agent.core import backing, codes, errors, ids, tag, users
-from agent.core.context import Context
-from agent.core.group_worker import Looks
-from agent.core.parameters import SIZE
-from agent.core.records import Volume
-from agent.core.report_age import Every, Known
-from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
+from agent.core import codes, errors, ids, tag
 from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import Stager
+from agent.requests.parameters import SIZE
+from agent.requests.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
+from agent.volumes import backing, users
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.report_age import Every, Known
+from agent.work.group_worker import Looks
 from lvm import layout, names, tags
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.room import Room
 from mount import command, filesystem, table, target
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 

@@ -12,11 +12,13 @@ whose it is.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from agent.core import codes, errors, ids, records, requests, tag, volume_states
-from agent.core.context import Context
+from agent.core import codes, errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.report_age import Every, Fresh
 from agent.operations import plan
+from agent.requests import requests
+from agent.volumes import records, volume_states
+from agent.volumes.context import Context
+from agent.volumes.report_age import Every, Fresh
 from lvm import names, report
 
 

@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from agent.core import errors, locks, requests
-from agent.core.context import Context
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Every
-from agent.core.requests import Page, Part
-from agent.core.volume_group import begin_states
+from agent.core import errors
+from agent.groups.volume_group import begin_states
+from agent.requests import requests
+from agent.requests.requests import Page, Part
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Every
+from agent.work import locks
 from lvm.report import Group, Report
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 T = TypeVar("T")
 

@@ -4,15 +4,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from agent.core import errors, ids, records, report_age
-from agent.core.background import Attempts, all_or_each
-from agent.core.classes import DeviceClass
-from agent.core.context import Context
-from agent.core.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
-from agent.core.records import Volume
-from agent.core.requests import ModifyVolume
-from agent.core.settings import Config
-from agent.core.volume_states import Call
+from agent.core import errors, ids
+from agent.requests.parameters import MUTABLE, MUTABLE_FIELD, PREFIX
+from agent.requests.requests import ModifyVolume
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes import records, report_age
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call
+from agent.work.background import Attempts, all_or_each
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm

@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import backing, errors, ids, trace, users
-from agent.core.context import Context
-from agent.core.requests import VolumeAt
-from agent.core.volume_states import Call
-from lvm.devices import Device
-from mount import errors as mount_errors
-from mount import health, loop, mounts, table, target
+from agent.core import errors, ids, trace
+from agent.requests.requests import VolumeAt
+from agent.volumes import backing, users
+from agent.volumes.context import Context
+from agent.volumes.volume_states import Call
+from lvm.active_devices import Device
+from mount import filesystem_health, loop, mounts, table, target
+from mount import mount_errors as mount_errors
 
 _GROWS_WHEN_STAGED = "it grows when it is staged or published next"
 
@@ -27,7 +28,7 @@ class Statistics:
     """
 
     total_bytes: int
-    usage: health.Usage | None
+    usage: filesystem_health.Usage | None
 
 
 class NodeVolumes:
@@ -64,14 +65,14 @@ class NodeVolumes:
         device, mounted = self._at(call, table.read(self._kernel))
         if mounted.device == device.number:
             with suppress(mount_errors.TargetError):  # it does not answer; its health says so
-                found = health.of(self._kernel, mounted.path)
+                found = filesystem_health.of(self._kernel, mounted.path)
                 return Statistics(found.total_bytes, found)
-        return Statistics(health.device_size_bytes(self._kernel, device.path), None)
+        return Statistics(filesystem_health.device_size_bytes(self._kernel, device.path), None)
 
     def size_bytes(self, call: VolumeAt) -> int:
         """The device's size, if the volume is staged or published, at the path or elsewhere."""
         device, _ = self.anywhere(call, table.read(self._kernel))
-        return health.device_size_bytes(self._kernel, device.path)
+        return filesystem_health.device_size_bytes(self._kernel, device.path)
 
     def anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device, and its mount at the path or else any; raises NotStaged.

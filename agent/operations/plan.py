@@ -4,19 +4,20 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from agent.core import errors, records, tag, volume_states
-from agent.core.allocation import Allocator, Thin
-from agent.core.classes import DeviceClass
-from agent.core.parameters import CACHE_SIZE, STORAGE_CLASS, Parameters
-from agent.core.records import Snapshot, Volume
-from agent.core.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
-from agent.core.settings import Config
-from agent.core.volume_states import Ender
+from agent.core import errors, tag
+from agent.requests.parameters import CACHE_SIZE, STORAGE_CLASS, Parameters
+from agent.requests.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes import records, volume_states
+from agent.volumes.allocation import Allocator, Thin
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.volume_states import Ender
 from lvm import layout, report, tags
 from lvm.caches import Cache
 from lvm.thin import Policy
-from mount import errors as mount_errors
 from mount import filesystem
+from mount import mount_errors as mount_errors
 
 LEAST_BYTES = 4 << 20
 # The default of lvm2 (lvmraid(7)).

@@ -14,17 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core import erase_policy, errors, records, sockets, tag
-from agent.core.allocation import is_pool
-from agent.core.configuration import Configuration
-from agent.core.disks import REMEDY
-from agent.core.group_definitions import GroupDefinitions
-from agent.core.settings import Config
-from lvm import blockdevices, groups, lvm2, names, report
+from agent.core import errors, sockets, tag
+from agent.groups.disk_search import REMEDY
+from agent.groups.group_definitions import GroupDefinitions
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
+from agent.volumes import erase_policy, records
+from agent.volumes.allocation import is_pool
+from lvm import candidate_devices, groups, lvm2, names, report
 from lvm.report import Group, Report
 from mount import cgroups, filesystem, table
-from mount import errors as mount_errors
-from mount.blocks import By
+from mount import mount_errors as mount_errors
+from mount.block_io import By
 from mount.cgroups import Cgroups
 from mount.command import Run
 from mount.kernel import OLDEST, Kernel
@@ -235,7 +236,7 @@ def _guests(node: Node) -> Iterator[Seen]:
     """Whether the node's lvm2 would activate a volume group inside a raw block volume."""
     # kubelet has a loop device over each raw block volume, of which udev tells lvm2 (69-lvm.rules).
     root = node.lvm_root
-    settings, accepts = lvm2.configured(root), blockdevices.read(root)
+    settings, accepts = lvm2.configured(root), candidate_devices.read(root)
     is_rejected = accepts is not None and not accepts("/dev/loop0")
     is_filtered = is_rejected or lvm2.listed_disks(root) is not None
     scans_volumes = settings.get(("devices", "scan_lvs"), "0") == "1"
@@ -449,7 +450,7 @@ def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
     """The groups without the node's devices file and filters: a command, if that may differ."""
     root, found = node.lvm_root, [known.groups.get(one) for one in node.settings.groups]
     is_well = all(one is not None and not one.missing_disks for one in found)
-    has_any = lvm2.devices_file(root) is not None or blockdevices.read(root) is not None
+    has_any = lvm2.devices_file(root) is not None or candidate_devices.read(root) is not None
     # The setting `devices` overrides both.
     if is_well or node.settings.devices or not has_any:
         return {}

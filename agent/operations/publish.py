@@ -11,16 +11,17 @@ deactivated or closed by hand, or with a mount namespace that ended.
 import logging
 from dataclasses import replace
 
-from agent.core import backing, errors, ids, users
-from agent.core.context import Context
-from agent.core.requests import PublishVolume, StageVolume, VolumeAt
-from agent.core.volume_states import Call
+from agent.core import errors, ids
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.stage import Stager
-from lvm.devices import Device
-from mount import errors as mount_errors
+from agent.requests.requests import PublishVolume, StageVolume, VolumeAt
+from agent.volumes import backing, users
+from agent.volumes.context import Context
+from agent.volumes.volume_states import Call
+from lvm.active_devices import Device
 from mount import loop, mounts, options, table, target
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 

@@ -20,18 +20,19 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
-from agent.core import ids, records, tag, volume_states
-from agent.core.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
-from agent.core.context import Context
-from agent.core.erase_policy import Purpose
-from agent.core.group_worker import Job, Jobs, Steps, Stopping
-from agent.core.records import Snapshot, Volume
-from agent.core.volume_states import Call, Ender, Work
-from agent.operations import erase
+from agent.core import ids, tag
+from agent.operations import erase_deleted
+from agent.volumes import records, volume_states
+from agent.volumes.allocation import chunk_bytes, is_half_made_pool, is_own_pool, wipe_name
+from agent.volumes.context import Context
+from agent.volumes.erase_policy import Purpose
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.volume_states import Call, Ender, Work
+from agent.work.group_worker import Job, Jobs, Steps, Stopping
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
-from mount import errors as mount_errors
-from mount.blocks import By
+from mount import mount_errors as mount_errors
+from mount.block_io import By
 
 _T = TypeVar("_T")
 
@@ -182,7 +183,7 @@ class PoolRemover:
                 is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
                 if is_unclean:
                     # Its metadata, and the rest of a chunk, are not overwritten with its data.
-                    erase.mark_for_erase(self._lvm(group_name), group, pool.disks)
+                    erase_deleted.mark_for_erase(self._lvm(group_name), group, pool.disks)
                 # The cache first: a restart finds a pool without its cache, but not a lone cache.
                 doomed = [cache, pool_name] if cache else [pool_name]
                 volumes.remove(self._lvm(group_name), group_name, *doomed)
@@ -279,7 +280,7 @@ def _fills_pool(logical: report.LogicalVolume) -> bool:
     """Whether it is the volume that zeroes a pool, and no user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
-    is_own = tag.NAME not in own_tags and erase.is_deleted(logical)
+    is_own = tag.NAME not in own_tags and erase_deleted.is_deleted(logical)
     return is_named_so and is_own and not records.unknown_needs(logical)
 
 

@@ -11,20 +11,21 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from agent.core import errors, ids, records, tag, users
-from agent.core.activator import Activator
-from agent.core.classes import AUTO, DeviceClass
-from agent.core.context import Context
-from agent.core.group_worker import Looks
-from agent.core.records import Volume
-from agent.core.reports import MONITOR_AGE_SECONDS
-from agent.core.volume_states import Call
-from agent.operations.erase import mark_for_erase
+from agent.core import errors, ids, tag
+from agent.operations.erase_deleted import mark_for_erase
+from agent.settings.classes import AUTO, DeviceClass
+from agent.volumes import records, users
+from agent.volumes.activator import Activator
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.reports import MONITOR_AGE_SECONDS
+from agent.volumes.volume_states import Call
+from agent.work.group_worker import Looks
 from lvm import groups, layout, report, thin, volumes
 from lvm.devicemapper import Raid
 from lvm.room import Room
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 

@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
-from agent.core import errors, records, tag
-from agent.core.allocation import is_own_pool
-from agent.core.background import Attempts, Probes, reasons
-from agent.core.context import Context
-from agent.operations import erase, modify
+from agent.core import errors, tag
+from agent.operations import erase_deleted, modify
 from agent.operations.repair import Progress, Repairer, candidates, rebuilding
-from lvm import errors as lvm_errors
+from agent.volumes import records
+from agent.volumes.allocation import is_own_pool
+from agent.volumes.context import Context
+from agent.work.background import Attempts, Probes, reasons
 from lvm import groups
+from lvm import lvm_errors as lvm_errors
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
 from lvm.report import Group, PhysicalVolume
 from mount import command, mounts
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ class Replacement:
         if leaving.allocated_extents or not coming.allocatable:
             erases = self._policy.erases_any(records.every(group))
             also = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
-            if erases and erase.mark_for_erase(lvm, group, set(pair), also=also):
+            if erases and erase_deleted.mark_for_erase(lvm, group, set(pair), also=also):
                 self._freed(group.name)
         if not coming.allocatable:
             # An earlier call closed it, to replace it.
@@ -240,7 +241,7 @@ class Replacement:
             return Progress(False, f"{leaving.name} is moved: {how_far}")
         if filled.get(tag.FILLED) == _filled(pair, coming.allocated_extents):
             # What is free there is as clean as before the move.
-            erase.unmark_disk(lvm, group, coming.uuid, filled)
+            erase_deleted.unmark_disk(lvm, group, coming.uuid, filled)
         elif filled:
             groups.mark(lvm, group.name, old=filled)
         groups.reduce(lvm, group.name, leaving.name)
@@ -250,7 +251,7 @@ class Replacement:
     def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
         """Rebuild the RAID images of a lost disk, and remove it from the group."""
         lvm, steps = self._lvm(group.name), []
-        erase.remove_partial_sweep(lvm, group)
+        erase_deleted.remove_partial_sweep(lvm, group)
         for one in sorted(records.every(group), key=attrgetter("name")):
             if "raid" in one.layout and leaving.uuid in one.disks:
                 steps.append(self._repair(group, one.name, coming))
@@ -289,7 +290,7 @@ class Replacement:
         """The old disk is removed; done when all volumes are in sync, so another may be lost."""
         # Within the call: a later change of the group might meet the loss of that other disk, and
         # have lvm2 mark it as missing for good.
-        if not erase.unmark_if_erased(self._lvm(group.name), group):
+        if not erase_deleted.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # A volume may be from before the setting, and lvm2 could not change it till now.
         try:
@@ -326,7 +327,7 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
         if leaving.uuid not in holder.disks or group.survives(holder):
             continue
         # The volumes in a pool count, and the sweep holds no data.
-        if not (is_pool and group.in_pool(name)) and not erase.is_sweep(group, name):
-            (waiting if is_pool or erase.is_deleted(one) else lost).append(name)
+        if not (is_pool and group.in_pool(name)) and not erase_deleted.is_sweep(group, name):
+            (waiting if is_pool or erase_deleted.is_deleted(one) else lost).append(name)
     if lost or waiting:
         raise errors.WouldBeLost(leaving.uuid, lost, waiting)

@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from agent.core import backing, errors, ids, records, requests, tag, users, volume_states
-from agent.core.allocation import closed_to_new, full
-from agent.core.classes import SNAPSHOT_SIZE
-from agent.core.context import Context
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Known
-from agent.core.requests import CreateSnapshot, ListSnapshots, Part
-from agent.core.volume_states import Call, Ender
-from agent.operations.erase import Eraser
+from agent.operations.erase_deleted import Eraser
 from agent.operations.remove_pool import PoolRemover
+from agent.requests import requests
+from agent.requests.requests import CreateSnapshot, ListSnapshots, Part
+from agent.settings.classes import SNAPSHOT_SIZE
+from agent.volumes import backing, records, users, volume_states
+from agent.volumes.allocation import closed_to_new, full
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Known
+from agent.volumes.volume_states import Call, Ender
 from lvm import caches, layout, names, thin, volumes
 from lvm.room import Room
 

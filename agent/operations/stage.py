@@ -11,22 +11,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from agent.core import backing, errors, tag
-from agent.core.background import MKFS
-from agent.core.context import Context
-from agent.core.luks_devices import Mappings
-from agent.core.parameters import Parameters
-from agent.core.records import Volume
-from agent.core.requests import StageVolume, VolumeAt
-from agent.core.secret import Keys
-from agent.core.volume_states import Call
+from agent.core import errors, tag
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander
 from agent.operations.node_volumes import NodeVolumes
+from agent.requests.parameters import Parameters
+from agent.requests.requests import StageVolume, VolumeAt
+from agent.requests.secret import Keys
+from agent.volumes import backing
+from agent.volumes.context import Context
+from agent.volumes.luks_mappings import Mappings
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call
+from agent.work.background import MKFS
 from lvm import tags as lvm_tags
-from lvm.devices import Device
-from mount import errors as mount_errors
-from mount import filesystem, health, mounts, options, table, target
+from lvm.active_devices import Device
+from mount import filesystem, filesystem_health, mounts, options, table, target
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -316,7 +317,7 @@ class Stager:
             fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
         elif mounted is None or len(everywhere) > 1:
             return known
-        elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
+        elif filesystem_health.is_over_when_mounted_anew(self._kernel, known, mounted):
             fs_type = mounted.fs_type
             try:
                 volume = self._mender.mended_volume(call.volume_id, Call.USE)

@@ -3,19 +3,20 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from agent.core import errors, records
-from agent.core.context import Context
-from agent.core.disks import REMEDY
-from agent.core.locks import Admission
-from agent.core.reports import MONITOR_AGE_SECONDS, Reports
-from agent.core.volume_group import VolumeGroup
-from agent.operations import health, preflight
-from agent.operations.health import Condition, Diagnosis, Reason
+from agent.core import errors
+from agent.groups.disk_search import REMEDY
+from agent.groups.volume_group import VolumeGroup
+from agent.operations import diagnosis, preflight
+from agent.operations.diagnosis import Condition, Diagnosis, Reason
+from agent.volumes import records
+from agent.volumes.context import Context
+from agent.volumes.reports import MONITOR_AGE_SECONDS, Reports
+from agent.work.locks import Admission
 from lvm import groups, lvm2
-from lvm.disks import DiskErrors
+from lvm.disk_reader import DiskErrors
 from lvm.report import Group
-from mount import errors as mount_errors
 from mount import filesystem
+from mount import mount_errors as mount_errors
 
 # For how long after a call of kubelet's it counts as one who asks: three of its default intervals.
 _WATCHED_SECONDS = 180.0
@@ -82,14 +83,14 @@ class StorageHealth:
         """What is wrong with the storage, each reason once; usually nothing."""
         self._asked_seconds = time.monotonic()
         self._reports.keep_fresh()
-        until = time.monotonic() + health.PATIENCE_SECONDS
+        until = time.monotonic() + diagnosis.PATIENCE_SECONDS
         found = []
         if (problem := self._admission.problem) is not None:
             why = f"Carver could not begin yet: {problem}; it tries again"
             found.append(Condition(Reason.LVM_NOT_ANSWERING, why))
         for volume_group in self._volume_groups:
             found += self._of_state(volume_group, until)
-        return health.distinct([*found, *self._of_programs()])
+        return diagnosis.distinct([*found, *self._of_programs()])
 
     def _of_state(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
         named, problem = f"volume group {volume_group.name}", volume_group.problem
@@ -112,9 +113,9 @@ class StorageHealth:
             )
         elif problem is None:
             # The first read that has no answer goes on.
-            yield from health.silence(volume_group)
+            yield from diagnosis.silence(volume_group)
         if volume_group.cached is not None:
-            yield from health.aged(_of_group(volume_group.cached), volume_group.time_seconds)
+            yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
             yield from self._of_kernel(volume_group.cached, until_seconds)
         elif volume_group.time_seconds and self._was_here(volume_group):
             yield Condition(

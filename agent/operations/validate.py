@@ -1,9 +1,10 @@
 """ValidateVolumeCapabilities: whether a volume can be used as described, and why not."""
 
-from agent.core import errors, parameters, tag
-from agent.core.records import Volume
-from agent.core.requests import Capability, ValidateVolume
+from agent.core import errors, tag
 from agent.operations import modify, plan
+from agent.requests import parameters
+from agent.requests.requests import Capability, ValidateVolume
+from agent.volumes.records import Volume
 from mount import filesystem
 
 

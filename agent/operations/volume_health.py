@@ -10,20 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
-from agent.core import backing, errors, ids, locks, records, requests
-from agent.core.context import Context
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.core.records import Volume
-from agent.core.report_age import Seen
-from agent.core.requests import HealthAt, Page, Part
-from agent.core.volume_group import VolumeGroup, begin_states
-from agent.core.volume_states import Call
-from agent.operations import health
-from agent.operations.health import Condition, Diagnosis, Reason
+from agent.groups.volume_group import VolumeGroup, begin_states
+from agent.operations import diagnosis
+from agent.operations.diagnosis import Condition, Diagnosis, Reason
+from agent.requests import requests
+from agent.requests.requests import HealthAt, Page, Part
+from agent.volumes import backing, records
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.report_age import Seen
+from agent.volumes.volume_states import Call
+from agent.work import locks
 from lvm import names
 from lvm.report import Group
 from mount import command, table, target
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 # How long a call waits for the group of a volume of which nothing is known.
 _PROOF_SECONDS = 5.0
@@ -91,7 +94,7 @@ class VolumesHealth:
             for one in places
             if any(mounted.is_stale_node for mounted in mounts.at(one))
         ]
-        return VolumeHealth(call.volume_id, health.distinct([*found.conditions, *gone]))
+        return VolumeHealth(call.volume_id, diagnosis.distinct([*found.conditions, *gone]))
 
     def list(self, page: Page) -> Part[VolumeHealth]:
         """The unhealthy volumes of Carver's groups, also of groups that are away.
@@ -125,15 +128,15 @@ class VolumesHealth:
     def _unhealthy(
         self, every: Iterable[tuple[str, VolumeGroup, Volume | None]]
     ) -> Iterator[tuple[str, VolumeHealth]]:
-        mounts, until = self._diagnosis.mounts(), time.monotonic() + health.PATIENCE_SECONDS
+        mounts, until = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
         for volume_id, volume_group, volume in every:
             if volume is None:
-                found = [*health.silence(volume_group)]
+                found = [*diagnosis.silence(volume_group)]
             else:
                 away = _away(volume_group)
                 found = [*away, *self._conditions(volume_group, volume, mounts, until)]
             if found:
-                yield volume_id, VolumeHealth(volume_id, health.distinct(found))
+                yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(found))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """The volumes of the last report that may be used: not deleted, held or moved since."""
@@ -190,7 +193,7 @@ class VolumesHealth:
                 volume_group.time_seconds,
             ),
         )
-        return VolumeHealth(volume_id, health.distinct([*away, *found]))
+        return VolumeHealth(volume_id, diagnosis.distinct([*away, *found]))
 
     def _inline(self, volume_id: str) -> VolumeHealth:
         """The health of an inline volume: its id is kubelet's and does not say its group."""
@@ -229,12 +232,12 @@ class VolumesHealth:
         found = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
-        return health.distinct([*found, *health.silence(volume_group)])
+        return diagnosis.distinct([*found, *diagnosis.silence(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
         """The same of a volume that no report has."""
         found = self._diagnosis.by_kernel(volume_id)
-        return health.distinct([*found, *health.silence(volume_group)])
+        return diagnosis.distinct([*found, *diagnosis.silence(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """A volume by a report of its group; None if it is absent or being deleted."""

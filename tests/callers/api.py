@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from callers.objects import NAMESPACE, Claim, PersistentVolume, Pod, Snapshot
 
 from agent.core import errors
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.extras.kubernetes.objects import Listing, Lists, Object, Objects
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 
 if TYPE_CHECKING:
     from callers.cluster import Cluster

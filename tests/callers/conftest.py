@@ -11,10 +11,10 @@ from callers.plugin import Answer, Plugin
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.daemon.server import Service
 from agent.operations import preflight
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,6 @@ from callers.sidecars import ClusterResizer, Provisioner, Snapshotter
 from clustered import Loop
 
 from agent.core.ids import VolumeId
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
-from agent.core.values import Address
 from agent.csi.client import Client
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
@@ -36,6 +34,8 @@ from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
+from agent.settings.values import Address
 
 CLASSES = {
     **machines.CLASSES,

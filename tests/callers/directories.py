@@ -6,7 +6,7 @@ from pathlib import Path
 from fakes import kubelet
 from real import mounts
 
-from mount import errors, loop
+from mount import loop, mount_errors
 from mount.kernel import Kernel
 
 
@@ -54,7 +54,7 @@ class Directories:
             return True
         try:
             loop.detach(self.kernel, device)
-        except errors.Busy:
+        except mount_errors.Busy:
             return False
         del self._loops[own]
         mounts.unmount(self.kernel, str(own))

@@ -14,8 +14,8 @@ from callers.objects import Claim, PersistentVolume, Pod
 from callers.plugin import Answer, Plugin
 from callers.rules import NOT_FINAL, Reaction
 
-from agent.core.settings import DRIVER_NAME
 from agent.csi.client import Mode, mounted
+from agent.settings.settings import DRIVER_NAME
 from proto import csi_pb2 as csi
 
 if TYPE_CHECKING:

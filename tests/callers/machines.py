@@ -17,12 +17,12 @@ from fakes.host import FakeHost
 from model.stopping import Switch
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
-from agent.core.host import Host
-from agent.core.settings import Config
 from agent.csi.client import Client
+from agent.daemon.host import Host
 from agent.daemon.server import Service
-from agent.extras.controller.service import Listener
+from agent.extras.controller.controller_service import Listener
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from mount import loop, table
 

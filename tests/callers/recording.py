@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from agent.core.settings import TOPOLOGY_KEY
+from agent.settings.settings import TOPOLOGY_KEY
 
 _DATA = Path(__file__).parents[1] / "data"
 KUBELET_DIRECTORY = "/var/lib/kubelet"

@@ -18,8 +18,8 @@ from callers.objects import (
 from callers.plugin import Plugin
 from callers.rules import Reaction
 
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import of_snapshot, of_volume
+from agent.settings.settings import TOPOLOGY_KEY
 from proto import csi_pb2 as csi
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from callers.controllers import Central, central
 from callers.plugin import Answer, Plugin
 from callers.rules import Reaction
 
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, of_snapshot, of_volume
+from agent.settings.settings import TOPOLOGY_KEY
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from callers.plugin import Answer
 from callers.rules import Reaction
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Mode, block, mounted
+from agent.settings.classes import DeviceClass
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.command import Result

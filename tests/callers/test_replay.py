@@ -12,7 +12,7 @@ from callers.recording import RECORDINGS, Recorded, Recording, Translation
 from callers.replay import Replay
 from real.any import AnyHost
 
-from agent.core.settings import TOPOLOGY_KEY, Config
+from agent.settings.settings import TOPOLOGY_KEY, Config
 from lvm import report
 from mount import table
 

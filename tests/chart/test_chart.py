@@ -27,8 +27,9 @@ from chart.rendering import (
 )
 from cluster import monitoring
 
-from agent.core import parameters, settings, values
 from agent.operations import plan
+from agent.requests import parameters
+from agent.settings import settings, values
 
 PODS = ("DaemonSet", "Deployment")
 SNAPSHOTS = "snapshot.storage.k8s.io/v1"

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from cluster import record  # noqa: E402
 from conformance.run import Spec, specs  # noqa: E402
 
-from vagrant import box, cluster, control_plane, host  # noqa: E402
+from vagrant import box, cluster, control_plane, lab_host  # noqa: E402
 from vagrant.control_plane import ControlPlaneError  # noqa: E402
 
 _DRIVER = ROOT / "tests" / "cluster" / "driver.yaml"
@@ -167,7 +167,7 @@ def _run(lab: cluster.Cluster, folder: Path, focuses: Mapping[str, str], *option
         with (here / "log").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    host.in_network(*words),
+                    lab_host.in_network(*words),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

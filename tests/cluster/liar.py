@@ -23,13 +23,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from agent.core import ids, settings
-from agent.core.settings import Config
-from agent.core.values import Address
+from agent.core import ids
 from agent.daemon import log
 from agent.daemon.registration import Registration
 from agent.extras.controller import certificates, routes
 from agent.extras.controller.enrolling import Enroller
+from agent.settings import settings
+from agent.settings.settings import Config
+from agent.settings.values import Address
 from lvm import names
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc

@@ -55,7 +55,7 @@ if {lvm} lvs {group}/{name}; then
     {lvm} lvremove --yes {group}/{name}
 fi
 """
-# What the claim's Event says of a volume whose disk refuses all (agent/operations/health.py).
+# What the claim's Event says of a volume whose disk refuses all (agent/operations/diagnosis.py).
 _GONE = "DiskMissing"
 
 

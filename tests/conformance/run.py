@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deploy.render import go
 from vagrant import guest
-from vagrant.host import PROJECT
+from vagrant.lab_host import PROJECT
 
 MODULE, VERSION = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", "v5.6.0"
 REASONS = Path(__file__).with_name("specs.md")

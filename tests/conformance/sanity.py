@@ -30,7 +30,7 @@ import agent  # noqa: F401  isort: skip
 
 from csi_client import Asking, wait_until_served
 
-from agent.core.settings import DEFAULT_SOCKET
+from agent.settings.settings import DEFAULT_SOCKET
 from mount import table
 from mount.kernel import Kernel
 

@@ -32,9 +32,9 @@ from vm.privileges import (
     within,
 )
 
-from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import block, mounted
 from agent.daemon.registration import Registration
+from agent.settings.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table
 from mount.cgroups import Cgroups, IoMax
 from mount.kernel import Kernel

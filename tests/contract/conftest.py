@@ -15,9 +15,9 @@ from clocks import Clock
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.settings import Config
 from agent.csi.client import mounted
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from mount import luks
 from mount.command import Result
 from proto import csi_pb2 as csi

@@ -14,8 +14,8 @@ from real.any import AnyHost
 from real.host import RealHost
 from serving import served
 
-from agent.core.settings import Config
 from agent.csi.client import Client, Mode, block, mounted, of_snapshot, of_volume
+from agent.settings.settings import Config
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 

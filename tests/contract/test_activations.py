@@ -13,10 +13,10 @@ from histories import Disk
 from nodes import MIB, Node
 
 from agent.core import ids
-from agent.core.group_worker import Job
 from agent.csi.client import block, of_snapshot
-from agent.extras.changed_blocks import service as changed_blocks
+from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
 from agent.extras.transfer import streams_command
+from agent.work.group_worker import Job
 from lvm import report, volumes
 from proto import carver_pb2 as carver
 

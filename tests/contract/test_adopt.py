@@ -20,9 +20,9 @@ from real.any import AnyHost, device, logical, lvm2_commands, names
 from real.host import RealHost
 from serving import served
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import layout, report, thin, volumes
 from lvm.layout import Layout, Reserve
 from lvm.volumes import New

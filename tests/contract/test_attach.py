@@ -12,16 +12,17 @@ from csi_client import Client
 from real.any import AnyHost, lvm2_commands
 from serving import served
 
-from agent.core import errors, tag, volume_group
-from agent.core.classes import DeviceClass
-from agent.core.records import Attachment
-from agent.core.settings import Config
+from agent.core import errors, tag
 from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
+from agent.groups import volume_group
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes.records import Attachment
 from lvm import report, volumes
 from mount import table
 from mount.command import Result
-from mount.errors import CommandTimedOut
+from mount.mount_errors import CommandTimedOut
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ import pytest
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import block, mounted, of_snapshot, of_volume
+from agent.settings.classes import DeviceClass
 from mount import filesystem, table
 
 MIB = 1 << 20

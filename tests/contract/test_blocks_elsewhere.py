@@ -14,10 +14,10 @@ from nodes import MIB, Node, Stand
 from real.any import AnyHost
 
 from agent.core import errors
-from agent.core.settings import Config
 from agent.csi.client import mounted
-from agent.extras.transfer import sending, streams_command
+from agent.extras.transfer import stream_descriptions, streams_command
 from agent.extras.transfer.move_command import Move, Options
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 # Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
@@ -52,9 +52,9 @@ def stream(node: Node, snapshot: csi.Snapshot, *, is_earlier: bool = False) -> b
     out = io.BytesIO()
     with streams_command.outgoing(node.at, snapshot.snapshot_id) as source:
         facts = dict(source.header.facts)
-        assert facts[sending.BLOCKS]
+        assert facts[stream_descriptions.BLOCKS]
         if is_earlier:
-            del facts[sending.BLOCKS]
+            del facts[stream_descriptions.BLOCKS]
         replace(source, header=replace(source.header, facts=facts)).send(out.write)
     return out.getvalue()
 

@@ -24,7 +24,7 @@ from serving import served
 from agent.csi.client import Client, block
 from lvm import report
 from lvm.room import Room
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 MIB = 1 << 20
 EXTENT = 4 * MIB

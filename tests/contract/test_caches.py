@@ -14,10 +14,10 @@ from real.host import RealHost
 from tiers import FAST, SLOW, free
 
 from agent.cli import status
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import caches, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve

@@ -14,11 +14,11 @@ import configured
 import pytest
 from real.any import AnyHost
 
-from lvm import errors, groups, layout, report, volumes
+from lvm import groups, layout, lvm_errors, report, volumes
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.room import Room
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 STATES = int(os.environ.get("CARVER_STATES", "12"))
 IN_EARNEST_EVERY = 20
@@ -105,7 +105,7 @@ def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
             in_earnest = number % IN_EARNEST_EVERY == 0
             lvm = group.lvm if in_earnest else trying(group.lvm)
             state = [Room(known).free_on(disk) for disk in known.disks]
-            with pytest.raises(errors.NoSpace):
+            with pytest.raises(lvm_errors.NoSpace):
                 make(lvm, known, maximum + known.extent_size_bytes * shape.stripes, shape)
             if maximum:
                 seen[shape] += 1

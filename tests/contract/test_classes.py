@@ -12,12 +12,13 @@ import pytest
 from fakes.host import FakeHost
 from real.any import AnyHost
 
-from agent.core import backing, errors, tag
-from agent.core.classes import DeviceClass
+from agent.core import errors, tag
 from agent.core.ids import VolumeId
-from agent.core.parameters import STORAGE_CLASS, Parameter, Parameters
-from agent.core.records import Volume
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.requests.parameters import STORAGE_CLASS, Parameter, Parameters
+from agent.settings.classes import DeviceClass
+from agent.volumes import backing
+from agent.volumes.records import Volume
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve

@@ -11,10 +11,10 @@ from csi_client import Client
 from real.any import AnyHost, device, logical
 
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_volume
 from agent.operations import preflight
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy

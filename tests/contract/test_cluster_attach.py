@@ -10,9 +10,9 @@ import pytest
 from clustered import Cluster, cluster
 from real.any import AnyHost
 
-from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
 from agent.extras.controller import attachments
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 # Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.

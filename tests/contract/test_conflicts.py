@@ -1,6 +1,6 @@
-"""Calls that meet background work do as the table says (agent/core/conflicts.py): each cell.
+"""Calls that meet background work do as the table says (agent/volumes/conflicts.py): each cell.
 
-Those of mkfs are in tests/fast/core/test_detached_tasks.py: it can be made to last there alone.
+Those of mkfs are in tests/fast/work/test_detached_tasks.py: it can be made to last there alone.
 """
 
 import errno
@@ -21,11 +21,11 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, device, names
 
-from agent.core.group_worker import Jobs
-from agent.core.settings import Config
-from agent.core.volume_states import Call, Ender, Outcome, Work, outcome
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.settings import Config
+from agent.volumes.volume_states import Call, Ender, Outcome, Work, outcome
+from agent.work.group_worker import Jobs
 from lvm import report
 from lvm.layout import Reserve
 from lvm.thin import Policy

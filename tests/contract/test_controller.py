@@ -9,8 +9,8 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, Mode, block, mounted
+from agent.settings.settings import TOPOLOGY_KEY
 from lvm import report
 from proto import csi_pb2 as csi
 

@@ -16,9 +16,9 @@ import pytest
 from real.any import AnyHost, device, logical, lvm2_commands, names
 from real.host import RealHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
 from mount import filesystem
 from proto import csi_pb2 as csi
 

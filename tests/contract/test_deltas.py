@@ -22,18 +22,18 @@ from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live, unlike
 from real.any import AnyHost
 
 from agent.core import errors, ids
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon.server import Service
+from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
 from agent.extras.changed_blocks import comparing
-from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.extras.transfer import streams_command
+from agent.settings.classes import DeviceClass
 from lvm import report, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
-from mount import errors as mount_errors
 from mount import luks
+from mount import mount_errors as mount_errors
 from mount.luks import Cryptsetup
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub

@@ -11,14 +11,14 @@ from laying import lay
 from real.any import AnyHost, device
 
 from agent.core import errors
-from agent.core.configuration import Configuration
-from agent.core.settings import Config, GroupDefinition
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.daemon.server import Service
 from agent.operations import preflight
 from agent.operations.preflight import PASS, WARN
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config, GroupDefinition
 from lvm import report
-from lvm.blockdevices import Excluded, Why
+from lvm.candidate_devices import Excluded, Why
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
 from lvm.room import Room

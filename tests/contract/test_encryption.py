@@ -10,9 +10,9 @@ from csi_client import Client
 from encrypted import Box
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount import table

@@ -12,10 +12,10 @@ import configured
 import pytest
 from real.any import AnyHost, device
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from mount.blocks import By
+from agent.settings.settings import Config
+from mount.block_io import By
 
 MIB = 1 << 20
 SIZE = 24 * MIB

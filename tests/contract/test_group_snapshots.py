@@ -15,10 +15,10 @@ from csi_client import Client
 from fakes import kubelet
 from real.any import AnyHost, device, logical, lvm2_commands, names
 
-from agent.core import quiesce
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
+from agent.groups import quiesce
+from agent.settings.settings import TOPOLOGY_KEY
 from lvm import report
 from lvm.room import Room
 from mount.command import Result

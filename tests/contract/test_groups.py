@@ -11,9 +11,9 @@ from laying import lay
 from real.any import AnyHost
 
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.group_definitions import GroupDefinitions
-from agent.core.settings import BackingFile, Config, GroupDefinition
+from agent.groups.group_definitions import GroupDefinitions
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import BackingFile, Config, GroupDefinition
 from lvm import report
 from lvm.lvm2 import Lvm
 from lvm.room import Room

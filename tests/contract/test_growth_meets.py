@@ -13,9 +13,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, logical, names
 
-from agent.core.settings import Config
 from agent.csi.client import mounted, of_volume
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

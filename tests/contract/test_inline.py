@@ -17,11 +17,11 @@ import serving
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
 from agent.daemon.server import Service
 from agent.operations.inline import InlineVolumes
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.report import LogicalVolume

@@ -15,11 +15,11 @@ from csi_client import Client
 from fakes.cgroups import FakeCgroups
 from real.any import AnyHost, logical, lvm2_commands, names
 
-from agent.core import backing
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
-from mount import errors
+from agent.settings.settings import Config
+from agent.volumes import backing
+from mount import mount_errors
 from mount.cgroups import ROOT, UNLIMITED, IoMax
 from proto import csi_pb2 as csi
 
@@ -291,7 +291,7 @@ def test_where_io_cannot_be_limited_no_volume_is_made_so_and_one_that_is_there_i
     pod = pod_of(client, host)
 
     def refuse() -> Path:
-        raise errors.NoCgroup("this kernel has none")
+        raise mount_errors.NoCgroup("this kernel has none")
 
     monkeypatch.setattr(host.cgroups, "prepare", refuse)
     with expect.code("FAILED_PRECONDITION", "this kernel has none", "cgroup v2", "pods_cgroup"):

@@ -6,9 +6,9 @@ import expect
 from real.any import AnyHost, device
 
 from lvm import layout, names, report, volumes
-from lvm.blockdevices import Excluded, Why
+from lvm.candidate_devices import Excluded, Why
 from lvm.devicemapper import Raid
-from lvm.disks import Fingerprint
+from lvm.disk_reader import Fingerprint
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
 from lvm.room import Room

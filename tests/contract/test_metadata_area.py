@@ -10,9 +10,9 @@ import pytest
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
+from agent.groups.node_groups import VolumeGroups
 from lvm import groups, report
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -28,7 +28,7 @@ from model.machine import METADATA_EXTENTS, Machine
 from model.operations import MIB, Outcome, Use
 from real.host import Lab, real_host
 
-from agent.core.classes import DeviceClass
+from agent.settings.classes import DeviceClass
 from lvm.layout import Layout
 from lvm.thin import Policy
 from mount.filesystem import FILE_SYSTEMS

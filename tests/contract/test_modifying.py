@@ -14,8 +14,8 @@ import pytest
 from real.any import AnyHost
 from real.host import RealHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, of_snapshot, of_volume
+from agent.settings.classes import DeviceClass
 from lvm import report, volumes
 from lvm.caches import Cache
 from lvm.tuning import AUTO, PLAIN, Tuning

@@ -8,7 +8,7 @@ import pytest
 from fakes.filesystems import label_option
 from real.host import RealHost
 
-from mount import errors, filesystem, health, mounts, options, table, target
+from mount import filesystem, filesystem_health, mount_errors, mounts, options, table, target
 
 MIB = 1024 * 1024
 SIZE = 320 * MIB
@@ -59,7 +59,7 @@ def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
 
 
 def test_a_missing_device_is_not_taken_for_a_blank_one(host: Any) -> None:
-    with pytest.raises(errors.ProbeFailed):
+    with pytest.raises(mount_errors.ProbeFailed):
         filesystem.probe(host.kernel, "/dev/carver-has-no-such-device")
 
 
@@ -77,7 +77,7 @@ def test_mkfs_refuses_a_device_that_holds_something(host: Any, fs_type: str) -> 
     device = formatted(host, "ext4")
     before = filesystem.probe(host.kernel, device)
 
-    with pytest.raises(errors.FormatFailed):
+    with pytest.raises(mount_errors.FormatFailed):
         filesystem.make(host.run, device, fs_type)
 
     assert filesystem.probe(host.kernel, device) == before
@@ -88,7 +88,7 @@ def test_a_mounted_device_is_neither_made_anew_nor_zeroed(host: Any, fs_type: st
     device = formatted(host, fs_type)
     mount(host, device, fs_type)
 
-    with pytest.raises(errors.FormatFailed):
+    with pytest.raises(mount_errors.FormatFailed):
         filesystem.make(host.run, device, fs_type)
     with pytest.raises(OSError, match=os.strerror(16)):
         host.kernel.zero_out(device, 0, MIB)
@@ -97,7 +97,7 @@ def test_a_mounted_device_is_neither_made_anew_nor_zeroed(host: Any, fs_type: st
 def test_a_device_below_the_minimum_is_refused(host: Any) -> None:
     device = host.new_device(filesystem.FILE_SYSTEMS["xfs"].minimum_bytes - 4 * MIB)
 
-    with pytest.raises(errors.FormatFailed):
+    with pytest.raises(mount_errors.FormatFailed):
         filesystem.make(host.run, device, "xfs")
 
 
@@ -112,7 +112,7 @@ def test_a_device_of_the_minimum_size_is_enough(host: Any, fs_type: str) -> None
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> None:
-    found = health.of(host.kernel, mount(host, formatted(host, fs_type), fs_type))
+    found = filesystem_health.of(host.kernel, mount(host, formatted(host, fs_type), fs_type))
 
     # A file system may keep some for itself, and count that as used.
     assert SIZE / 2 < found.available_bytes <= found.total_bytes <= SIZE

@@ -9,7 +9,7 @@ import chosen
 import pytest
 from real.host import RealHost
 
-from mount import errors, filesystem, health, loop, mounts, table, target
+from mount import filesystem, filesystem_health, loop, mount_errors, mounts, table, target
 from mount.options import Options
 
 MIB = 1024 * 1024
@@ -41,9 +41,9 @@ def test_a_file_is_attached_once(host: Any, file: str) -> None:
 
     assert loop.attach(host.kernel, file) == device
     assert loop.find(host.kernel, file) == device
-    assert health.device_size_bytes(host.kernel, device) == 32 * MIB
+    assert filesystem_health.device_size_bytes(host.kernel, device) == 32 * MIB
     assert not host.kernel.device_is_read_only(device)
-    with pytest.raises(errors.LoopFailed):
+    with pytest.raises(mount_errors.LoopFailed):
         loop.attach(host.kernel, file + ".missing")
 
 
@@ -63,7 +63,7 @@ def test_a_read_only_attachment_is_not_handed_out_for_writing(host: Any, file: s
     host.kernel.loop_configure(device, file, read_only=True, direct_io=False, name=file)
 
     assert host.kernel.device_is_read_only(device)
-    with pytest.raises(errors.LoopFailed):
+    with pytest.raises(mount_errors.LoopFailed):
         loop.attach(host.kernel, file)
 
 
@@ -91,7 +91,7 @@ def test_growing_a_detached_loop_device_fails(host: Any, file: str) -> None:
     loop.detach(host.kernel, device)
 
     # At once: a test beside this one may be given the device.
-    with pytest.raises(errors.LoopFailed):
+    with pytest.raises(mount_errors.LoopFailed):
         loop.grow(host.kernel, device)
 
 
@@ -99,7 +99,7 @@ def test_a_mounted_loop_device_is_not_detached(host: Any, file: str) -> None:
     device = loop.attach(host.kernel, file)
     path = mount(host, device, "ext4")
 
-    with pytest.raises(errors.Busy):
+    with pytest.raises(mount_errors.Busy):
         loop.detach(host.kernel, device)
 
     mounts.ensure_unmounted(host.kernel, path)
@@ -128,7 +128,7 @@ def test_a_loop_device_grows_with_its_file(host: Any, file: str) -> None:
     loop.grow(host.kernel, device)
     loop.grow(host.kernel, device)
 
-    assert health.device_size_bytes(host.kernel, device) == 64 * MIB
+    assert filesystem_health.device_size_bytes(host.kernel, device) == 64 * MIB
 
 
 @pytest.mark.parametrize("fs_type", [one for one in chosen.GROWING if one != "ext4"])
@@ -137,14 +137,14 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
     os.truncate(file, 320 * MIB)
     device = loop.attach(host.kernel, file)
     path = mount(host, device, fs_type)
-    before = health.of(host.kernel, path).total_bytes
+    before = filesystem_health.of(host.kernel, path).total_bytes
     os.truncate(file, 640 * MIB)
     loop.grow(host.kernel, device)
 
     sizes = []
     for _ in range(2):
         filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
-        sizes.append(health.of(host.kernel, path).total_bytes)
+        sizes.append(filesystem_health.of(host.kernel, path).total_bytes)
 
     assert sizes[0] == sizes[1] > before + 250 * MIB
     mounts.ensure_unmounted(host.kernel, path)

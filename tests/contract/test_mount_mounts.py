@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mount import errors, filesystem, health, loop, mounts, options, table, target
+from mount import filesystem, filesystem_health, loop, mount_errors, mounts, options, table, target
 from mount.kernel import Kernel
 from mount.options import Options
 
@@ -76,7 +76,7 @@ def test_only_the_same_attributes_asked_again_are_no_conflict(host: Any, word: s
     device, path = staged(host, flags=(word,))
 
     mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse([word]))
-    with pytest.raises(errors.MountConflict):
+    with pytest.raises(mount_errors.MountConflict):
         mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse([word, "noexec"]))
 
     assert len(at(host, path)) == 1
@@ -91,7 +91,7 @@ def test_a_read_only_mount_is_read_only_for_the_file_system_too(host: Any) -> No
     found = at(host, path)[0]
     assert "ro" in found.options
     assert "ro" in found.super_options
-    with pytest.raises(errors.MountConflict):
+    with pytest.raises(mount_errors.MountConflict):
         mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
 
 
@@ -100,9 +100,9 @@ def test_nothing_is_mounted_or_bound_over_another_volume(host: Any) -> None:
     published = new_directory(host, "published")
     mounts.ensure_mounted(host.kernel, formatted(host), published, "ext4", NONE)
 
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_mounted(host.kernel, formatted(host), path, "ext4", NONE)
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_bound(host.kernel, path, published, NONE)
 
     assert [len(at(host, place)) for place in (path, published)] == [1, 1]
@@ -112,7 +112,7 @@ def test_mounting_a_blank_device_fails_and_leaves_no_mount(host: Any) -> None:
     device = host.new_device(32 * MIB)
     path = new_directory(host, "staging")
 
-    with pytest.raises(errors.MountFailed):
+    with pytest.raises(mount_errors.MountFailed):
         mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
 
     assert at(host, path) == ()
@@ -121,7 +121,7 @@ def test_mounting_a_blank_device_fails_and_leaves_no_mount(host: Any) -> None:
 def test_an_option_of_another_file_system_is_named_in_the_error(host: Any) -> None:
     device, path = formatted(host), new_directory(host, "staging")
 
-    with pytest.raises(errors.MountFailed, match="ext4: Unknown parameter 'nouuid'"):
+    with pytest.raises(mount_errors.MountFailed, match="ext4: Unknown parameter 'nouuid'"):
         mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse(["nouuid"]))
 
 
@@ -129,10 +129,10 @@ def test_mounting_what_is_missing_or_no_device_fails(host: Any) -> None:
     path = new_directory(host, "staging")
 
     for device in ("/dev/carver-no-such", path):
-        with pytest.raises(errors.DeviceMissing):
+        with pytest.raises(mount_errors.DeviceMissing):
             mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
     missing = str(host.directory / "no")
-    with pytest.raises(errors.MountFailed):
+    with pytest.raises(mount_errors.MountFailed):
         mounts.ensure_mounted(host.kernel, formatted(host), missing, "ext4", NONE)
 
 
@@ -171,7 +171,7 @@ def test_a_link_that_took_the_place_of_a_directory_is_not_followed(
         lambda: target.ensure_absent(kernel, place),
     ]
     for act in acts:
-        with pytest.raises(errors.PathChanged, match="was not there before"):
+        with pytest.raises(mount_errors.PathChanged, match="was not there before"):
             act()
 
     assert table.read(kernel).under(str(outside)) == ()
@@ -200,7 +200,7 @@ def test_a_bind_asked_for_with_other_access_is_a_conflict(host: Any, read_only: 
     published = new_directory(host, "published")
     mounts.ensure_bound(host.kernel, path, published, NONE, read_only)
 
-    with pytest.raises(errors.MountConflict):
+    with pytest.raises(mount_errors.MountConflict):
         mounts.ensure_bound(host.kernel, path, published, NONE, not read_only)
 
     assert [mount.read_only for mount in at(host, published)] == [read_only]
@@ -230,7 +230,7 @@ def test_a_directory_below_the_staging_path_can_be_bound(host: Any) -> None:
         mounts.ensure_bound(host.kernel, f"{path}/inner", published, NONE)
 
     assert [mount.root for mount in at(host, published)] == ["/inner"]
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_bound(host.kernel, path, published, NONE)
 
 
@@ -244,7 +244,7 @@ def test_a_device_node_is_bound_once_to_a_file(host: Any, read_only: bool) -> No
 
     assert [mount.read_only for mount in at(host, published)] == [read_only]
     assert host.kernel.device_number(published) == host.kernel.device_number(device)
-    assert health.device_size_bytes(host.kernel, published) == 32 * MIB
+    assert filesystem_health.device_size_bytes(host.kernel, published) == 32 * MIB
     target.ensure_file(host.kernel, published)
 
 
@@ -254,9 +254,9 @@ def test_another_device_at_the_file_is_foreign(host: Any) -> None:
     mounts.ensure_bound(host.kernel, first, published, NONE)
     number = host.kernel.device_number(first)
 
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_bound(host.kernel, second, published, NONE)
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_unmounted(host.kernel, published, [host.kernel.device_number(second)])
 
     assert host.kernel.device_number(published) == number
@@ -268,7 +268,7 @@ def test_a_failed_bind_leaves_no_mount(host: Any, real: bool, old_calls: bool) -
     directory, block = new_directory(host, "published"), new_file(host, "block")
 
     for source, place in ((str(host.directory / "no"), directory), (directory, block)):
-        with pytest.raises(errors.MountFailed):
+        with pytest.raises(mount_errors.MountFailed):
             mounts.ensure_bound(kernel, source, place, NONE, read_only=True)
         assert at(host, place) == ()
 
@@ -304,13 +304,13 @@ def test_binds_of_the_volume_that_were_stacked_all_go(host: Any, known: bool) ->
 def test_a_foreign_mount_is_not_unmounted_nor_ours_below_it(host: Any) -> None:
     device, path = staged(host)
     other = formatted(host)
-    with pytest.raises(errors.ForeignMount):
+    with pytest.raises(mount_errors.ForeignMount):
         mounts.ensure_unmounted(host.kernel, path, [host.kernel.device_number(other)])
     assert len(at(host, path)) == 1
 
     host.kernel.mount(other, path, "ext4", set(), ())
     for devices in (None, [], [host.kernel.device_number(device)]):
-        with pytest.raises(errors.ForeignMount):
+        with pytest.raises(mount_errors.ForeignMount):
             mounts.ensure_unmounted(host.kernel, path, devices)
     assert len(at(host, path)) == 2
 
@@ -319,7 +319,7 @@ def test_a_busy_mount_stays_and_says_so(host: Any) -> None:
     _, path = staged(host)
     opened = os.open(path, os.O_RDONLY)
 
-    with pytest.raises(errors.Busy, match=rf"\({os.getpid()}\)"):
+    with pytest.raises(mount_errors.Busy, match=rf"\({os.getpid()}\)"):
         mounts.ensure_unmounted(host.kernel, path)
 
     assert len(at(host, path)) == 1
@@ -330,7 +330,7 @@ def test_a_busy_mount_stays_and_says_so(host: Any) -> None:
 def test_a_target_that_is_mounted_is_not_removed(host: Any) -> None:
     _, path = staged(host)
 
-    with pytest.raises(errors.TargetInUse):
+    with pytest.raises(mount_errors.TargetInUse):
         target.ensure_absent(host.kernel, path)
 
     mounts.ensure_unmounted(host.kernel, path)
@@ -348,7 +348,7 @@ def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
         assert loop.attach_read_only(host.kernel, device) == read_only
         assert loop.over(host.kernel, number) == (read_only,)
         assert host.kernel.device_is_read_only(read_only)
-        with pytest.raises(errors.MountFailed):
+        with pytest.raises(mount_errors.MountFailed):
             mounts.ensure_mounted(host.kernel, read_only, path, "ext4", NONE)
         mounts.ensure_mounted(host.kernel, read_only, path, "ext4", NONE, read_only=True)
         assert at(host, path)[0].device == host.kernel.device_number(read_only)

@@ -16,8 +16,8 @@ from nodes import Node
 from real.any import AnyHost
 from use import Use
 
-from agent.core.settings import Config
 from agent.csi.client import Mode, mounted
+from agent.settings.settings import Config
 from lvm import report
 from mount import table
 from mount.table import Mount

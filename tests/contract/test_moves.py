@@ -18,14 +18,14 @@ from nodes import LAYOUTS, MIB, SIZE, Node, Stand, usable, volume_of, write
 from real.any import AnyHost
 
 from agent.core import errors, ids, tag
-from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.extras.streams import reading
 from agent.extras.transfer import move_command, streams_command
 from agent.extras.transfer.move_command import Move, Options
 from agent.operations.delete import VolumeDeleter
+from agent.settings.settings import Config
 from lvm import volumes
-from mount.blocks import Opened
+from mount.block_io import Opened
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 

@@ -8,8 +8,8 @@ from real.any import AnyHost
 from serving import served
 
 from agent.core.ids import VolumeId
-from agent.core.settings import Config
 from agent.csi.client import block
+from agent.settings.settings import Config
 
 MIB = 1 << 20
 

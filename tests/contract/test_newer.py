@@ -10,9 +10,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from lvm import report
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi

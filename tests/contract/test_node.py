@@ -15,8 +15,8 @@ from csi_client import Client
 from fakes import kubelet
 from real.any import AnyHost, device
 
-from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Mode, block, mounted
+from agent.settings.settings import TOPOLOGY_KEY, Config
 from lvm import report
 from mount import filesystem, loop, table
 from mount.command import Result

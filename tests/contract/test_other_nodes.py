@@ -16,13 +16,13 @@ from rich.console import Console
 from serving import served
 
 from agent.cli import status, terminal
-from agent.core.configuration import Configuration
-from agent.core.settings import Config
-from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.groups.node_groups import VolumeGroups
 from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
 from lvm import report
 from lvm.labels import PhysicalLabel
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from agent.cli import status, terminal
 from agent.cli.status import Overview, Place, Pool
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.csi.client import Client, Mode, block, mounted
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import BackingFile, Config, GroupDefinition
 from mount.cgroups import IoMax
 
 MIB = 1 << 20

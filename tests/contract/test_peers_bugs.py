@@ -26,9 +26,9 @@ import pytest
 from real.any import AnyHost
 from serving import served
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from lvm import report
 from mount import table
 from mount.command import Result

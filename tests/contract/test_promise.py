@@ -21,9 +21,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.settings import Config
 from agent.csi.client import block, mounted
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from lvm import report
 from lvm.room import Room
 

@@ -10,11 +10,11 @@ import serving
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery, startup
+from agent.settings.settings import Config
 
 MIB = 1 << 20
 POOLS = ("thin", "other")

@@ -9,9 +9,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, lvm2_commands
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.layout import NO_RESERVE, Reserve
 from lvm.tuning import PLAIN, Tuning

@@ -13,8 +13,8 @@ from csi_client import Client
 from encrypted import Box
 from real.any import AnyHost
 
-from agent.core.luks_devices import own_uuid
 from agent.csi.client import block, of_snapshot, of_volume
+from agent.volumes.luks_mappings import own_uuid
 from lvm import volumes
 from mount.command import Result
 from proto import csi_pb2 as csi

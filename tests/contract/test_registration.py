@@ -11,10 +11,10 @@ import serving
 from fakes.kubelet import FakeKubelet
 from real.any import AnyHost
 
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import Client
 from agent.daemon.registration import Registration, State
 from agent.daemon.server import Service
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 
 MIB = 1 << 20
 

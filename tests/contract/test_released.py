@@ -17,9 +17,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_volume
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.layout import Layout
 from lvm.thin import Policy
 from proto import csi_pb2 as csi

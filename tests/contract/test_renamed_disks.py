@@ -7,8 +7,8 @@ import pytest
 from laying import lay
 from real.any import AnyHost
 
-from agent.core.settings import GroupDefinition
-from lvm import errors, report
+from agent.settings.settings import GroupDefinition
+from lvm import lvm_errors, report
 from lvm.room import Room
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ def test_a_path_of_devices_that_is_missing_is_named(
 ) -> None:
     """By `devices` lvm2 sees no other disk, so the group is gone."""
     lvm, laid = lay(host, configured.carver(tmp_path, group, devices=(BEFORE,)))
-    with pytest.raises(errors.GroupMissing) as raised:
+    with pytest.raises(lvm_errors.GroupMissing) as raised:
         laid.group(report.read(lvm), group)
     for word in (group, BEFORE, "`devices`", "/dev/disk/by-id"):
         assert word in str(raised.value)
@@ -32,7 +32,7 @@ def test_a_group_that_is_missing_for_another_reason_is_not_blamed_on_the_paths(
 ) -> None:
     disk = host.new_device(201 * MIB)
     lvm, laid = lay(host, configured.carver(tmp_path, "none", devices=(disk,)))
-    with pytest.raises(errors.GroupMissing) as raised:
+    with pytest.raises(lvm_errors.GroupMissing) as raised:
         laid.group(report.read(lvm), "none")
     assert disk not in str(raised.value)
 

@@ -11,9 +11,9 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, names
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import mounted, of_snapshot
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 
 # Carver's own record decides here; lvm2 is asked for nothing that other tests do not ask it for.
 pytestmark = pytest.mark.variation

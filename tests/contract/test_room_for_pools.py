@@ -12,11 +12,11 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, device, logical, lvm2_commands, names
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
 from agent.operations import erase_free
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.layout import Reserve
 from lvm.thin import Policy

@@ -17,11 +17,11 @@ from nodes import Node
 from real.any import AnyHost
 from use import Use
 
-from agent.core.settings import Config
-from agent.core.tag_writer import TagWriter
 from agent.csi.client import block, mounted, of_snapshot, of_volume
-from mount import errors as mount_errors
+from agent.settings.settings import Config
+from agent.volumes.tag_writer import TagWriter
 from mount import luks
+from mount import mount_errors as mount_errors
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 

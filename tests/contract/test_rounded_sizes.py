@@ -7,8 +7,8 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.settings.classes import DeviceClass
 from lvm.layout import Layout
 from proto import csi_pb2 as csi
 

@@ -16,9 +16,9 @@ from real.any import AnyHost
 
 from agent.cli import terminal
 from agent.core import errors
-from agent.core.settings import Config
 from agent.csi.client import mounted
-from agent.extras.transfer import claims, move_command, streams_command
+from agent.extras.transfer import claim_moves, move_command, streams_command
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -67,7 +67,7 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
         case "volume", "receive":
             with Path(source or "/dev/null").open("rb") as file:
                 if parsed.kubeconfig:
-                    claims.finish(node.at, parsed)
+                    claim_moves.finish(node.at, parsed)
                 else:
                     streams_command.received(node.at, parsed, file)
         case "volume", "move":

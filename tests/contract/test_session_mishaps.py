@@ -27,14 +27,14 @@ from model.mishaps import MISHAPS, Shells
 from model.operations import MIB, Outcome
 from real.any import AnyHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import session
 from lvm.layout import Layout
 from lvm.room import Room
 from lvm.thin import Policy
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 # What a caller is told that is to call again.
 UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}

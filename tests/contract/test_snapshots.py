@@ -8,9 +8,9 @@ import pytest
 from csi_client import Client
 from real.any import AnyHost, device, logical, lvm2_commands, names
 
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
+from agent.settings.settings import TOPOLOGY_KEY
 from lvm import report
 from lvm.room import Room
 from proto import csi_pb2 as csi

@@ -15,9 +15,9 @@ from csi_client import Client
 from encrypted import Box
 from real.any import AnyHost, lvm2_commands
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from mount import table
 from proto import csi_pb2 as csi

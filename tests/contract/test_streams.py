@@ -18,8 +18,8 @@ from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from agent.extras.transfer import streams_command
-from mount import errors as mount_errors
 from mount import luks
+from mount import mount_errors as mount_errors
 from proto import csi_pb2 as csi
 
 # A snapshot's, for all that changes here after it.

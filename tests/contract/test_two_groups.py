@@ -14,11 +14,11 @@ from csi_client import Client
 from fakes.host import FakeHost
 from real.any import AnyHost, device, names
 
-from agent.core import report_age
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes import report_age
 from lvm import report
 from mount.command import Result
 from proto import carver_pb2 as carver

@@ -14,12 +14,13 @@ import serving
 from csi_client import Client
 from real.any import AnyHost, device
 
-from agent.core import errors, volume_group
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
+from agent.core import errors
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.groups import volume_group
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

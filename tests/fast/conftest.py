@@ -12,8 +12,8 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 from hypothesis import HealthCheck, settings
 
-from agent.core.settings import Config
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,9 +20,9 @@ from unittest.mock import patch
 from model.stopping import Switch
 
 from agent.cli import main as cli
-from agent.core import settings
-from agent.core.host import this_host
-from agent.daemon import log, process, server
+from agent.daemon import log, server, service_process
+from agent.daemon.host import this_host
+from agent.settings import settings
 from lvm.session import Session
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     )
     # A shell that was given up is followed by another at once: a trial is over within a minute.
     with patch.object(server, "Session", partial(Session, rest_seconds=0)):
-        process.serve(config, through, lambda: config)
+        service_process.serve(config, through, lambda: config)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from faults.bench import Bench
 from faults.process import GONE, Fault, await_begun, until
 
 from agent.core.ids import VolumeId
-from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Mode, block, mounted
-from lvm.devices import Devices
+from agent.settings.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from lvm.active_devices import Devices
 from mount import table
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi

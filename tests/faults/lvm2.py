@@ -23,8 +23,8 @@ from model.operations import MIB, Use
 from agent.core.ids import VolumeId
 from agent.csi.client import block
 from lvm import report
-from lvm.devices import Device
-from lvm.errors import InUse
+from lvm.active_devices import Device
+from lvm.lvm_errors import InUse
 from proto import csi_pb2 as csi
 
 BLOCK = Use("block", do.MULTI_WRITER)

@@ -12,7 +12,7 @@ from csi_client import Client
 from faults import load
 from faults.process import await_begun
 
-from agent.core.settings import DEFAULT_SOCKET
+from agent.settings.settings import DEFAULT_SOCKET
 
 _CLIENTS = 8
 

@@ -15,8 +15,8 @@ from csi_client import Asking, wait_until_served
 from lab import forged
 from vm import pods
 
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, mounted
+from agent.settings.settings import DEFAULT_SOCKET
 from mount import table
 from mount.cgroups import Cgroups, IoMax
 from mount.filesystem import FILE_SYSTEMS

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import configured
 
-from agent.core.host import Host
 from agent.csi.client import Client, block
+from agent.daemon.host import Host
 from agent.daemon.server import Service
 from lvm import report
-from lvm.devices import Devices
-from lvm.disks import Disks
+from lvm.active_devices import Devices
+from lvm.disk_reader import Disks
 from lvm.lvm2 import Lvm
 from mount import loop
 from mount.kernel import Kernel

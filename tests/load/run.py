@@ -31,8 +31,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client
+from agent.settings.settings import DEFAULT_SOCKET
 from proto import csi_pb2 as csi
 
 _CLIENTS = 8

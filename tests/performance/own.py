@@ -39,8 +39,8 @@ from performance.rows import Commands, Row
 from rich.console import Console
 
 from agent.core.ids import VolumeId
-from agent.core.volume_group import VolumeGroup
 from agent.csi.client import Client
+from agent.groups.volume_group import VolumeGroup
 from mount.command import Result
 
 _GROUP = "data"

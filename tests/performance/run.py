@@ -23,7 +23,7 @@ from performance.document import Document, Run
 from rich.console import Console
 
 from vagrant import guest
-from vagrant.host import PROJECT
+from vagrant.lab_host import PROJECT
 
 # Beside these some two minutes go to the own code, to the machine, and to the last calls.
 SECONDS, QUICK_SECONDS = 700.0, 130.0

@@ -26,7 +26,7 @@ _CALL_SECONDS = 300
 _QUIET_SECONDS = 5.0
 # The kernel counts the processor's time in hundredths.
 _LOOK_SECONDS, _QUIET_LOOKS = 0.03, 4
-# Deferred work begins a tenth of a second after its call (agent/core/volume_group.py).
+# Deferred work begins a tenth of a second after its call (agent/groups/volume_group.py).
 _DEFERRED_SECONDS = 0.15
 _MIB = 1 << 20
 

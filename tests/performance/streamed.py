@@ -14,13 +14,13 @@ from typing import Any, cast
 from performance import rows
 from performance.rows import Samples
 
-from agent.cli.volumes import VolumeVerbs
-from agent.core.host import Host
+from agent.cli.volume_verbs import VolumeVerbs
 from agent.core.ids import VolumeId
 from agent.csi.client import Client, block
+from agent.daemon.host import Host
 from agent.extras.transfer import streams_command
-from lvm.devices import Devices
-from lvm.disks import Disks
+from lvm.active_devices import Devices
+from lvm.disk_reader import Disks
 from mount.kernel import Kernel
 from mount.programs import Programs
 

@@ -19,7 +19,7 @@ from performance.service import BYPASSING
 
 from agent.csi.client import Client, block
 from lvm import names
-from lvm.devices import Devices
+from lvm.active_devices import Devices
 from mount import luks
 
 _MIB = 1 << 20

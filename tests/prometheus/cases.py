@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.daemon.registration import State
-from agent.operations import health, inline, repair
-from agent.operations.health import Reason
+from agent.operations import diagnosis, inline, repair
+from agent.operations.diagnosis import Reason
 
 NODE, VOLUME = "node-1", "data@0f0f0f0f/vol-pvc-1"
 
@@ -186,18 +186,18 @@ CASES: Mapping[str, Sequence[Case]] = {
     "CarverDiskMissing": [
         Case({LACKING: 2}, {LACKING: 0}, 6, f"Group data on {NODE} lacks 2 disk(s)", GROUP)
     ],
-    "CarverVolumeDataLoss": _of_volumes(health.DATA_LOSS, "{volume} on {node}: {reason}"),
+    "CarverVolumeDataLoss": _of_volumes(diagnosis.DATA_LOSS, "{volume} on {node}: {reason}"),
     "CarverVolumeInaccessible": _of_volumes(
-        health.INACCESSIBLE, "{volume} on {node} is inaccessible: {reason}"
+        diagnosis.INACCESSIBLE, "{volume} on {node} is inaccessible: {reason}"
     ),
     "CarverVolumeDegraded": _of_volumes(
-        health.DEGRADED, "{volume} on {node} is degraded: {reason}", severity="warning"
+        diagnosis.DEGRADED, "{volume} on {node} is degraded: {reason}", severity="warning"
     ),
     "CarverStorageUnreachable": _of_storage(
-        health.STORAGE_UNREACHABLE, "Storage on {node} is unreachable: {reason}"
+        diagnosis.STORAGE_UNREACHABLE, "Storage on {node} is unreachable: {reason}"
     ),
     "CarverStorageDegraded": _of_storage(
-        health.STORAGE_DEGRADED, "Storage on {node} is degraded: {reason}", severity="warning"
+        diagnosis.STORAGE_DEGRADED, "Storage on {node} is degraded: {reason}", severity="warning"
     ),
     "CarverGroupNearlyFull": [
         Case(

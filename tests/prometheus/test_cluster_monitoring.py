@@ -13,9 +13,9 @@ import pytest
 from cluster import monitoring
 from prometheus.server import free_port
 
-from agent.core.values import Address
 from agent.daemon import monitor
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
+from agent.settings.values import Address
 
 TOKEN, NODE = "a-token", "node-1"
 

@@ -13,9 +13,9 @@ import pytest
 from prometheus import dashboard, programs
 from prometheus.server import Prometheus, free_port, running
 
-from agent.core.values import Address
 from agent.daemon import monitor
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
+from agent.settings.values import Address
 
 NODE = "node-1"
 ALERTS = programs.ROOT / "deploy" / "monitoring" / "alerts.yaml"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from histories import Disk
 
 from agent.csi.client import Client
-from agent.extras.changed_blocks import service
+from agent.extras.changed_blocks import changed_blocks_service
 from agent.extras.changed_blocks.delta import Delta
 from agent.extras.changed_blocks.extents import USER_START, Extent, UserExtent, UserOffset
 from proto import csi_pb2 as csi
@@ -41,7 +41,7 @@ def blocks(
 
 
 def delta_of(disk: Disk) -> Delta:
-    return service.of(disk.service).delta
+    return changed_blocks_service.of(disk.service).delta
 
 
 def changed_extents(disk: Disk, base: str, target: str) -> list[Extent]:

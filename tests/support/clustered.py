@@ -18,12 +18,12 @@ from csi_client import Client
 from nodes import Node
 from real.any import AnyHost
 
-from agent.core.settings import Config
-from agent.core.values import Address
 from agent.extras.controller import certificates
+from agent.extras.controller.controller_process import ClusterController, Files
+from agent.extras.controller.controller_service import Listener
 from agent.extras.controller.membership import Record
-from agent.extras.controller.process import ClusterController, Files
-from agent.extras.controller.service import Listener
+from agent.settings.settings import Config
+from agent.settings.values import Address
 
 T = TypeVar("T")
 

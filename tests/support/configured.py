@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.core.classes import DeviceClass
-from agent.core.configuration import Configuration
-from agent.core.settings import Config
+from agent.settings.classes import DeviceClass
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
 from lvm import layout
 from lvm.layout import Layout
 from lvm.thin import Policy

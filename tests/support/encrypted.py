@@ -9,7 +9,7 @@ from real.any import AnyHost
 
 from agent.csi.client import mounted
 from lvm import report
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.room import Room
 from mount import luks
 from mount.luks import Header

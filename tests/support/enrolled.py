@@ -11,10 +11,10 @@ import grpc
 from api_server import ApiServer, Object
 from granted import Rights
 
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
-from agent.core.values import Address
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.membership import ClusterRecord
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.settings.values import Address
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 

@@ -3,13 +3,13 @@
 import grpc
 
 import agent.core.errors
-import lvm.errors
-import mount.errors
+import lvm.lvm_errors
+import mount.mount_errors
 from agent.core import codes
 
 EVERY: tuple[type[Exception], ...] = tuple(
     one
-    for module in (agent.core.errors, lvm.errors, mount.errors)
+    for module in (agent.core.errors, lvm.lvm_errors, mount.mount_errors)
     for one in vars(module).values()
     if isinstance(one, type) and issubclass(one, Exception) and one.__module__ == module.__name__
 )

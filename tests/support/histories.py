@@ -15,10 +15,10 @@ from clocks import Clock
 from real.any import AnyHost
 
 from agent.core import ids
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
+from agent.settings.classes import DeviceClass
 from lvm import report, volumes
 from mount import luks
 from mount.luks import Cryptsetup

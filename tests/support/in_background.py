@@ -4,9 +4,9 @@ import time
 from concurrent.futures import wait
 from typing import Any
 
-from agent.core.group_worker import Jobs
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.work.group_worker import Jobs
 
 
 def ended(*every: Jobs[Any], seconds: float = 60) -> None:

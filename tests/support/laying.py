@@ -2,11 +2,11 @@
 
 from real.any import AnyHost
 
-from agent.core import group_definitions
-from agent.core.configuration import Configuration
-from agent.core.group_definitions import GroupDefinitions
-from agent.core.settings import Config
-from agent.core.volume_groups import VolumeGroups
+from agent.groups import group_definitions
+from agent.groups.group_definitions import GroupDefinitions
+from agent.groups.node_groups import VolumeGroups
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
 from lvm.lvm2 import Lvm
 from mount.command import Run
 from mount.kernel import Kernel

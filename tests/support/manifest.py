@@ -12,7 +12,7 @@ import kubernetes_validate
 import yaml
 
 from agent.cli import main as cli
-from agent.core import settings
+from agent.settings import settings
 
 # The newest that the schemas' package knows is what the sidecars' newest releases are made for.
 KUBERNETES_VERSION = "1.37"

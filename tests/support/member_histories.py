@@ -10,11 +10,11 @@ from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors
 from agent.core.ids import VolumeId
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.extras.controller import routes
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.controller.nodes import Nodes, Refused
 from agent.extras.kubernetes.objects import CONTENTS, GROUP_CONTENTS, VOLUMES, Keep, Listing
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 
 # For how long a node is deleted before what was on it is forgotten, in seconds.
 GRACE = 600.0

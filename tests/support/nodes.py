@@ -22,15 +22,15 @@ from real.any import AnyHost, device
 from serving import machine
 
 from agent.cli import main
-from agent.cli.volumes import VolumeVerbs
+from agent.cli.volume_verbs import VolumeVerbs
 from agent.core import errors
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
 from agent.extras.transfer import streams_command
 from agent.extras.transfer.remote import Remote, Write
+from agent.settings.settings import Config
 from lvm import volumes
-from mount.blocks import Bytes, Opened
+from mount.block_io import Bytes, Opened
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import TransferStub
 

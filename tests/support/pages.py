@@ -14,17 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 from serving import machine
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
-from agent.extras.controller import metrics as controller_metrics
+from agent.extras.controller import controller_metrics as controller_metrics
 from agent.extras.controller.membership import Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 from agent.extras.orphans.look import OrphanWatch
-from agent.extras.orphans.service import Orphans
+from agent.extras.orphans.orphans_service import Orphans
+from agent.settings.classes import DeviceClass
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
 from lvm.thin import Policy

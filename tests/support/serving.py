@@ -9,12 +9,12 @@ import in_background
 from csi_client import Client
 from real.any import AnyHost
 
-from agent.core.group_worker import Jobs
-from agent.core.host import Host
-from agent.core.settings import Config
 from agent.daemon import server
+from agent.daemon.host import Host
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
+from agent.settings.settings import Config
+from agent.work.group_worker import Jobs
 from lvm.lvm2 import Lvm
 
 

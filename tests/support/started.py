@@ -12,10 +12,10 @@ from fakes.host import FakeHost
 from serving import machine
 
 from agent.core import errors
-from agent.core.settings import Config
-from agent.daemon import process
+from agent.daemon import service_process
 from agent.daemon.monitor import Monitor
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 
 _begin = Service.__init__
 
@@ -45,10 +45,10 @@ class Started:
             _begin(one, *how)
 
         monkeypatch.setattr(Service, "__init__", keeping)
-        monkeypatch.setattr(process, "notify", self._notify)
-        monkeypatch.setattr(process, "_signals", lambda: self._signals)
+        monkeypatch.setattr(service_process, "notify", self._notify)
+        monkeypatch.setattr(service_process, "_signals", lambda: self._signals)
         how = (config, machine(fake), self._load)
-        self._thread = threading.Thread(target=process.serve, args=how)
+        self._thread = threading.Thread(target=service_process.serve, args=how)
         self._thread.start()
         assert self.served.wait(expect.PATIENCE_SECONDS)
 

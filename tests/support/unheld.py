@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from agent.core import locks, trace
+from agent.core import trace
+from agent.work import locks
 
 _T = TypeVar("_T")
 

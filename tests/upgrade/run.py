@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vagrant import guest
-from vagrant.host import PROJECT
+from vagrant.lab_host import PROJECT
 
 _RELEASED = Path(__file__).with_name("released.json")
 _OLDER = "/var/tmp/carver-older"

@@ -14,7 +14,7 @@ from real.host import RealHost, lab
 from vm import privileges
 from vm.reported import EXTENT_BYTES
 
-from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.settings.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table
 from mount.kernel import Kernel
 

@@ -18,7 +18,7 @@ from csi_client import wait_until_served
 from vm.privileges import within
 
 from agent.csi.client import Client, block
-from lvm.devices import Devices
+from lvm.active_devices import Devices
 from proto import csi_pb2 as csi
 
 TREE = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from csi_client import Asking
 from vm import privileges
 from vm.conftest import Restart
 
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, mounted
+from agent.settings.settings import DEFAULT_SOCKET
 
 MIB = 1 << 20
 CREDENTIAL = Path("/run/test-luks.cred")

@@ -20,10 +20,10 @@ import serving
 from csi_client import Client
 from real.host import RealHost, lab, real_host
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report, thin
 from lvm.devicemapper import ThinPool
 from lvm.layout import Layout, Reserve

@@ -19,8 +19,8 @@ import pytest
 from csi_client import Asking
 from vm.tracing import traced
 
-from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, Mode, block, mounted
+from agent.settings.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table
 from mount.kernel import Kernel
 

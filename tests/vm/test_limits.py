@@ -14,8 +14,8 @@ from vm import pods, privileges
 from vm.conftest import Restart
 from vm.pods import CGROUPFS, SYSTEMD, Pod, Rates
 
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import block, mounted
+from agent.settings.settings import DEFAULT_SOCKET
 from mount import table
 from mount.cgroups import ROOT, Cgroups, IoMax
 from mount.filesystem import FILE_SYSTEMS

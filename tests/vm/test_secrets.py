@@ -18,8 +18,8 @@ from google.protobuf.descriptor import Descriptor
 from traces import Sampler
 from vm.tracing import traced
 
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Mode, mounted
+from agent.settings.settings import DEFAULT_SOCKET
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

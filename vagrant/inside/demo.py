@@ -30,8 +30,8 @@ import agent  # noqa: F401  isort: skip
 import grpc
 
 from agent.cli.terminal import human
-from agent.core.settings import DEFAULT_SOCKET
 from agent.csi import client
+from agent.settings.settings import DEFAULT_SOCKET
 from proto import csi_pb2 as csi
 from vagrant.inside import show, witness
 from vagrant.inside.show import Show, Step

@@ -11,17 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from agent.core import errors, records, tag
-from agent.core.background import Attempts, all_or_each
-from agent.core.context import Context
-from agent.core.records import Snapshot
-from agent.core.report_age import Fresh
-from lvm import devices, report, volumes
-from lvm import errors as lvm_errors
+from agent.core import errors, tag
+from agent.volumes import records
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot
+from agent.volumes.report_age import Fresh
+from agent.work.background import Attempts, all_or_each
+from lvm import active_devices, report, volumes
+from lvm import lvm_errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from lvm.lvm2 import Lvm
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Activations:
         self._leases: dict[str, tuple[tuple[str, str], float]] = {}
 
     @contextmanager
-    def held(self, snapshot: Snapshot) -> Iterator[devices.Device]:
+    def held(self, snapshot: Snapshot) -> Iterator[active_devices.Device]:
         """Inside, a snapshot's device is active; the group is held to enter. Raises Inactive.
 
         At most two commands. Call `end` once everything read in the group is closed.
@@ -266,7 +267,7 @@ class Activations:
                         count += len(unread)
         return count
 
-    def _activate(self, snapshot: Snapshot) -> devices.Device:
+    def _activate(self, snapshot: Snapshot) -> active_devices.Device:
         group, name = snapshot.group.name, snapshot.name
         is_own = tag.ACTIVATED in snapshot.own_tags
         if snapshot.is_thin and not is_own and not self._activator.is_active(group, name):

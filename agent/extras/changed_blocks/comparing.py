@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
-from agent.core.pace import Work
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, clipped, merged
-from lvm.devices import Exceptions
-from mount.blocks import PIECE_BYTES, Reader
+from agent.work.pace import Work
+from lvm.active_devices import Exceptions
+from mount.block_io import PIECE_BYTES, Reader
 
 # 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin. A multiple of 8.
 _PART_CHUNKS = 1 << 28

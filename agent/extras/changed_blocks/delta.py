@@ -8,14 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-from agent.core import errors, ids, records, tag
-from agent.core.context import Context
-from agent.core.group_worker import Stopping
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.pace import Work
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Fresh
-from agent.core.volume_states import Call
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
 from agent.extras.changed_blocks.comparing import Spool
@@ -30,13 +24,20 @@ from agent.extras.changed_blocks.extents import (
     clipped,
     merged,
 )
-from lvm import errors as lvm_errors
+from agent.volumes import records
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Fresh
+from agent.volumes.volume_states import Call
+from agent.work.group_worker import Stopping
+from agent.work.pace import Work
+from lvm import lvm_errors as lvm_errors
 from lvm import names
 from lvm import thin as thinmaps
-from lvm.devices import Exceptions
+from lvm.active_devices import Exceptions
 from lvm.thin import Run
 from mount import luks
-from mount.blocks import Reader
+from mount.block_io import Reader
 from mount.kernel import Kernel
 
 _Read = Snapshot | Volume

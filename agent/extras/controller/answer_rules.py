@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError, Message
 
 from agent.core import ids
 from agent.core.ids import VolumeId
-from agent.core.parameters import PREFIX
-from agent.core.requests import MOST_ENTRIES, SizeRange
 from agent.extras.controller import routes
+from agent.requests.parameters import PREFIX
+from agent.requests.requests import MOST_ENTRIES, SizeRange
 from lvm import names
 from proto import csi_pb2 as csi
 

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 import grpc
 
-from agent.core import errors, ids, secret
+from agent.core import errors, ids
+from agent.requests import secret
 
 _log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from agent.core import errors
-from agent.core.background import PeriodicTask
-from agent.core.settings import Config
-from agent.core.values import Address
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import certificate_request, key_as_pem, new_key
 from agent.extras.controller.certificates import Certificates
+from agent.settings.settings import Config
+from agent.settings.values import Address
+from agent.work.background import PeriodicTask
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 

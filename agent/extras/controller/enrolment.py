@@ -21,14 +21,15 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
-from agent.core import errors, values
-from agent.core.settings import Config
+from agent.core import errors
 from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import ClusterRecord, Serving
 from agent.extras.kubernetes.objects import NODES, Lists, Objects
+from agent.settings import values
+from agent.settings.settings import Config
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)

@@ -21,15 +21,15 @@ import grpc
 from google.protobuf.message import Message
 
 from agent.core import errors
-from agent.core.background import PeriodicTask
 from agent.core.ids import VolumeId
-from agent.core.settings import Config
 from agent.daemon.extra import Extra
-from agent.extras.controller.answers import Answers
+from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Gone, Node, Nodes, NoOwner, problem_of
 from agent.extras.controller.volume_users import VolumeUsers
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.settings.settings import Config
+from agent.work.background import PeriodicTask
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
-from agent.core.requests import MOST_ENTRIES
 from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
+from agent.requests.requests import MOST_ENTRIES
 
 # The most entries that one node is asked for at once. What it answers fits into a page
 # (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.

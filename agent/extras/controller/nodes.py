@@ -25,12 +25,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from agent.core import errors, ids, values
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.membership import Record, Serving, WrongSource
 from agent.extras.controller.questions import NotInTime, Questions
+from agent.settings import values
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)

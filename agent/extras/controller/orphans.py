@@ -14,7 +14,6 @@ from google.protobuf.empty_pb2 import Empty
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
@@ -22,6 +21,7 @@ from agent.extras.orphans import candidates, references
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import History, Orphan, judged
 from agent.extras.orphans.references import References
+from agent.settings.settings import Config
 from lvm import names
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import ClusterStub

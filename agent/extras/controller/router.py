@@ -23,8 +23,8 @@ from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
 from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
-from agent.extras.controller.answers import Answers
 from agent.extras.controller.claims import ClaimQuestions
+from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_said
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi

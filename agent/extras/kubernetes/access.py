@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from agent.core import errors, secret
+from agent.core import errors
+from agent.requests import secret
 
 # Kubelet mounts this into each pod with a service account.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

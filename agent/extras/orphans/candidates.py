@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from agent.core import backing, tag
+from agent.core import tag
 from agent.core.ids import VolumeId
-from agent.core.records import Snapshot, Volume
-from agent.core.report_age import Every, Fresh
-from agent.core.reports import Reports
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
+from agent.volumes import backing
+from agent.volumes.records import Snapshot, Volume
+from agent.volumes.report_age import Every, Fresh
+from agent.volumes.reports import Reports
 from lvm import report
 from mount.kernel import Kernel
 from mount.table import Table

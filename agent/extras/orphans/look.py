@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agent.core import boot, errors
-from agent.core.background import PeriodicTask
-from agent.core.configuration import Configuration
-from agent.core.reports import Reports
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.orphans import candidates, references
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.references import References
+from agent.settings.configuration import Configuration
+from agent.volumes.reports import Reports
+from agent.work.background import PeriodicTask
 from mount import table
 from mount.kernel import Kernel
 

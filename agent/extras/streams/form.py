@@ -17,7 +17,7 @@ import xxhash
 import zstandard
 
 from agent.core import errors
-from mount.blocks import Bytes
+from mount.block_io import Bytes
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -9,7 +9,7 @@ from agent.core import errors
 from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form
 from agent.extras.streams.form import Frame, Header, Totals
-from mount.blocks import Opened
+from mount.block_io import Opened
 
 
 class Reader:

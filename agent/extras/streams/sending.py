@@ -8,7 +8,7 @@ from typing import NamedTuple
 from agent.extras.changed_blocks.extents import Extent, clipped, merged
 from agent.extras.streams import form
 from agent.extras.streams.form import Header, Packed, Totals
-from mount.blocks import Bytes, Opened
+from mount.block_io import Bytes, Opened
 
 
 class Writer:
@@ -47,7 +47,7 @@ class Writer:
 
 # The granularity in which zeroes are found.
 PIECE_BYTES = 1 << 20
-# One read: large, for the same reason as in `mount.blocks`.
+# One read: large, for the same reason as in `mount.block_io`.
 READ_BYTES = form.MOST_BYTES
 # bytearray compares with any memory by memcmp(3), a memoryview byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)

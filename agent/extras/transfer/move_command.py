@@ -18,13 +18,13 @@ from typing import Any
 import grpc
 
 from agent.cli import terminal
-from agent.cli.volumes import VolumeVerbs
+from agent.cli.volume_verbs import VolumeVerbs
 from agent.core import errors, ids, tag
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.rebinding import Place
-from agent.extras.transfer import claims, streams_command
+from agent.extras.transfer import claim_moves, streams_command
 from agent.extras.transfer.remote import Remote
-from mount.blocks import Bytes
+from mount.block_io import Bytes
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
@@ -387,7 +387,7 @@ def carry_out(
         raise errors.Missing("--to")
     name = parsed.name_there or ids.readable_name(found.volume_id)
     options = Options(name, parsed.device_class, parsed.compress, parsed.json)
-    move = Move(at, remote_of(node), found.volume_id, options, claims.say)
+    move = Move(at, remote_of(node), found.volume_id, options, claim_moves.say)
     if found.node not in ("", node):
         raise errors.NotMoved(parsed.name, f"it moves to {found.node}")
 
@@ -404,7 +404,7 @@ def carry_out(
         # First: the other node's volume must not be a claim's when it is removed.
         if cluster and (there := move.status()["there"])["release"] == found.release:
             place = move.place_there(there)
-            claims.rebind(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
+            claim_moves.rebind(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
         # --yes says that what is there may be lost, and not that it is nowhere.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
@@ -417,9 +417,9 @@ def carry_out(
         if cluster or found.pv:
             place = move.place_there(there)
             if cluster:
-                claims.rebind(cluster, found.volume_id, place, yes=parsed.yes)
+                claim_moves.rebind(cluster, found.volume_id, place, yes=parsed.yes)
             else:
-                claims.say(claims.steps(found, place))
+                claim_moves.say(claim_moves.steps(found, place))
 
 
 @contextmanager

@@ -15,14 +15,15 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 
-from agent.core import errors, ids, records, tag, users, volume_states
-from agent.core.context import Context
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.records import Volume
-from agent.core.volume_states import Call, Ender
 from agent.operations.delete import VolumeDeleter
+from agent.volumes import records, users, volume_states
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Call, Ender
 from lvm import volumes
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from proto import carver_pb2 as carver
 
 _WORD_BYTES = 16

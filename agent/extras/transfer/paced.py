@@ -8,9 +8,9 @@ from queue import SimpleQueue
 
 import grpc
 
-from agent.core.pace import LEAST_BYTES, MOST_BYTES
 from agent.csi.client import Client
-from mount.blocks import Bytes, Opened
+from agent.work.pace import LEAST_BYTES, MOST_BYTES
+from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 

@@ -18,20 +18,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from agent.core import backing, errors, ids, tag, users, volume_states
-from agent.core.allocation import pool_name
-from agent.core.classes import DeviceClass
-from agent.core.context import Context
+from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
-from agent.core.records import Volume
-from agent.core.volume_states import Ender
 from agent.extras.streams.form import Header
-from agent.extras.transfer import sending
+from agent.extras.transfer import stream_descriptions
 from agent.operations import block_sizes, clone, modify
 from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
+from agent.settings.classes import DeviceClass
+from agent.volumes import backing, users, volume_states
+from agent.volumes.allocation import pool_name
+from agent.volumes.context import Context
+from agent.volumes.records import Volume
+from agent.volumes.volume_states import Ender
 from lvm import layout, names, report, volumes
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
@@ -202,9 +203,9 @@ class Receiver:
             why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
         group = self._reports.group(known, one.group)
-        self._require_blocks(name, group, sending.blocks_of(header))
+        self._require_blocks(name, group, stream_descriptions.blocks_of(header))
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
-        own_tags = sending.tags_of(name, one, header, size_bytes, group)
+        own_tags = stream_descriptions.tags_of(name, one, header, size_bytes, group)
         tuning = modify.bounded(self._configuration.now, one)
         own_tags |= tuning.tags()
         allocator = self._allocators.of(one)
@@ -249,7 +250,7 @@ class Receiver:
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
-            asked = sending.requested(header, size_bytes)
+            asked = stream_descriptions.requested(header, size_bytes)
             without = () if asked else (tag.REQUESTED,)
             new = {tag.INTO: header.chain, tag.OFFSET: "0", **asked}
             if tag.ROTATING in header.facts:

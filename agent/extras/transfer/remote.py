@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agent.core import errors
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount import programs
-from mount.blocks import Bytes
+from mount.block_io import Bytes
 
 # Writes a stream by the function that it is given.
 Write = Callable[[Callable[[Bytes], object]], object]

@@ -16,8 +16,8 @@ import grpc
 from google.protobuf.message import Message
 
 from agent.cli import terminal
-from agent.cli.volumes import VolumeVerbs
-from agent.core import backing, errors, ids
+from agent.cli.volume_verbs import VolumeVerbs
+from agent.core import errors, ids
 from agent.csi.client import Client
 from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.comparing import Spool
@@ -27,8 +27,9 @@ from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Target
 from agent.extras.transfer.paced import paced
 from agent.extras.transfer.turns import CHECKSUM, RECEIVE, SEND
-from lvm import errors as lvm_errors
-from mount.blocks import Bytes, Opened
+from agent.volumes import backing
+from lvm import lvm_errors as lvm_errors
+from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 

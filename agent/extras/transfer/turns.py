@@ -5,10 +5,11 @@ from collections.abc import Generator, Iterator
 
 import grpc
 
-from agent.core import backing, errors
-from agent.core.context import Context
-from agent.core.group_worker import Stopping
-from lvm import errors as lvm_errors
+from agent.core import errors
+from agent.volumes import backing
+from agent.volumes.context import Context
+from agent.work.group_worker import Stopping
+from lvm import lvm_errors as lvm_errors
 from proto import carver_pb2 as carver
 
 # A command can be killed at any time.
@@ -20,7 +21,7 @@ class Turns:
     """The turns of all commands.
 
     A command that is killed loses its turn at once, with its connection. One that hangs in its turn
-    is passed by, as any worker (agent/core/pace.py).
+    is passed by, as any worker (agent/work/pace.py).
     """
 
     def __init__(self, context: Context) -> None:

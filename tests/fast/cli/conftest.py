@@ -9,9 +9,9 @@ from serving import machine
 
 from agent.cli import main as cli
 from agent.cli import terminal
-from agent.core import settings
-from agent.core.settings import Config
 from agent.daemon.server import Service
+from agent.settings import settings
+from agent.settings.settings import Config
 
 
 class Shell:
@@ -44,7 +44,7 @@ def prompt(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Shell:
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(fake))
+    monkeypatch.setattr("agent.daemon.host.this_host", lambda _settings: machine(fake))
     monkeypatch.setattr(settings, "load", lambda _arguments, _environment: config)
     return Shell(tmp_path, capsys)
 

@@ -9,7 +9,7 @@ from fast.cli.conftest import Shell
 
 from agent.cli import terminal
 from agent.csi.client import Client
-from lvm.devices import Device
+from lvm.active_devices import Device
 from mount import luks
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from serving import machine
 
 from agent.cli import main as cli
 from agent.cli import status, terminal
-from agent.core import settings
+from agent.settings import settings
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     host = FakeHost(tmp_path)
     host.new_group(100)
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine(host))
+    monkeypatch.setattr("agent.daemon.host.this_host", lambda _settings: machine(host))
     return host
 
 
@@ -238,8 +238,8 @@ def test_an_interrupted_command_ends_as_shells_expect(
 
 def test_the_service_does_not_import_the_command_s_libraries() -> None:
     code = (
-        "import sys; import agent.cli.main, agent.daemon.process, agent.daemon.metrics;"
-        " print({'rich', 'shtab', 'yaml'} & set(sys.modules))"
+        "import sys; import agent.cli.main, agent.daemon.service_process;"
+        " import agent.daemon.node_metrics; print({'rich', 'shtab', 'yaml'} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "set()"

@@ -16,12 +16,12 @@ import pytest
 from fakes.host import FakeHost
 from fast.cli.conftest import Shell
 
-from agent.cli import terminal, volumes
+from agent.cli import terminal, volume_verbs
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.parameters import MUTABLE
 from agent.csi.client import Client
 from agent.daemon.server import Service
+from agent.requests.parameters import MUTABLE
+from agent.settings.classes import DeviceClass
 from lvm.report import Group
 from mount import table
 from mount.filesystem import FILE_SYSTEMS
@@ -191,7 +191,7 @@ def test_a_volume_is_a_copy_of_a_snapshot_or_of_another_volume(
         copy(source, target, offset, length, blank=blank)
 
     monkeypatch.setattr(fake.kernel, "copy", slow)
-    monkeypatch.setattr(volumes, "sleep", lambda _seconds: waits.set())
+    monkeypatch.setattr(volume_verbs, "sleep", lambda _seconds: waits.set())
     service.copier.grace_seconds = 0.05
     assert shell("create again --from-snapshot monday").startswith("again: 64 MiB, ")
     assert "is being copied" in shell.complaint
@@ -238,7 +238,7 @@ class TestInACluster:
 def test_a_volume_is_repaired_and_a_disk_replaced(
     shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volumes, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
     shell("create db --size 64MiB")
     assert "is whole" in shell("repair db")
     new = fake.new_device(600 * MIB)
@@ -347,7 +347,7 @@ class TestAClassThatOverwrites:
             zero_out(device, offset_bytes, length_bytes, **how)
 
         monkeypatch.setattr(fake.kernel, "zero_out", slow)
-        monkeypatch.setattr(volumes, "sleep", lambda _seconds: waits.set())
+        monkeypatch.setattr(volume_verbs, "sleep", lambda _seconds: waits.set())
         return waits
 
     def test_a_volume_and_its_growth_are_waited_for(

@@ -14,12 +14,12 @@ import serving
 from fakes.host import FakeHost
 from serving import machine
 
-from agent.cli.volumes import VolumeVerbs
+from agent.cli.volume_verbs import VolumeVerbs
 from agent.core import trace
-from agent.core.background import DetachedTasks
-from agent.core.locks import GroupLock, VolumeLocks
 from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
 from agent.csi.client import Client, mounted
+from agent.work.background import DetachedTasks
+from agent.work.locks import GroupLock, VolumeLocks
 from mount.command import Finished, Result
 
 

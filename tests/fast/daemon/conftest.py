@@ -6,8 +6,8 @@ import pytest
 from fakes.host import FakeHost
 from started import Started
 
-from agent.core.settings import Config
 from agent.operations import preflight
+from agent.settings.settings import Config
 
 Start = Callable[..., Started]
 

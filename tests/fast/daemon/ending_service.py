@@ -16,11 +16,11 @@ from fakes.host import FakeHost
 from serving import machine
 
 from agent.cli import main as cli
-from agent.core import host, settings
-from agent.core.classes import DeviceClass
-from agent.core.group_worker import GroupWorkers
-from agent.daemon import process
+from agent.daemon import host, service_process
 from agent.operations import preflight
+from agent.settings import settings
+from agent.settings.classes import DeviceClass
+from agent.work.group_worker import GroupWorkers
 from mount.command import Result
 
 # What a volume bears once its file system is made.
@@ -64,8 +64,8 @@ def main(directory: Path) -> int:
         patch.object(settings, "load", lambda *_: config),
         patch.object(preflight, "CHEAP", ()),
         patch.object(preflight, "CHECKS", {}),
-        patch.object(process, "notify", notify),
-        patch.object(process, "_LOOK_SECONDS", 0.1),
+        patch.object(service_process, "notify", notify),
+        patch.object(service_process, "_LOOK_SECONDS", 0.1),
         patch.object(GroupWorkers, "stop", partialmethod(GroupWorkers.stop, 1.0)),
     ):
         return cli.main(["serve"])

@@ -11,7 +11,7 @@ from fakes.host import FakeHost
 from serving import machine
 
 from agent.cli import main as cli
-from agent.core import host
+from agent.daemon import host
 from agent.operations import preflight
 
 

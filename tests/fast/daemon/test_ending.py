@@ -14,8 +14,9 @@ import expect
 import grpc
 import pytest
 
-from agent.core import background, sockets
+from agent.core import sockets
 from agent.csi.client import Client, block, mounted
+from agent.work import background
 
 MIB = 1 << 20
 HERE = Path(__file__).parent

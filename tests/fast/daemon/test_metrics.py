@@ -21,15 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.csi.client import block
 from agent.daemon import registration
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
 from agent.daemon.server import Service
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanWatch
-from agent.extras.orphans.service import Orphans
+from agent.extras.orphans.orphans_service import Orphans
 from agent.operations import autoextend
-from agent.operations.health import Reason
-from lvm import errors
-from mount import errors as mount_errors
+from agent.operations.diagnosis import Reason
+from lvm import lvm_errors
+from mount import mount_errors as mount_errors
 from mount.command import Finished, Result
 from proto import carver_pb2, csi_pb2
 
@@ -420,7 +420,7 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
         "outcome": {
             "OK",
             *autoextend.OUTCOMES,
-            *(name for name in {**vars(errors), **vars(mount_errors)} if name[0].isupper()),
+            *(name for name in {**vars(lvm_errors), **vars(mount_errors)} if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
         "kind": {one.looks.kind for one in scanning(measured.service)},

@@ -21,19 +21,20 @@ from fast.daemon.conftest import Start
 from serving import machine
 from started import page
 
-from agent.core import errors, reports
-from agent.core.configuration import Configuration
-from agent.core.locks import Admission
-from agent.core.reports import MONITOR_AGE_SECONDS, Reports
-from agent.core.settings import Config
-from agent.core.values import Address
-from agent.core.volume_groups import VolumeGroups
+from agent.core import errors
 from agent.daemon import monitor
 from agent.daemon.monitor import Monitor, Page
 from agent.daemon.server import Service
+from agent.groups.node_groups import VolumeGroups
 from agent.operations import preflight
 from agent.operations.storage_health import Readiness
-from mount import errors as mount_errors
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
+from agent.settings.values import Address
+from agent.volumes import reports
+from agent.volumes.reports import MONITOR_AGE_SECONDS, Reports
+from agent.work.locks import Admission
+from mount import mount_errors as mount_errors
 from mount.command import Result
 
 HERE = Address("127.0.0.1", 0)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import ids
-from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block
 from agent.extras.controller import certificates
+from agent.settings.settings import TOPOLOGY_KEY, Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -28,14 +28,20 @@ from started import Started
 
 from agent.cli import main as cli
 from agent.core import errors
-from agent.core.host import Host, log_command
-from agent.core.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, GroupDefinition
 from agent.csi import interceptor
 from agent.csi.client import Client, block
-from agent.daemon import log, process
+from agent.daemon import log, service_process
+from agent.daemon.host import Host, log_command
 from agent.operations import preflight
-from mount import errors as mount_errors
+from agent.settings.settings import (
+    DRIVER_NAME,
+    EMBEDDED_CLASS,
+    BackingFile,
+    Config,
+    GroupDefinition,
+)
 from mount import loop
+from mount import mount_errors as mount_errors
 from mount.command import Finished, Result
 from mount.filesystem import Signature
 from proto import csi_pb2 as csi
@@ -118,7 +124,7 @@ def test_the_kernel_is_asked_for_the_targets_that_lvm2_looks_for_before_groups_a
         were_loaded.append(fake.lvm2.targets_are_loaded)
         return True
 
-    monkeypatch.setattr(process, "resume", recover)
+    monkeypatch.setattr(service_process, "resume", recover)
     start()
     assert were_loaded == [True]
 
@@ -130,11 +136,11 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
         if state == "READY=1":
             config.endpoint.unlink()
 
-    monkeypatch.setattr(process, "notify", delete)
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(process, "_signals", queue.SimpleQueue)
+    monkeypatch.setattr(service_process, "notify", delete)
+    monkeypatch.setattr(service_process, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(service_process, "_signals", queue.SimpleQueue)
     with pytest.raises(errors.SocketGone, match=r"csi\.sock: it was deleted"):
-        process.serve(config, machine(fake), lambda: config)
+        service_process.serve(config, machine(fake), lambda: config)
 
 
 def test_the_service_does_not_start_on_a_kernel_whose_mount_table_may_lack_mounts(
@@ -142,7 +148,7 @@ def test_the_service_does_not_start_on_a_kernel_whose_mount_table_may_lack_mount
 ) -> None:
     monkeypatch.setattr(fake.kernel, "version", lambda: (5, 7))
     with pytest.raises(errors.NotReady, match=r"Linux 5\.7 is too old: before 5\.8"):
-        process.serve(config, machine(fake), lambda: config)
+        service_process.serve(config, machine(fake), lambda: config)
     assert not config.endpoint.exists()
     assert fake.commands == []
 
@@ -157,7 +163,9 @@ def test_the_service_is_ready_before_slow_checks_end(
         yield preflight.WARN, "it is old", "install a newer one"
 
     monkeypatch.setattr(preflight, "CHECKS", {"lvm2": check})
-    monkeypatch.setattr(process._log, "warning", lambda text, *words: warnings.put(text % words))
+    monkeypatch.setattr(
+        service_process._log, "warning", lambda text, *words: warnings.put(text % words)
+    )
     start()
     answering.set()
     # Beside it the checks of a service that another test started may still warn.
@@ -169,19 +177,25 @@ def test_only_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     path, data = tmp_path / "csi.sock", tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with process.claimed(path):
+    with service_process.claimed(path):
         assert not path.exists()
         # Not even a stale one, by a second instance.
-        with pytest.raises(errors.SocketTaken, match="another Carver"), process.claimed(path):
+        with (
+            pytest.raises(errors.SocketTaken, match="another Carver"),
+            service_process.claimed(path),
+        ):
             pass
     with socket.socket(socket.AF_UNIX) as live:
         live.bind(str(path))
         live.listen()
-        with pytest.raises(errors.SocketTaken, match="another process"), process.claimed(path):
+        with (
+            pytest.raises(errors.SocketTaken, match="another process"),
+            service_process.claimed(path),
+        ):
             pass
     assert path.exists()
     data.write_text("data")
-    with pytest.raises(errors.SocketTaken, match="not a socket"), process.claimed(data):
+    with pytest.raises(errors.SocketTaken, match="not a socket"), service_process.claimed(data):
         pass
     assert data.read_text() == "data"
 
@@ -448,22 +462,22 @@ def test_systemd_is_notified_over_its_socket(
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(bound)
             monkeypatch.setenv("NOTIFY_SOCKET", named)
-            process.notify("READY=1")
+            service_process.notify("READY=1")
             assert listener.recv(100) == b"READY=1"
     monkeypatch.delenv("NOTIFY_SOCKET")
-    process.notify("READY=1")
+    service_process.notify("READY=1")
 
 
 def test_signals_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     every = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(one) for one in every]
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(service_process, "_LOOK_SECONDS", 0.01)
     try:
-        signals = process._signals()
-        assert process._next_signal(signals) is None
+        signals = service_process._signals()
+        assert service_process._next_signal(signals) is None
         for one in every:
             signal.raise_signal(one)
-        assert [process._next_signal(signals) for _ in every] == list(every)
+        assert [service_process._next_signal(signals) for _ in every] == list(every)
     finally:
         for number, handler in zip(every, before, strict=True):
             signal.signal(number, handler)
@@ -525,7 +539,7 @@ def test_the_service_is_put_together_and_served(
         assert load() == settings
         served.append(settings)
 
-    monkeypatch.setattr(process, "run", run)
+    monkeypatch.setattr(service_process, "run", run)
     # This process lives on.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"

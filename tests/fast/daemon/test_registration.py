@@ -15,8 +15,8 @@ import pytest
 from fakes.kubelet import FakeKubelet, asked
 
 from agent.core import errors, sockets
-from agent.core.settings import DRIVER_NAME
 from agent.daemon.registration import Registration, State
+from agent.settings.settings import DRIVER_NAME
 from proto import pluginregistration_pb2 as wire
 
 ENDPOINT = Path("/var/lib/kubelet/plugins/lvm.csi.carver/csi.sock")

@@ -22,13 +22,13 @@ from fast.daemon.conftest import Start
 from started import Started
 
 from agent.core import sockets
-from agent.core.classes import DeviceClass
-from agent.core.luks_devices import Mappings
-from agent.core.settings import SETTINGS, BackingFile, Config, GroupDefinition
-from agent.core.values import Address
 from agent.csi.client import block, mounted
 from agent.daemon import log
 from agent.extras.orphans.look import Finder
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import SETTINGS, BackingFile, Config, GroupDefinition
+from agent.settings.values import Address
+from agent.volumes.luks_mappings import Mappings
 from lvm.layout import NO_RESERVE, Layout, Reserve
 from lvm.thin import Policy
 from mount.command import Result

@@ -20,22 +20,23 @@ from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
 from fast.daemon.conftest import Start
 
-from agent.core import background, errors, locks
-from agent.core.classes import DeviceClass
-from agent.core.group_worker import Job
-from agent.core.locks import Admission
-from agent.core.settings import Config
-from agent.core.values import Address
-from agent.core.volume_groups import VolumeGroups
+from agent.core import errors
 from agent.csi.client import Client, block, mounted
 from agent.daemon import server, startup
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.daemon.startup import Recovery
+from agent.groups.node_groups import VolumeGroups
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.settings.values import Address
+from agent.work import background, locks
+from agent.work.group_worker import Job
+from agent.work.locks import Admission
 from lvm import report
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Result, time_limit
 from proto import csi_pb2 as csi
 

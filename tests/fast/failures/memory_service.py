@@ -12,7 +12,7 @@ import configured
 from fakes.cryptsetup import FakeCryptsetup
 from fakes.host import FakeHost
 
-from agent.core.host import Host
+from agent.daemon.host import Host
 from agent.daemon.server import Service
 from mount.command import Result
 from mount.programs import Programs

@@ -17,10 +17,10 @@ from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from fast.failures.test_isolation import Trouble
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
@@ -63,8 +63,8 @@ def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("agent.operations.repair._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.05)
-    monkeypatch.setattr("agent.core.volume_group._SHORT_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("agent.core.reports._MONITOR_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("agent.groups.volume_group._SHORT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("agent.volumes.reports._MONITOR_WAIT_SECONDS", 0.1)
     running = serving.start(config, fake)
     yield running
     running.stop()

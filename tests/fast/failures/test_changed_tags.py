@@ -15,11 +15,12 @@ from csi_client import Client
 from fakes.host import FakeHost
 from real.any import device
 
-from agent.core import allocation, records, tag
-from agent.core.settings import Config
+from agent.core import tag
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.operations import preflight
+from agent.settings.settings import Config
+from agent.volumes import allocation, records
 from lvm import report, tags
 from mount.command import Result
 

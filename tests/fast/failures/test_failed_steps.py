@@ -23,10 +23,10 @@ from fakes.host import FakeHost
 from fakes.kernel import CHANGING
 from real.any import names
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout

@@ -11,10 +11,10 @@ from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import TransferStub

@@ -23,14 +23,14 @@ from fakes.kernel import FakeKernel
 from model.machine import Machine
 from model.stopping import Switch, stops
 
-from agent.core import locks
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
-from agent.core.volume_group import VolumeGroup, begin_states
-from agent.core.volume_states import Call
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.operations import replace_disk
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes.volume_states import Call
+from agent.work import locks
 from lvm import groups
 from lvm.layout import Layout
 from lvm.thin import Policy
@@ -446,7 +446,7 @@ def test_what_may_be_in_other_groups_is_read_before_a_group_is_held(
             one._is_stale = True
         return make()
 
-    monkeypatch.setattr("agent.core.reports.begin_states", begins)
+    monkeypatch.setattr("agent.volumes.reports.begin_states", begins)
     volume, staging = client.create("1", SIZE), tmp_path / "staging"
     one = volume.volume_id
     client.stage(volume, staging)

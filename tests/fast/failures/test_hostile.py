@@ -31,9 +31,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from serving import served
 
-from agent.core.parameters import MUTABLE_FIELD as MUTABLE
-from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
+from agent.requests.parameters import MUTABLE_FIELD as MUTABLE
+from agent.settings.settings import TOPOLOGY_KEY
 from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 

@@ -22,21 +22,22 @@ from fakes.host import FakeHost
 from prometheus_client.parser import text_string_to_metric_families
 from started import Started
 
-from agent.core import locks, volume_group
-from agent.core.classes import DeviceClass
-from agent.core.reports import MONITOR_AGE_SECONDS
-from agent.core.settings import BackingFile, Config, GroupDefinition
-from agent.core.values import Address
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon import monitor, startup
-from agent.daemon.metrics import Metrics
+from agent.daemon.node_metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
-from agent.operations import health as conditions
+from agent.groups import volume_group
+from agent.operations import diagnosis as conditions
 from agent.operations import preflight
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import BackingFile, Config, GroupDefinition
+from agent.settings.values import Address
+from agent.volumes.reports import MONITOR_AGE_SECONDS
+from agent.work import locks
 from lvm.layout import Reserve
 from mount import command, loop
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Result
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi

@@ -35,21 +35,21 @@ from nodes import Node, Stand, volume_of, write
 from real.any import AnyHost
 
 from agent.core import errors, tag
-from agent.core.classes import DeviceClass
-from agent.core.group_definitions import GroupDefinitions
-from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.extents import Extent, UserExtent
 from agent.extras.streams import reading
 from agent.extras.transfer import streams_command
 from agent.extras.transfer.move_command import Move, Options
+from agent.groups.group_definitions import GroupDefinitions
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import BackingFile, Config, GroupDefinition
 from lvm import report, tags
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.room import Room
 from lvm.thin import Policy
 from lvm.tuning import AUTO, PLAIN, Tuning
-from mount.blocks import Opened
+from mount.block_io import Opened
 from mount.command import Result
 from mount.kernel import Kernel
 from proto import carver_pb2

@@ -15,10 +15,10 @@ import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup, FakeVolume
 
-from agent.core import records
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.volumes import records
 from lvm import report
 from lvm.layout import Layout
 from mount.command import Result

@@ -15,10 +15,10 @@ from model.operations import Use
 from model.stopping import Switch
 
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.layout import Layout
 from lvm.thin import Policy
 

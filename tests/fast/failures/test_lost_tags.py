@@ -11,9 +11,9 @@ import serving
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from lvm import thin
 from lvm.volumes import New
 

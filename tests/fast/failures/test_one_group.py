@@ -10,9 +10,9 @@ import serving
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
 
 MIB = 1 << 20
 SIZE = 24 * MIB

@@ -10,12 +10,13 @@ import pytest
 from fakes.host import FakeHost
 from fast.failures.test_isolation import SICK, SOUND, scraped, succeeds
 
-from agent.core import activator, background, locks
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from agent.operations import health
+from agent.operations import diagnosis
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes import activator
+from agent.work import background, locks
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
@@ -59,7 +60,7 @@ def silent(
 
     monkeypatch.setattr(fake.lvm2, "status", status)
     monkeypatch.setattr(activator, "_POOL_SECONDS", 0.05)
-    monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(diagnosis, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.1)
     yield over
     over.set()
@@ -103,7 +104,7 @@ def test_the_volumes_of_a_silent_pool_and_no_others_do_not_respond(
     silent: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "_DEAD_SECONDS", 0.1)
+    monkeypatch.setattr(diagnosis, "_DEAD_SECONDS", 0.1)
     sick = sorted(one.volume_id for one in volumes[:-1])
     expect.soon(lambda: sorted(one.volume_id for one in client.unhealthy()) == sick)
     found = {status.reason for one in client.unhealthy() for status in one.health_statuses}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from fakes.known import machine, reports
 
-from lvm import devices, report, volumes
-from lvm.devices import Devices
-from mount import errors as mount_errors
+from lvm import active_devices, report, volumes
+from lvm.active_devices import Devices
+from mount import mount_errors as mount_errors
 
 EXTENT = 4 << 20
 SNAPSHOT = 0x70416E53
@@ -32,7 +32,7 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_header_shows_whether_its_snapshot_can_be_read(header: bytes, lost: bool) -> None:
-    assert devices.is_lost(header) == lost
+    assert active_devices.is_lost(header) == lost
 
 
 def test_a_header_is_read_where_the_area_begins(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_store_lists_the_chunks_that_it_has_copies_of(
     copied = [(number * 7919) % 100_003 for number in range(count)]
     disk = tmp_path / "store"
     disk.write_bytes(store(chunk_bytes, *copied))
-    table = devices.Exceptions(str(disk))
+    table = active_devices.Exceptions(str(disk))
     assert table.chunk_bytes == chunk_bytes
     for _ in range(2):
         assert [one for part in table.chunks() for one in part] == copied
@@ -80,7 +80,7 @@ def test_a_store_that_cannot_be_read_is_refused(tmp_path: Path, header: tuple[in
     disk = tmp_path / "store"
     disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
     with pytest.raises(mount_errors.BadReport):
-        devices.Exceptions(str(disk))
+        active_devices.Exceptions(str(disk))
 
 
 def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:

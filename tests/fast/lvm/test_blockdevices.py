@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
-from lvm import blockdevices
-from lvm.blockdevices import BlockDevices, Excluded, Why
+from lvm import candidate_devices
+from lvm.candidate_devices import BlockDevices, Excluded, Why
 from lvm.labels import Kind
 
 
@@ -140,7 +140,7 @@ def accepted(root: Path, text: str, *paths: str, local: str = "") -> set[str]:
     (root / "etc/lvm").mkdir(parents=True, exist_ok=True)
     (root / "etc/lvm/lvm.conf").write_text(text)
     (root / "etc/lvm/lvmlocal.conf").write_text(local)
-    accepts = blockdevices.read(root)
+    accepts = candidate_devices.read(root)
     return {path for path in paths if accepts is None or accepts(path)}
 
 
@@ -181,6 +181,6 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 
 
 def test_one_name_that_is_accepted_is_enough() -> None:
-    patterns = tuple(blockdevices._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
-    assert blockdevices._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
-    assert not blockdevices._accepts(patterns, ["/dev/nvme0n1"])
+    patterns = tuple(candidate_devices._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
+    assert candidate_devices._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
+    assert not candidate_devices._accepts(patterns, ["/dev/nvme0n1"])

@@ -8,11 +8,11 @@ import pytest
 from fakes.known import activator, machine, reports
 from fakes.lvm import FakeLvm
 
-from agent.core.allocation import Allocators
-from agent.core.classes import DeviceClass
-from agent.operations import health
-from agent.operations.health import Reason
-from lvm import caches, errors, report, volumes
+from agent.operations import diagnosis
+from agent.operations.diagnosis import Reason
+from agent.settings.classes import DeviceClass
+from agent.volumes.allocation import Allocators
+from lvm import caches, lvm_errors, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
@@ -42,7 +42,7 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_in_a_thousand_states
         cache = Cache(size=size)
         group = report.read(lvm).group("data")
         maximum = caches.maximum_bytes(Room(group), cache)
-        with pytest.raises(errors.NoSpace):
+        with pytest.raises(lvm_errors.NoSpace):
             caches.create(lvm, group, New("v", maximum + EXTENT, {}), cache)
         if maximum:
             room += 1
@@ -121,7 +121,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.fresh().volumes()
-        [problem] = health.by_report(volume)
+        [problem] = diagnosis.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
         assert what in problem.message
@@ -143,7 +143,7 @@ def test_a_cache_is_attached_to_no_disk_where_no_fast_one_is_open() -> None:
     fake.groups["data"].disks[1].tags = {report.FAST}
     volumes.create(lvm, "data", New("v", 40 << 20, {}), disks=["/dev/fake-data-0"])
     fake.groups["data"].disks[1].allocatable = False
-    with pytest.raises(errors.NoDiskServes):
+    with pytest.raises(lvm_errors.NoDiskServes):
         caches.attach(lvm, report.read(lvm).group("data"), "v", Cache(), 4)
     fake.groups["data"].disks[1].allocatable = True
     caches.attach(lvm, report.read(lvm).group("data"), "v", Cache(), 4)

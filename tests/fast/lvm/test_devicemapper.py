@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lvm import devicemapper, devices, layout, names
+from lvm import active_devices, devicemapper, layout, names
+from lvm.active_devices import Devices
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
-from lvm.devices import Devices
 from mount import block_devices
 
 SECTORS = 2048
@@ -228,7 +228,7 @@ def test_the_disks_that_a_device_needs_are_all_below_but_those_of_a_raid(
 def test_a_disk_that_went_away_is_missing_in_sysfs(
     driver: Driver, mapper: DeviceMapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_SYS_BY_NUMBER", tmp_path)
+    monkeypatch.setattr(active_devices, "_SYS_BY_NUMBER", tmp_path)
     driver.devices["data-web"] = Mapped(1, [0x811, 0x821], [("linear", ""), ("linear", "")])
     for number in ("8:17", "8:33"):
         (tmp_path / number).mkdir()
@@ -402,9 +402,9 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (attributes.parent / "size").write_text("8192\n")
         numbers.mkdir(exist_ok=True)
         (numbers / f"253:{minor}").symlink_to(attributes.parent)
-    monkeypatch.setattr(devices, "_SYS_BLOCK", block)
-    monkeypatch.setattr(devices, "_SYS_BY_NUMBER", numbers)
-    monkeypatch.setattr(devices, "_MAPPER", tmp_path / "mapper")
+    monkeypatch.setattr(active_devices, "_SYS_BLOCK", block)
+    monkeypatch.setattr(active_devices, "_SYS_BY_NUMBER", numbers)
+    monkeypatch.setattr(active_devices, "_MAPPER", tmp_path / "mapper")
     read: list[str] = []
     real = block_devices.attribute
 
@@ -412,7 +412,7 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(devices, "attribute", attribute)
+    monkeypatch.setattr(active_devices, "attribute", attribute)
     return read
 
 
@@ -444,7 +444,7 @@ def test_a_device_of_no_sectors_is_not_found(
     assert found is not None
     assert found.number == (253, 7)
     assert devices_of.find("data", "vol-inactive") is None
-    (devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
+    (active_devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
     assert devices_of.find("data", "vol-7") is None
 
 

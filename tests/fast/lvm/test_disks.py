@@ -10,8 +10,8 @@ from fakes.images import DASHED, UUIDS, Area, Image, metadata
 from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
 from lvm import labels
-from lvm.blockdevices import Excluded, Why
-from lvm.disks import DiskErrors, Disks, Unanswered, Unreadable
+from lvm.candidate_devices import Excluded, Why
+from lvm.disk_reader import DiskErrors, Disks, Unanswered, Unreadable
 from lvm.labels import Damaged, PhysicalLabel
 
 

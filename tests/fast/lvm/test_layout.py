@@ -16,7 +16,7 @@ from fakes.lvm import FakeVolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lvm import errors, layout, report, volumes
+from lvm import layout, lvm_errors, report, volumes
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
 from lvm.room import Room
@@ -43,7 +43,7 @@ def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:
     group = report.read(lvm).group("data")
     maximum = layout.maximum_bytes(Room(group), shape)
     assert maximum % (EXTENT * shape.stripes) == 0
-    with pytest.raises(errors.NoSpace):
+    with pytest.raises(lvm_errors.NoSpace):
         make(lvm, group, "too-large", maximum + EXTENT * shape.stripes, shape)
     if maximum:
         make(lvm, group, "largest", maximum, shape)
@@ -91,7 +91,7 @@ def test_a_volume_grows_by_the_maximum_and_no_further(
     more = layout.maximum_growth_bytes(Room(group), volume, shape)
     disks = layout.growth_placement(Room(group), volume, shape)
     beyond = size + more + EXTENT * shape.stripes
-    with pytest.raises(errors.NoSpace):
+    with pytest.raises(lvm_errors.NoSpace):
         volumes.extend(lvm, "data", "v", size_bytes=beyond, disks=disks)
     if more:
         volumes.extend(lvm, "data", "v", size_bytes=size + more, disks=disks)

@@ -12,7 +12,7 @@ import pytest
 from fakes.known import machine
 from fakes.lvm import FakeLvm, FakeVolume
 
-from lvm import caches, errors, layout, report, tags, thin, volumes
+from lvm import caches, layout, lvm_errors, report, tags, thin, volumes
 from lvm.caches import Cache
 from lvm.layout import LINEAR, Layout, Reserve
 from lvm.lvm2 import Lvm
@@ -111,7 +111,7 @@ def test_lvm2_takes_no_disk_but_those_that_serve_and_all_that_is_free_there(
         room = Room(group).overwriting if is_overwriting else Room(group)
         most = layout.maximum_bytes(room)
         assert most == room.free_extents * EXTENT
-        with pytest.raises(errors.NoSpace):
+        with pytest.raises(lvm_errors.NoSpace):
             volumes.create(lvm, "data", New("v", most + EXTENT, {}), disks=room.anywhere())
         if most:
             rooms += 1
@@ -137,7 +137,7 @@ def test_a_stripe_lies_only_on_disks_that_serve() -> None:
         lvm, fake, group = group_of(*kinds)
         room = Room(group)
         most = layout.maximum_bytes(room, STRIPED)
-        with pytest.raises(errors.NoSpace):
+        with pytest.raises(lvm_errors.NoSpace):
             create_striped(lvm, room, most + 2 * EXTENT)
         if most:
             rooms += 1
@@ -152,7 +152,7 @@ def test_a_cache_lies_only_on_disks_that_serve_and_lvm2_is_never_left_the_choice
     for kinds in PRESENT:
         lvm, fake, group = group_of(*kinds)
         most = caches.maximum_bytes(Room(group), cache)
-        with pytest.raises(errors.NoSpace):
+        with pytest.raises(lvm_errors.NoSpace):
             caches.create(lvm, group, New("v", most + EXTENT, {}), cache)
         assert set(fake.groups["data"].volumes) == {"filler"}
         if most:
@@ -187,7 +187,7 @@ def test_where_no_disk_serves_lvm2_is_not_asked_to_choose_one(shape: Layout) -> 
     fast, unclean = replace(plain, fast=True), replace(plain, unclean=True)
     for kinds in ((fast, fast), (fast, unclean), (unclean, unclean)):
         _, _, group = group_of(*kinds)
-        with pytest.raises(errors.NoDiskServes, match="no disk of volume group data"):
+        with pytest.raises(lvm_errors.NoDiskServes, match="no disk of volume group data"):
             layout.placement(Room(group), shape)
 
 

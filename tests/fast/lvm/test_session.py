@@ -15,10 +15,10 @@ from fakes import shell_program
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lvm import errors, session
+from lvm import lvm_errors, session
 from lvm.session import Confinement, Line, Session
 from mount import command, programs
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Finished, Result, time_limit
 from mount.programs import Programs
 
@@ -344,7 +344,9 @@ def test_rest_does_not_wait_for_a_busy_shell(place: Place, monkeypatch: pytest.M
 def test_a_shell_that_refuses_without_a_known_reason_is_replaced(place: Place) -> None:
     place.plan("refuse", "puzzle")
     refused, *more = (place.session(*CHANGE) for _ in range(4))
-    assert isinstance(errors.classify(("lvm", "lvremove"), 5, refused.stderr), errors.NoSpace)
+    assert isinstance(
+        lvm_errors.classify(("lvm", "lvremove"), 5, refused.stderr), lvm_errors.NoSpace
+    )
     assert [one.exit_code for one in (refused, *more)] == [5, 5, 0, 0]
     assert len(place.done("shell")) == 2
     assert place.done("process") == []
@@ -404,7 +406,7 @@ def test_other_programs_do_not_inherit_the_shell_s_descriptors_or_environment(
 def test_a_change_with_an_unknown_outcome_is_not_repeated(place: Place, action: str) -> None:
     place.session(*REPORT)
     place.plan(action)
-    with pytest.raises(errors.SessionLost, match="not known whether lvm lvremove was done"):
+    with pytest.raises(lvm_errors.SessionLost, match="not known whether lvm lvremove was done"):
         place.session(*CHANGE)
     changes = [line for line in place.done("did") if line.startswith("lvremove")]
     assert len(changes) == (0 if action in ("die_before", "starve") else 1)
@@ -440,7 +442,7 @@ def test_a_shell_with_unexpected_output_is_replaced(place: Place) -> None:
 def test_after_a_doubt_commands_run_in_processes_for_a_while(place: Place) -> None:
     place.new_session(rest_seconds=AMPLE_SECONDS)
     place.plan("garble")
-    with pytest.raises(errors.SessionLost):
+    with pytest.raises(lvm_errors.SessionLost):
         place.session(*CHANGE)
     place.session(*CHANGE)
     assert len(place.done("shell")) == 1
@@ -497,7 +499,7 @@ def test_a_command_that_does_not_end_blocks_changes_but_not_reports(place: Place
     # Also changes that no shell would take.
     both = ("lvchange", "--addtag", "both ' and \"", "--", "g")
     for words in (("lvcreate", "group"), ("pvmove", "/dev/a"), both):
-        with pytest.raises(errors.StillRunning, match="lvremove got SIGTERM"):
+        with pytest.raises(lvm_errors.StillRunning, match="lvremove got SIGTERM"):
             place.session("lvm", *words)
     assert place.session(*REPORT).exit_code == 0
     assert len(place.done("process")) == 1  # and of no change
@@ -523,7 +525,7 @@ def test_a_stopped_shell_runs_nothing_after_sigcont(place: Place) -> None:
     place.plan("stop")
     with timing_out():
         place.session(*CHANGE)
-    with pytest.raises(errors.StillRunning):
+    with pytest.raises(lvm_errors.StillRunning):
         place.session(*CHANGE)
     os.kill(int(place.done("shell")[0]), signal.SIGCONT)
     expect.soon(lambda: not place.runs())

@@ -10,7 +10,7 @@ import pytest
 
 from lvm import thin
 from lvm.thin import Run
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 CHUNK = 64 << 10
 # Both as thin-provisioning-tools 0.9.0 print them.

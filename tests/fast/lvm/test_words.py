@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import codes
-from lvm import errors, layout, lvm2, names, tags
+from lvm import layout, lvm2, lvm_errors, names, tags
 from lvm.report import Group, PhysicalVolume
 from lvm.room import Room
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 TEXT = st.text(max_size=128)
 ALLOWED = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-")
@@ -85,101 +85,107 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
 @pytest.mark.parametrize(
     ("stderr", "error"),
     [
-        ('  Volume group "d" has insufficient free space (1 extents): 2 required.', errors.NoSpace),
-        ("  Insufficient suitable allocatable extents for logical volume v", errors.NoSpace),
-        ("  Number of stripes (3) must not exceed number of physical volumes (2)", errors.NoSpace),
-        ("  No specified PVs have space available.", errors.NoSpace),
+        (
+            '  Volume group "d" has insufficient free space (1 extents): 2 required.',
+            lvm_errors.NoSpace,
+        ),
+        ("  Insufficient suitable allocatable extents for logical volume v", lvm_errors.NoSpace),
+        (
+            "  Number of stripes (3) must not exceed number of physical volumes (2)",
+            lvm_errors.NoSpace,
+        ),
+        ("  No specified PVs have space available.", lvm_errors.NoSpace),
         (
             "  VG d 34 metadata on /dev/loop5 (16003 bytes) exceeds maximum metadata size (15616"
             " bytes)\n  Failed to write VG d.",
-            errors.MetadataFull,
+            lvm_errors.MetadataFull,
         ),
         (
             "  Insufficient suitable contiguous allocatable extents for logical volume v",
-            errors.NoSpace,
+            lvm_errors.NoSpace,
         ),
-        ("  Not enough PVs with free space available for parallel allocation.", errors.NoSpace),
-        ("  Not enough space for thin pool creation.", errors.NoSpace),
+        ("  Not enough PVs with free space available for parallel allocation.", lvm_errors.NoSpace),
+        ("  Not enough space for thin pool creation.", lvm_errors.NoSpace),
         (
             "  Not enough space available for metadata area with index 1 on PV /dev/a.",
-            errors.NoSpace,
+            lvm_errors.NoSpace,
         ),
-        ("  Unable to create RAID(1)0 LV: insufficient number of devices.", errors.NoSpace),
+        ("  Unable to create RAID(1)0 LV: insufficient number of devices.", lvm_errors.NoSpace),
         (
             "  Cannot create new thin volume, free space in thin pool d/p reached threshold.",
-            errors.PoolKeptFree,
+            lvm_errors.PoolKeptFree,
         ),
         (
             "  Free space in pool d/p is above threshold, new volumes are not allowed.",
-            errors.PoolKeptFree,
+            lvm_errors.PoolKeptFree,
         ),
         (
             "  Maximum number of logical volumes (3) reached in volume group d",
-            errors.GroupLimited,
+            lvm_errors.GroupLimited,
         ),
         (
             "  No space for '/dev/b' - volume group 'd' holds max 1 physical volume(s).",
-            errors.GroupLimited,
+            lvm_errors.GroupLimited,
         ),
         (
             "  Volume too large (8.00 EiB) for extent size 4.00 MiB. Upper limit is less than x.",
-            errors.VolumeTooLarge,
+            lvm_errors.VolumeTooLarge,
         ),
         (
             "  Unable to extend d/v by 5 logical extents: exceeds limit (4294967295).",
-            errors.VolumeTooLarge,
+            lvm_errors.VolumeTooLarge,
         ),
-        ("  Volume group d is read-only", errors.GroupProtected),
-        ("  Volume group d is exported", errors.GroupProtected),
+        ("  Volume group d is read-only", lvm_errors.GroupProtected),
+        ("  Volume group d is exported", lvm_errors.GroupProtected),
         (
             "  Operation prohibited while global/metadata_read_only is set.",
-            errors.GroupProtected,
+            lvm_errors.GroupProtected,
         ),
         (
             "  lvcreate: Command not permitted while global/metadata_read_only is set.",
-            errors.GroupProtected,
+            lvm_errors.GroupProtected,
         ),
         (
             "  Cannot access VG d with system ID other with local system ID this.",
-            errors.GroupProtected,
+            lvm_errors.GroupProtected,
         ),
-        ("  Cannot activate LVs in a foreign VG.", errors.GroupProtected),
-        ("  Cannot change VG d with unknown segments in it!", errors.UnknownContents),
-        ("  Cannot update volume group d with duplicate PV devices.", errors.DuplicateDisks),
-        ("  Can't resize locked logical volume d/v.", errors.BeingMoved),
-        ("  Can't remove locked logical volume d/v.", errors.BeingMoved),
-        ("  Cannot rename locked LV v", errors.BeingMoved),
-        ("  Snapshots of locked devices are not supported.", errors.BeingMoved),
+        ("  Cannot activate LVs in a foreign VG.", lvm_errors.GroupProtected),
+        ("  Cannot change VG d with unknown segments in it!", lvm_errors.UnknownContents),
+        ("  Cannot update volume group d with duplicate PV devices.", lvm_errors.DuplicateDisks),
+        ("  Can't resize locked logical volume d/v.", lvm_errors.BeingMoved),
+        ("  Can't remove locked logical volume d/v.", lvm_errors.BeingMoved),
+        ("  Cannot rename locked LV v", lvm_errors.BeingMoved),
+        ("  Snapshots of locked devices are not supported.", lvm_errors.BeingMoved),
         # lib/metadata/lv_manip.c, where the kernel refuses to suspend: no move is under way.
         ("  Failed to lock logical volume d/v.", mount_errors.CommandFailed),
-        ("  Check of pool d/p failed (status:1). Manual repair required!", errors.PoolDamaged),
-        ("  Thin pool d/p transaction_id is 3, while expected 4.", errors.PoolDamaged),
-        ("  Can't get lock for d.", errors.LockTaken),
-        ("  Cannot open lockfile [/run/lock/lvm/V_d], error was [x]", errors.LockTaken),
+        ("  Check of pool d/p failed (status:1). Manual repair required!", lvm_errors.PoolDamaged),
+        ("  Thin pool d/p transaction_id is 3, while expected 4.", lvm_errors.PoolDamaged),
+        ("  Can't get lock for d.", lvm_errors.LockTaken),
+        ("  Cannot open lockfile [/run/lock/lvm/V_d], error was [x]", lvm_errors.LockTaken),
         (
             "  Cannot archive volume group metadata for d to read-only filesystem.",
-            errors.NotArchived,
+            lvm_errors.NotArchived,
         ),
         (
             "  Limit for the maximum number of semaphores reached. You can check and set the limits"
             " in /proc/sys/kernel/sem.",
-            errors.SemaphoresUsedUp,
+            lvm_errors.SemaphoresUsedUp,
         ),
-        ("  Logical volume d/v is already in use by d/pool.", errors.InUse),
+        ("  Logical volume d/v is already in use by d/pool.", lvm_errors.InUse),
         (
             "  device-mapper: remove ioctl on (254:3) failed: Device or resource busy",
-            errors.InUse,
+            lvm_errors.InUse,
         ),
         (
             "  Refusing activation of partial LV d/v.  Use '--activationmode partial' to override.",
-            errors.DisksMissing,
+            lvm_errors.DisksMissing,
         ),
-        ('  Logical Volume "v" already exists in volume group "d"', errors.NameTaken),
-        ("  A volume group called d already exists.", errors.NameTaken),
-        ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
-        ("  Logical volume d/v in use.", errors.InUse),
-        ("  Cannot change VG data while PVs are missing.", errors.DisksMissing),
-        ("  Is device-mapper driver missing from kernel?", errors.NoDeviceMapper),
+        ('  Logical Volume "v" already exists in volume group "d"', lvm_errors.NameTaken),
+        ("  A volume group called d already exists.", lvm_errors.NameTaken),
+        ("  Logical volume d/v contains a filesystem in use.", lvm_errors.InUse),
+        ("  Logical volume d/v in use.", lvm_errors.InUse),
+        ("  Cannot change VG data while PVs are missing.", lvm_errors.DisksMissing),
+        ("  Is device-mapper driver missing from kernel?", lvm_errors.NoDeviceMapper),
         ("  Something new.", mount_errors.CommandFailed),
         ("", mount_errors.CommandFailed),
     ],
@@ -187,7 +193,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
 def test_lvm_s_messages_are_understood(
     stderr: str, error: type[mount_errors.CommandFailed]
 ) -> None:
-    found = errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
+    found = lvm_errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
     assert type(found) is error
     assert "WARNING" not in str(found) or not stderr
     assert getattr(found, "explained", "") in str(found)
@@ -195,7 +201,7 @@ def test_lvm_s_messages_are_understood(
 
 def test_each_refusal_of_a_full_limited_or_protected_group_has_a_code_of_its_own() -> None:
     """INTERNAL says that something is wrong inside Carver; with these nothing is."""
-    kinds = {kind for _, kind in errors._MESSAGES}
+    kinds = {kind for _, kind in lvm_errors._MESSAGES}
     internal = {one for one in kinds if codes.code_of(one([], 5, "")) is codes.Code.INTERNAL}
     assert internal == set()
 
@@ -215,7 +221,7 @@ def test_each_refusal_of_a_full_limited_or_protected_group_has_a_code_of_its_own
     ],
 )
 def test_too_little_memory_is_not_too_little_space(stderr: str, lacks: bool) -> None:
-    assert errors.lacks_memory(stderr) is lacks
+    assert lvm_errors.lacks_memory(stderr) is lacks
 
 
 @pytest.mark.parametrize(

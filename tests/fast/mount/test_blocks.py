@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mount import blocks, calls
-from mount.blocks import PIECE_BYTES, By
+from mount import block_io, calls
+from mount.block_io import PIECE_BYTES, By
 from mount.kernel import Kernel
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -61,10 +61,10 @@ class Zeroing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, hole: int, zeroes: int = 0) -> None:
         self.asked: list[str] = []
-        monkeypatch.setattr("mount.blocks.stat.S_ISBLK", lambda _mode: True)
+        monkeypatch.setattr("mount.block_io.stat.S_ISBLK", lambda _mode: True)
         monkeypatch.setattr(calls, "punch_hole", lambda *_: self._ask("hole", hole))
         self._failures = {0x1277: ("discard", hole), 0x127F: ("zeroes", zeroes)}
-        ioctl = "mount.blocks.fcntl.ioctl"
+        ioctl = "mount.block_io.fcntl.ioctl"
         monkeypatch.setattr(ioctl, lambda _, request, __: self._ask(*self._failures[request]))
 
     def _ask(self, what: str, failure: int) -> None:
@@ -75,8 +75,8 @@ class Zeroing:
 
 def zero_out(disk: Path, by: By = By.HOLE, length: int = 4096) -> None:
     descriptor = os.open(disk, os.O_RDWR | (os.O_DIRECT if by.is_direct else 0))
-    with blocks.closing(descriptor):
-        blocks.zero_out(descriptor, str(disk), 0, length, by)
+    with block_io.closing(descriptor):
+        block_io.zero_out(descriptor, str(disk), 0, length, by)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_reader_reads_from_any_block_on(tmp_path: Path) -> None:
 def test_a_read_past_the_end_is_an_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(4096 + 512))
-    with blocks.opened(str(disk)) as reader:
+    with block_io.opened(str(disk)) as reader:
         # The last block is not whole.
         assert reader.read(4096, 512) == bytes(512)
         with pytest.raises(OSError, match="512 of 4096 bytes at 4096") as caught:

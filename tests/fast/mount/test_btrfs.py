@@ -10,7 +10,7 @@ from fakes.devices import FakeDevices
 from fakes.filesystems import mkfs
 from fakes.kernel import FakeKernel
 
-from mount import calls, errors, filesystem
+from mount import calls, filesystem, mount_errors
 from mount.kernel import Kernel
 
 DEVICE = "/dev/fake"
@@ -73,7 +73,7 @@ def test_what_is_no_superblock_that_is_understood_is_left_alone(
     spoilt = bytearray(superblock(devices))
     spoilt[at] ^= 1
     devices.get(DEVICE).media.write(AT, bytes(spoilt))
-    with pytest.raises(errors.RenewFailed, match="superblock"):
+    with pytest.raises(mount_errors.RenewFailed, match="superblock"):
         filesystem.renew(FakeKernel(devices), DEVICE)
     assert superblock(devices) == bytes(spoilt)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mount import cgroups, errors
+from mount import cgroups, mount_errors
 from mount.cgroups import UNLIMITED, Cgroups, IoCount, IoMax
 
 CONTROLLERS = "cpuset cpu io memory pids\n"
@@ -51,7 +51,7 @@ def test_of_two_the_one_with_processes_is_taken_unless_one_is_configured(root: P
     assert Cgroups("", root).look() == new
     assert Cgroups("/kubepods", root).look() == old
     (old / "cgroup.events").write_text("populated 1\n")
-    with pytest.raises(errors.NoCgroup, match=f"{old}, {new}"):
+    with pytest.raises(mount_errors.NoCgroup, match=f"{old}, {new}"):
         Cgroups("", root).look()
 
 
@@ -71,7 +71,7 @@ def test_what_is_missing_is_said(root: Path, missing: str, words: str) -> None:
         (root / "cgroup.controllers").write_text("memory pids\n")
     elif missing == "hierarchy":
         (root / "cgroup.controllers").unlink()
-    with pytest.raises(errors.NoCgroup, match=words):
+    with pytest.raises(mount_errors.NoCgroup, match=words):
         Cgroups("gone" if missing == "configured" else "", root).prepare()
     assert (root / "cgroup.subtree_control").read_text() == "memory pids\n"
 
@@ -80,7 +80,7 @@ def test_io_is_controlled_down_to_the_pods_and_not_without_throttling(root: Path
     pods = made(root, "kubelet.slice/kubelet-kubepods.slice")
     (pods.parent / "cgroup.controllers").write_text(CONTROLLERS)
     (pods.parent / "cgroup.subtree_control").write_text("io\n")
-    with pytest.raises(errors.NoCgroup, match="CONFIG_BLK_DEV_THROTTLING"):
+    with pytest.raises(mount_errors.NoCgroup, match="CONFIG_BLK_DEV_THROTTLING"):
         Cgroups("", root).prepare()
     # What is written there adds to what is there; a file has it in place of that.
     assert (root / "cgroup.subtree_control").read_text().startswith("+io")
@@ -204,5 +204,5 @@ def test_a_cgroup_that_vanishes_at_any_step_is_said_to_be_missing(
     monkeypatch.setattr(Path, "read_text", reading)
     monkeypatch.setattr(os, "write", writing)
     monkeypatch.setattr(Path, "iterdir", looking)
-    with suppress(errors.NoCgroup):
+    with suppress(mount_errors.NoCgroup):
         METHODS[name](cgroup)

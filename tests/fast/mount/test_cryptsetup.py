@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mount import errors, luks
+from mount import luks, mount_errors
 from mount.command import Result, Runner
 from mount.luks import Cryptsetup
 
@@ -53,11 +53,11 @@ def test_a_key_is_read_at_standard_input_and_is_no_word(action: str) -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_key_that_does_not_fit_is_another_error_than_a_failure(action: str) -> None:
-    with pytest.raises(errors.WrongKey, match="/dev/x"):
+    with pytest.raises(mount_errors.WrongKey, match="/dev/x"):
         ACTIONS[action](cryptsetup(Program(2)))
-    with pytest.raises(errors.CryptFailed, match="no luck"):
+    with pytest.raises(mount_errors.CryptFailed, match="no luck"):
         ACTIONS[action](cryptsetup(Program(1, "no luck")))
-    with pytest.raises(errors.CryptFailed, match="64 MiB"):
+    with pytest.raises(mount_errors.CryptFailed, match="64 MiB"):
         ACTIONS[action](cryptsetup(Program(3)))
 
 
@@ -82,9 +82,9 @@ def test_a_device_in_use_is_busy_when_it_is_closed() -> None:
     program = Program()
     cryptsetup(program, waits_for_udev=False).close("name")
     assert program.words == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "close", "--", "name")
-    with pytest.raises(errors.CryptBusy, match="name is in use"):
+    with pytest.raises(mount_errors.CryptBusy, match="name is in use"):
         cryptsetup(Program(5)).close("name")
-    with pytest.raises(errors.CryptFailed):
+    with pytest.raises(mount_errors.CryptFailed):
         cryptsetup(Program(4)).close("name")
 
 
@@ -102,7 +102,7 @@ def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(2):
             threads.submit(slow.kill, "/dev/x", KEY, 1)
             assert inside.acquire(timeout=20)
-        with pytest.raises(errors.CryptPending, match="call again"):
+        with pytest.raises(mount_errors.CryptPending, match="call again"):
             slow.kill("/dev/x", KEY, 1)
         ended.set()
     slow.kill("/dev/x", KEY, 1)

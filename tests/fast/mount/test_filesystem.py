@@ -13,7 +13,7 @@ from fakes.kernel import FakeKernel, failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mount import errors, filesystem, table
+from mount import filesystem, mount_errors, table
 from mount.command import Result
 from mount.filesystem import Signature
 
@@ -65,7 +65,7 @@ def test_what_a_device_holds_is_named(tags: dict[str, str], signature: Signature
 
 
 def test_a_device_with_tags_but_no_type_is_not_blank() -> None:
-    with pytest.raises(errors.ProbeFailed, match="finds USAGE but no type"):
+    with pytest.raises(mount_errors.ProbeFailed, match="finds USAGE but no type"):
         filesystem.probe(Found({"USAGE": "filesystem"}), "/dev/x")
 
 
@@ -176,7 +176,7 @@ def test_an_mkfs_that_does_not_know_a_feature_is_run_without_it(
 
 
 def test_a_users_word_that_mkfs_does_not_know_is_an_error() -> None:
-    with pytest.raises(errors.FormatFailed, match="unknown option -m bigtime=1"):
+    with pytest.raises(mount_errors.FormatFailed, match="unknown option -m bigtime=1"):
         filesystem.make(OldMkfs(), "/dev/x", "xfs", ["-m", "bigtime=1"])
 
 
@@ -203,7 +203,7 @@ def test_a_users_word_that_mkfs_does_not_know_is_an_error() -> None:
 def test_options_that_could_do_harm_are_refused(fs_type: str, options: list[str]) -> None:
     run = Script()
 
-    with pytest.raises(errors.BadOption):
+    with pytest.raises(mount_errors.BadOption):
         filesystem.make(run, "/dev/x", fs_type, options)
 
     assert run.words == ()
@@ -214,18 +214,18 @@ def test_any_words_are_checked_options_or_a_bad_option(words: list[str]) -> None
     run = Script()
     try:
         filesystem.make(run, "/dev/x", "ext4", words)
-    except errors.BadOption:
+    except mount_errors.BadOption:
         assert run.words == ()
         return
     assert set(options_of(run.words)) <= set(filesystem.FILE_SYSTEMS["ext4"].allowed.split())
 
 
 def test_the_error_of_a_failed_mkfs_has_three_of_its_lines() -> None:
-    with pytest.raises(errors.FormatFailed) as caught:
+    with pytest.raises(mount_errors.FormatFailed) as caught:
         filesystem.make(Script(1, stderr="too small\n\n" + "usage\n" * 40), "/dev/x", "xfs")
 
     assert str(caught.value).count("usage") == 2
-    with pytest.raises(errors.FormatFailed, match="said nothing"):
+    with pytest.raises(mount_errors.FormatFailed, match="said nothing"):
         filesystem.make(Script(1), "/dev/x", "xfs")
 
 
@@ -234,17 +234,17 @@ def test_an_unknown_file_system_is_neither_made_nor_measured_nor_grown(
 ) -> None:
     mounted = mount(kernel, "ext4", str(tmp_path))
     for fs_type in ("ntfs", "", "ext4 -F", "../ext4"):
-        with pytest.raises(errors.UnsupportedFileSystem):
+        with pytest.raises(mount_errors.UnsupportedFileSystem):
             filesystem.make(Script(), "/dev/x", fs_type)
-        with pytest.raises(errors.UnsupportedFileSystem):
+        with pytest.raises(mount_errors.UnsupportedFileSystem):
             filesystem.check_size(fs_type, 1 << 40)
-        with pytest.raises(errors.UnsupportedFileSystem):
+        with pytest.raises(mount_errors.UnsupportedFileSystem):
             filesystem.grow(kernel, replace(mounted, fs_type=fs_type))
 
 
 def test_too_small_a_volume_is_refused_before_it_is_made() -> None:
     filesystem.check_size("xfs", 300 * MIB)
-    with pytest.raises(errors.TooSmall, match="xfs needs 314572800 bytes"):
+    with pytest.raises(mount_errors.TooSmall, match="xfs needs 314572800 bytes"):
         filesystem.check_size("xfs", 300 * MIB - 1)
 
 
@@ -257,7 +257,7 @@ def test_the_error_of_a_refused_growth_says_why(
     mounted = mount(kernel, "ext4", str(tmp_path))
     kernel.override(grow_ext4=failing(number))
 
-    with pytest.raises(errors.GrowFailed, match=why):
+    with pytest.raises(mount_errors.GrowFailed, match=why):
         filesystem.grow(kernel, mounted)
 
 
@@ -269,7 +269,7 @@ def test_an_ext4_with_errors_is_not_said_to_lack_a_capability(
     kernel.devices.get("/dev/data/web").media.errors = 2
     kernel.override(grow_ext4=failing(errno.EPERM))
 
-    with pytest.raises(errors.GrowFailed, match=r"met errors.*unstaged and staged") as raised:
+    with pytest.raises(mount_errors.GrowFailed, match=r"met errors.*unstaged and staged") as raised:
         filesystem.grow(kernel, mounted)
     assert "CAP_SYS_RESOURCE" not in str(raised.value)
 
@@ -280,7 +280,7 @@ def test_growing_refuses_a_source_that_is_another_device_now(
     mounted = mount(kernel, "ext4", str(tmp_path))
     kernel.devices.get("/dev/data/web").minor += 1
 
-    with pytest.raises(errors.GrowFailed, match="another device"):
+    with pytest.raises(mount_errors.GrowFailed, match="another device"):
         filesystem.grow(kernel, mounted)
 
 
@@ -290,10 +290,10 @@ def test_a_file_system_that_is_whole_or_was_mended_passes_the_check(exit_code: i
 
 
 def test_damage_is_another_error_than_a_check_that_failed() -> None:
-    with pytest.raises(errors.Damaged, match=r"inconsistent; copy .* `e2fsck -f /dev/x`"):
+    with pytest.raises(mount_errors.Damaged, match=r"inconsistent; copy .* `e2fsck -f /dev/x`"):
         filesystem.check(Script(4, "inconsistent\n"), "/dev/x", "ext4")
     for exit_code in (8, 12, 32):
-        with pytest.raises(errors.CheckFailed, match=f"busy .exit {exit_code}."):
+        with pytest.raises(mount_errors.CheckFailed, match=f"busy .exit {exit_code}."):
             filesystem.check(Script(exit_code, stderr="busy\n"), "/dev/x", "ext4")
 
 
@@ -316,7 +316,7 @@ def test_one_that_cannot_grow_mounted_is_grown_before_the_mount(
     filesystem.check(run, "/dev/x", "new")
 
     assert run.words == ("resize.new", "-s", "--", "/dev/x")
-    with pytest.raises(errors.CheckFailed, match=r"busy .exit 1."):
+    with pytest.raises(mount_errors.CheckFailed, match=r"busy .exit 1."):
         filesystem.check(Script(1, stderr="busy\n"), "/dev/x", "new")
 
 

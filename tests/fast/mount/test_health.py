@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mount import health
-from mount.health import Kind, Problem
+from mount import filesystem_health
+from mount.filesystem_health import Kind, Problem
 
 
 @pytest.mark.parametrize("kinds", [(), *((one,) for one in Kind), tuple(Kind)], ids=str)
@@ -15,8 +15,8 @@ def test_a_file_system_is_mounted_anew_for_what_that_mends_and_for_nothing_else(
     def problems(*_where: object) -> Iterator[Problem]:
         return (Problem(one, "it is not well") for one in kinds)
 
-    monkeypatch.setattr(health, "problems", problems)
-    is_over = health.is_over_when_mounted_anew(None, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(filesystem_health, "problems", problems)
+    is_over = filesystem_health.is_over_when_mounted_anew(None, None, None)  # type: ignore[arg-type]
     assert is_over == any(one.is_mended_by_mount for one in kinds)
 
 

@@ -10,9 +10,9 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import DECIDING, FakeKernel
 
-from mount import errors, table
+from mount import mount_errors, table
 from mount import mounts as nodes
-from mount.blocks import By
+from mount.block_io import By
 from mount.kernel import Kernel
 from mount.stacks import Stack
 
@@ -32,14 +32,14 @@ def test_the_fake_has_each_operation_with_the_signature_of_the_real_one() -> Non
 
 
 def test_every_error_has_one_of_two_roots_and_a_sentence_of_its_own() -> None:
-    classes = [one for one in vars(errors).values() if inspect.isclass(one)]
-    found = [one for one in classes if one.__module__ == errors.__name__]
+    classes = [one for one in vars(mount_errors).values() if inspect.isclass(one)]
+    found = [one for one in classes if one.__module__ == mount_errors.__name__]
 
-    roots = (errors.MountError, errors.CommandError)
+    roots = (mount_errors.MountError, mount_errors.CommandError)
     assert len(found) > 15
     assert all(issubclass(one, roots) and one.__doc__ for one in found)
     assert "holds swap (other), not ext4" in str(
-        errors.UnexpectedContents("/dev/dm-3", "swap (other)", "ext4")
+        mount_errors.UnexpectedContents("/dev/dm-3", "swap (other)", "ext4")
     )
 
 
@@ -67,8 +67,8 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left, self._open = times, os.open
-        monkeypatch.setattr("mount.blocks.os.open", self)
-        monkeypatch.setattr("mount.blocks._BUSY_SECONDS", 0)
+        monkeypatch.setattr("mount.block_io.os.open", self)
+        monkeypatch.setattr("mount.block_io._BUSY_SECONDS", 0)
 
     def __call__(
         self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mount import calls, errors, filesystem
+from mount import calls, filesystem, mount_errors
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -98,7 +98,7 @@ def test_the_size_of_its_blocks_is_found(disk: Path, blocks: int) -> None:
 def test_two_things_in_one_place_are_an_error(disk: Path) -> None:
     ext4(disk)
     put(disk, 0, b"hsqs" + bytes(24) + struct.pack("<2H", 4, 0))  # squashfs
-    with pytest.raises(errors.ProbeFailed, match="more than one thing"):
+    with pytest.raises(mount_errors.ProbeFailed, match="more than one thing"):
         filesystem.probe(Kernel(), str(disk))
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_never_blank(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     for path in (tmp_path / "missing", empty, tmp_path):
-        with pytest.raises(errors.ProbeFailed):
+        with pytest.raises(mount_errors.ProbeFailed):
             filesystem.probe(Kernel(), str(path))
 
 
@@ -117,7 +117,7 @@ def test_without_the_library_no_device_is_blank(
         raise OSError(errno.ENOSYS, "libblkid: no such file")
 
     monkeypatch.setattr(calls, "_library", missing)
-    with pytest.raises(errors.ProbeFailed, match="libblkid: no such file"):
+    with pytest.raises(mount_errors.ProbeFailed, match="libblkid: no such file"):
         filesystem.probe(Kernel(), str(disk))
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_zeroed_on_a_device_that_holds_something_or_did_not_grow(
     write(disk)
     put(disk, *left(LARGE))
     before = disk.read_bytes()
-    with suppress(errors.ProbeFailed):  # more than one thing
+    with suppress(mount_errors.ProbeFailed):  # more than one thing
         found = filesystem.probe_grown(Kernel(), str(disk), made * MIB)
         assert found is not None
     assert not zeroed

@@ -12,7 +12,7 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel, failing
 
-from mount import calls, errors, loop
+from mount import calls, loop, mount_errors
 from mount.block_devices import LoopDevices, LoopStatus
 
 
@@ -38,7 +38,7 @@ def test_a_free_device_that_others_take_is_tried_again(
     if is_attached:
         assert loop.attach(kernel, file) == "/dev/loop0"
     else:
-        with pytest.raises(errors.LoopFailed, match="taken by others"):
+        with pytest.raises(mount_errors.LoopFailed, match="taken by others"):
             loop.attach(kernel, file)
 
 
@@ -96,7 +96,7 @@ def test_direct_io_is_used_where_the_file_system_has_it(
 def test_a_kernel_without_loop_devices_is_an_error(kernel: FakeKernel, file: str) -> None:
     kernel.override(loop_free=failing(errno.ENOENT))
 
-    with pytest.raises(errors.LoopFailed, match="No such file"):
+    with pytest.raises(mount_errors.LoopFailed, match="No such file"):
         loop.attach(kernel, file)
 
 
@@ -113,7 +113,7 @@ def test_a_device_whose_status_is_refused_is_an_error(kernel: FakeKernel, file: 
     loop.attach(kernel, file)
     kernel.override(loop_status=failing(errno.EACCES))
 
-    with pytest.raises(errors.LoopFailed, match="Permission denied"):
+    with pytest.raises(mount_errors.LoopFailed, match="Permission denied"):
         loop.find(kernel, file)
 
 
@@ -129,7 +129,7 @@ def test_a_device_that_stays_open_is_busy(kernel: FakeKernel, file: str) -> None
         waits.append("udev")
         yield
 
-    with pytest.raises(errors.Busy):
+    with pytest.raises(mount_errors.Busy):
         loop.detach(kernel, device, waiting)
     assert waits == ["udev"]
     kernel.override(loop_clear=clear)
@@ -152,7 +152,7 @@ def test_a_device_that_the_kernel_does_not_detach_is_an_error(
     device = loop.attach(kernel, file)
     kernel.override(loop_clear=failing(errno.EIO))
 
-    with pytest.raises(errors.LoopFailed):
+    with pytest.raises(mount_errors.LoopFailed):
         loop.detach(kernel, device)
 
 
@@ -206,5 +206,5 @@ def test_a_device_that_is_about_to_go_is_not_handed_out(kernel: FakeKernel) -> N
 
 
 def test_a_missing_device_has_no_read_only_loop(kernel: FakeKernel) -> None:
-    with pytest.raises(errors.LoopFailed, match="No such file"):
+    with pytest.raises(mount_errors.LoopFailed, match="No such file"):
         loop.attach_read_only(kernel, "/dev/data/web")

@@ -11,7 +11,7 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel, failing
 
-from mount import errors, mounts, options, table
+from mount import mount_errors, mounts, options, table
 from mount.filesystem import Signature
 from mount.options import Options
 
@@ -44,9 +44,9 @@ def mount(kernel: FakeKernel, path: str, fs_type: str = "ext4") -> None:
 def test_a_mount_that_the_table_does_not_show_is_an_error(kernel: FakeKernel, path: str) -> None:
     kernel.override(mount=lambda *_: None, bind=lambda *_: None)
 
-    with pytest.raises(errors.MountFailed, match="does not show it"):
+    with pytest.raises(mount_errors.MountFailed, match="does not show it"):
         mount(kernel, path)
-    with pytest.raises(errors.MountFailed, match="does not show it"):
+    with pytest.raises(mount_errors.MountFailed, match="does not show it"):
         mounts.ensure_bound(kernel, str(Path(path).parent), path, NONE)
 
 
@@ -66,10 +66,10 @@ def test_a_mount_that_came_out_writable_is_undone(path: str) -> None:
     kernel = Careless(FakeDevices())
     device = formatted(kernel)
 
-    with pytest.raises(errors.MountFailed, match="the kernel made it rw"):
+    with pytest.raises(mount_errors.MountFailed, match="the kernel made it rw"):
         mounts.ensure_mounted(kernel, device, path, "ext4", NONE, read_only=True)
     assert table.read(kernel).at(path) == ()
-    with pytest.raises(errors.MountFailed, match="the kernel made it rw"):
+    with pytest.raises(mount_errors.MountFailed, match="the kernel made it rw"):
         mounts.ensure_bound(kernel, str(Path(path).parent), path, NONE, read_only=True)
     assert table.read(kernel).at(path) == ()
 
@@ -79,7 +79,7 @@ def test_a_foreign_mount_right_over_ours_is_named_and_left_alone(
 ) -> None:
     kernel.follow("mount", lambda *_: kernel.mount_foreign(path))
 
-    with pytest.raises(errors.ForeignMount, match="tmpfs"):
+    with pytest.raises(mount_errors.ForeignMount, match="tmpfs"):
         mount(kernel, path)
 
     assert len(table.read(kernel).at(path)) == 2
@@ -103,7 +103,7 @@ def test_the_error_for_a_damaged_file_system_names_its_repair(
     device = formatted(kernel, "web", fs_type)
     kernel.devices.get(device).media.damage = "much"
 
-    with pytest.raises(errors.Damaged, match=f"`{repair} {device}`"):
+    with pytest.raises(mount_errors.Damaged, match=f"`{repair} {device}`"):
         mounts.ensure_mounted(kernel, device, path, fs_type, NONE)
 
 
@@ -120,15 +120,15 @@ def test_the_error_for_a_refused_mount_says_why(
 ) -> None:
     kernel.override(mount=failing(number))
 
-    with pytest.raises(errors.MountFailed, match=why):
+    with pytest.raises(mount_errors.MountFailed, match=why):
         mount(kernel, path, fs_type)
 
 
 def test_at_most_eight_processes_that_keep_a_mount_busy_are_named() -> None:
     crowd = [f"cat ({number})" for number in range(9)]
-    assert "in use by cat (0); try" in str(errors.Busy("/x", crowd[:1]))
-    assert "cat (7); try" in str(errors.Busy("/x", crowd[:8]))
-    assert "cat (7), and others; try" in str(errors.Busy("/x", crowd))
+    assert "in use by cat (0); try" in str(mount_errors.Busy("/x", crowd[:1]))
+    assert "cat (7); try" in str(mount_errors.Busy("/x", crowd[:8]))
+    assert "cat (7), and others; try" in str(mount_errors.Busy("/x", crowd))
 
 
 def test_users_of_a_place_have_something_open_in_it(kernel: FakeKernel, path: str) -> None:
@@ -151,7 +151,7 @@ def test_a_second_mount_of_a_device_has_the_access_of_the_first(
     mounts.ensure_unmounted(kernel, first)
     assert kernel.devices.is_open(device)
 
-    with pytest.raises(errors.Busy):
+    with pytest.raises(mount_errors.Busy):
         mounts.ensure_mounted(kernel, device, first, "ext4", NONE, read_only=True)
 
     mounts.ensure_unmounted(kernel, second)
@@ -160,7 +160,7 @@ def test_a_second_mount_of_a_device_has_the_access_of_the_first(
 
 @pytest.mark.parametrize("fs_type", ["proc", "", "ext4\n", "fuse.x"])
 def test_only_known_file_systems_are_mounted(kernel: FakeKernel, fs_type: str, path: str) -> None:
-    with pytest.raises(errors.UnsupportedFileSystem):
+    with pytest.raises(mount_errors.UnsupportedFileSystem):
         mounts.ensure_mounted(kernel, formatted(kernel), path, fs_type, NONE)
 
 
@@ -184,7 +184,7 @@ def test_a_source_under_no_mount_is_not_bound(kernel: FakeKernel, path: str) -> 
     # A mount table without a root, as seen from a strange chroot.
     kernel.override(mountinfo=lambda: "")
 
-    with pytest.raises(errors.NotMounted):
+    with pytest.raises(mount_errors.NotMounted):
         mounts.ensure_bound(kernel, path, path, NONE)
 
 
@@ -205,7 +205,7 @@ def test_a_place_that_is_mounted_again_at_once_is_not_unmounted(
     mount(kernel, path)
     kernel.follow("unmount", kernel.mount_foreign)
 
-    with pytest.raises(errors.UnmountFailed, match="again"):
+    with pytest.raises(mount_errors.UnmountFailed, match="again"):
         mounts.ensure_unmounted(kernel, path)
 
 
@@ -224,7 +224,7 @@ def test_an_unmount_that_the_kernel_refuses_is_an_error(kernel: FakeKernel, path
     mount(kernel, path)
     kernel.override(unmount=failing(errno.EPERM))
 
-    with pytest.raises(errors.UnmountFailed, match="EPERM"):
+    with pytest.raises(mount_errors.UnmountFailed, match="EPERM"):
         mounts.ensure_unmounted(kernel, path)
 
 
@@ -233,7 +233,7 @@ def test_a_mount_below_keeps_the_one_above_it_mounted(kernel: FakeKernel, path: 
     Path(path, "inner").mkdir()
     kernel.mount_foreign(f"{path}/inner")
 
-    with pytest.raises(errors.Busy, match=f"{path} is in use"):
+    with pytest.raises(mount_errors.Busy, match=f"{path} is in use"):
         mounts.ensure_unmounted(kernel, path)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mount import errors, filesystem
+from mount import filesystem, mount_errors
 
 UUID = "11111111-2222-3333-4444-555555555555"
 
@@ -23,7 +23,7 @@ UUID = "11111111-2222-3333-4444-555555555555"
     ],
 )
 def test_what_the_kernel_refuses_is_refused(fs_type: str, words: Sequence[str]) -> None:
-    with pytest.raises(errors.BadOption):
+    with pytest.raises(mount_errors.BadOption):
         filesystem.check_mount_options(fs_type, [], words)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mount import errors, kernel, options
+from mount import kernel, mount_errors, options
 from mount.filesystem import FILE_SYSTEMS
 from mount.options import Options
 
@@ -42,7 +42,7 @@ def test_defaults_are_no_options_and_the_same_option_twice_counts_once() -> None
 )
 def test_contradictions_are_refused(flags: str) -> None:
     for words in ([flags], flags.split(",")):
-        with pytest.raises(errors.BadOption, match="contradicts"):
+        with pytest.raises(mount_errors.BadOption, match="contradicts"):
             options.parse(words, "ext4")
 
 
@@ -56,7 +56,7 @@ def test_contradictions_are_refused(flags: str) -> None:
     ],
 )
 def test_what_is_not_listed_is_refused_and_the_list_is_shown(word: str) -> None:
-    with pytest.raises(errors.BadOption) as caught:
+    with pytest.raises(mount_errors.BadOption) as caught:
         options.parse([word])
 
     assert ascii(word) in str(caught.value)
@@ -67,23 +67,23 @@ def test_what_is_not_listed_is_refused_and_the_list_is_shown(word: str) -> None:
     "word", ["-o", "--bind", "", "ro\n", "no\0exec", "ro rw", "commit=5\\054x", "commit=", "café"]
 )
 def test_what_has_odd_characters_is_refused(word: str) -> None:
-    with pytest.raises(errors.BadOption):
+    with pytest.raises(mount_errors.BadOption):
         options.parse([word])
 
 
 def test_another_file_systems_options_are_refused() -> None:
     assert options.parse(["nouuid"], "xfs").data == ("nouuid",)
-    with pytest.raises(errors.BadOption, match="nouuid"):
+    with pytest.raises(mount_errors.BadOption, match="nouuid"):
         options.parse(["nouuid"], "ext4")
 
 
 def test_an_unknown_file_system_is_refused() -> None:
-    with pytest.raises(errors.UnsupportedFileSystem, match=", ".join(FILE_SYSTEMS)):
+    with pytest.raises(mount_errors.UnsupportedFileSystem, match=", ".join(FILE_SYSTEMS)):
         options.parse([], "ntfs")
 
 
 def test_a_long_option_is_shown_short() -> None:
-    with pytest.raises(errors.BadOption) as caught:
+    with pytest.raises(mount_errors.BadOption) as caught:
         options.parse(["a" * 4096])
 
     assert len(str(caught.value).split(" is ")[0]) < 300
@@ -93,7 +93,7 @@ def test_a_long_option_is_shown_short() -> None:
 def test_any_flags_are_options_or_a_bad_option(flags: list[str]) -> None:
     try:
         found = options.parse(flags)
-    except errors.BadOption:
+    except mount_errors.BadOption:
         return
     assert found.attributes <= set(kernel.ATTRIBUTES)
     assert found.superblock <= set(options.SUPERBLOCK)

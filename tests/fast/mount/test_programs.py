@@ -14,7 +14,7 @@ import pytest
 
 from lvm.lvm2 import Lvm
 from mount import command, programs
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Finished
 from mount.programs import Programs
 from proto import csi_pb2 as csi

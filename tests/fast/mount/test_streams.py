@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Finished
 from mount.programs import Programs
 

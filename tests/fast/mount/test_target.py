@@ -12,7 +12,7 @@ from fakes.kernel import FakeKernel, failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mount import errors, health, target
+from mount import filesystem_health, mount_errors, target
 from mount.kernel import Kernel
 
 Ensure = Callable[[Kernel, str], None]
@@ -33,7 +33,7 @@ def kernel() -> FakeKernel:
     ],
 )
 def test_a_path_that_is_not_normalised_is_refused(path: str) -> None:
-    with pytest.raises(errors.BadPath) as caught:
+    with pytest.raises(mount_errors.BadPath) as caught:
         target.check(path)
 
     assert str(caught.value).isprintable()
@@ -48,7 +48,7 @@ def test_a_normalised_path_is_returned(path: str) -> None:
 def test_any_text_is_a_normalised_path_or_a_bad_path(path: str) -> None:
     try:
         target.check(path)
-    except errors.BadPath:
+    except mount_errors.BadPath:
         return
     assert path.startswith("/")
     assert path == os.path.normpath(path)
@@ -77,9 +77,9 @@ def test_a_file_is_not_taken_for_a_directory_nor_the_reverse(
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
 
-    with pytest.raises(errors.NotADirectory):
+    with pytest.raises(mount_errors.NotADirectory):
         target.ensure_directory(kernel, str(tmp_path / "file"))
-    with pytest.raises(errors.NotAFile):
+    with pytest.raises(mount_errors.NotAFile):
         target.ensure_file(kernel, str(tmp_path / "directory"))
 
 
@@ -87,7 +87,7 @@ def test_a_missing_parent_is_an_error(kernel: FakeKernel, tmp_path: Path) -> Non
     path = str(tmp_path / "missing" / "target")
 
     for ensure in (target.ensure_directory, target.ensure_file):
-        with pytest.raises(errors.TargetError, match="cannot be made"):
+        with pytest.raises(mount_errors.TargetError, match="cannot be made"):
             ensure(kernel, path)
     target.ensure_absent(kernel, path)
 
@@ -123,7 +123,7 @@ def test_what_holds_data_stays(kernel: FakeKernel, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
 
     for name in ("file", "directory", "fifo"):
-        with pytest.raises(errors.TargetInUse):
+        with pytest.raises(mount_errors.TargetInUse):
             target.ensure_absent(kernel, str(tmp_path / name))
 
     assert (tmp_path / "file").read_text() == "data"
@@ -134,7 +134,7 @@ def test_a_removal_that_the_kernel_refuses_is_an_error(kernel: FakeKernel, tmp_p
     (tmp_path / "target").mkdir()
     kernel.override(remove_directory=failing(errno.EROFS))
 
-    with pytest.raises(errors.TargetError, match="Read-only"):
+    with pytest.raises(mount_errors.TargetError, match="Read-only"):
         target.ensure_absent(kernel, str(tmp_path / "target"))
 
 
@@ -143,10 +143,10 @@ def test_a_link_at_the_end_of_a_path_is_refused(kernel: FakeKernel, tmp_path: Pa
     outside.mkdir()
     link.symlink_to(outside)
 
-    with pytest.raises(errors.BadPath, match="symbolic link"):
+    with pytest.raises(mount_errors.BadPath, match="symbolic link"):
         target.resolve(kernel, str(link))
     for ensure in ALL:
-        with pytest.raises(errors.TargetError):
+        with pytest.raises(mount_errors.TargetError):
             ensure(kernel, str(link))
 
     assert outside.is_dir()
@@ -168,7 +168,7 @@ def test_a_place_must_be_inside_whatever_links_are_on_the_way(
         found = target.resolve(kernel, str(tmp_path / path), roots)
         assert found == str(inside / "pods/x")
     for path in ("kubelet", "kubelet-not/x", "kubelet/out/x", "x"):
-        with pytest.raises(errors.BadPath, match="leads out of /elsewhere and "):
+        with pytest.raises(mount_errors.BadPath, match="leads out of /elsewhere and "):
             target.resolve(kernel, str(tmp_path / path), roots)
 
 
@@ -211,13 +211,13 @@ def test_a_file_system_that_was_shut_down_is_still_found(
         kernel.override(**{name: failing(errno.EIO)})
 
     assert target.resolve(kernel, path) == path
-    for ask in (target.ensure_directory, health.of):
-        with pytest.raises(errors.TargetError, match="Input/output error"):
+    for ask in (target.ensure_directory, filesystem_health.of):
+        with pytest.raises(mount_errors.TargetError, match="Input/output error"):
             ask(kernel, path)
 
 
 def test_what_is_not_mounted_or_no_device_has_no_size(kernel: FakeKernel, tmp_path: Path) -> None:
-    with pytest.raises(errors.NotMounted):
-        health.of(kernel, str(tmp_path / "missing"))
-    with pytest.raises(errors.DeviceMissing):
-        health.device_size_bytes(kernel, str(tmp_path))
+    with pytest.raises(mount_errors.NotMounted):
+        filesystem_health.of(kernel, str(tmp_path / "missing"))
+    with pytest.raises(mount_errors.DeviceMissing):
+        filesystem_health.device_size_bytes(kernel, str(tmp_path))

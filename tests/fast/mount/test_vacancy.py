@@ -7,8 +7,8 @@ import pytest
 from fakes.host import FakeHost
 from laying import lay
 
-from agent.core.settings import GroupDefinition
-from mount import block_devices, errors, mounts
+from agent.settings.settings import GroupDefinition
+from mount import block_devices, mount_errors, mounts
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 
@@ -31,7 +31,7 @@ def test_the_error_of_a_used_device_names_its_user(
     device = host.new_device(MIB)
     mounts.require_unused(host.kernel, device)
     setattr(host.block.get(device), name, value)
-    with pytest.raises(errors.NotVacant, match=f"{device} {words}"):
+    with pytest.raises(mount_errors.NotVacant, match=f"{device} {words}"):
         mounts.require_unused(host.kernel, device)
 
 

@@ -8,10 +8,10 @@ import pytest
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
 

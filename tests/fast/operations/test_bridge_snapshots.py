@@ -12,10 +12,10 @@ import serving
 from fakes.host import FakeHost
 
 from agent.core import errors
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from mount.command import Result
 
 MIB = 1 << 20

@@ -13,10 +13,10 @@ from csi_client import Client
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 
-from agent.core import volume_group
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import block
+from agent.groups import volume_group
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm.lvm2 import Lvm
 
 MIB = 1 << 20

@@ -17,13 +17,13 @@ import serving
 from fakes.host import FakeHost
 
 from agent.core.errors import OperationPending
-from agent.core.group_worker import GroupWorkers, Job, Jobs
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import errors as lvm_errors
+from agent.settings.settings import Config
+from agent.work.group_worker import GroupWorkers, Job, Jobs
+from lvm import lvm_errors as lvm_errors
 from mount import command
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 from mount.command import Result
 from proto import csi_pb2 as csi
 from proto.csi_pb2 import VolumeContentSource as Source
@@ -195,7 +195,7 @@ def test_copy_that_does_not_end_can_begin_again(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.core.group_worker._ENDING_SECONDS", 0.01)
+    monkeypatch.setattr("agent.work.group_worker._ENDING_SECONDS", 0.01)
     with expect.code("ABORTED"):
         client.create("pvc-2", 0, block(), source=source)
     disk.wait(1)

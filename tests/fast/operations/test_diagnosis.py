@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.operations import health as conditions
+from agent.operations import diagnosis as conditions
 from lvm.devicemapper import Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 
 MIB = 1 << 20

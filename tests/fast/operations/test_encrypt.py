@@ -12,9 +12,9 @@ from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 
 from agent.core import errors
-from agent.core.settings import Config
 from agent.csi.client import Client, mounted
 from agent.operations import encrypt
+from agent.settings.settings import Config
 from mount import luks
 from mount.command import Result
 from proto import csi_pb2 as csi

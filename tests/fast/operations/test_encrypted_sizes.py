@@ -4,10 +4,10 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent.core.allocation import Allocators
-from agent.core.classes import DeviceClass
 from agent.daemon.server import Service
 from agent.operations import plan
+from agent.settings.classes import DeviceClass
+from agent.volumes.allocation import Allocators
 from lvm import report
 from lvm.layout import Layout
 from lvm.thin import Policy

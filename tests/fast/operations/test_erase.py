@@ -17,10 +17,10 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 
 from agent.cli import status
-from agent.core.settings import Config
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
-from lvm import errors as lvm_errors
+from agent.settings.settings import Config
+from lvm import lvm_errors as lvm_errors
 from lvm import report
 from mount.command import Result
 from proto import csi_pb2 as csi

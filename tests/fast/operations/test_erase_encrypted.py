@@ -8,9 +8,9 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.core.classes import ERASURES, DeviceClass
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import ERASURES, DeviceClass
 from lvm.layout import Layout
 from lvm.thin import Policy
 

@@ -19,9 +19,9 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Killed, Switch, stops
 
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.settings import Config
 from mount.command import Result
 
 EXTENT = 4 << 20

@@ -9,10 +9,10 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.core.classes import ERASURES, DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import ERASURES, DeviceClass
+from agent.settings.settings import Config
 from lvm.layout import Layout
 from lvm.thin import Policy
 from proto import csi_pb2 as csi

@@ -16,15 +16,15 @@ from fakes.devices import Media
 from fakes.host import FakeHost
 from fakes.lvm.records import FakeGroup, FakeVolume
 
-from agent.core.classes import DeviceClass
-from agent.core.erase_policy import PROVED_BYTES, sample
-from agent.core.pace import MOST_BYTES
-from agent.core.settings import WIPES
 from agent.csi.client import block, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import WIPES
+from agent.volumes.erase_policy import PROVED_BYTES, sample
+from agent.work.pace import MOST_BYTES
 from lvm.layout import Layout
 from lvm.thin import Policy
-from mount.blocks import By
+from mount.block_io import By
 from mount.stacks import Stack
 
 MIB = 1 << 20

@@ -13,11 +13,11 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeDisk
 
-from agent.core.reports import MONITOR_AGE_SECONDS
 from agent.csi.client import block, mounted
 from agent.daemon.server import Service
+from agent.volumes.reports import MONITOR_AGE_SECONDS
 from mount.command import Result
-from mount.errors import CommandError
+from mount.mount_errors import CommandError
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.operations import health
-from agent.operations.health import Condition, Reason
+from agent.operations import diagnosis
+from agent.operations.diagnosis import Condition, Reason
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]
@@ -55,13 +55,13 @@ def test_conditions_of_one_reason_are_merged_with_the_oldest_age() -> None:
     first = Condition(Reason.DISK_MISSING, "a is missing", 20.0)
     other = Condition(Reason.RAID_RESYNCING, "it is resyncing")
     second = Condition(Reason.DISK_MISSING, "b is missing", 10.0)
-    merged = health.distinct([first, other, second, first])
+    merged = diagnosis.distinct([first, other, second, first])
     assert merged == (Condition(Reason.DISK_MISSING, "a is missing; and b is missing", 10.0), other)
 
 
 def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
     every = [Condition(one, "it is so") for one in Reason]
-    found = health.distinct(every)
+    found = diagnosis.distinct(every)
     assert len(found) == 16
     statuses = [one.reason.of_volume or one.reason.of_storage for one in found]
     order = ["DATA_LOSS", "STORAGE_UNREACHABLE", "INACCESSIBLE", "DEGRADED", "STORAGE_DEGRADED"]

@@ -9,8 +9,8 @@ import pytest
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import block, of_volume
+from agent.settings.classes import DeviceClass
 from lvm import report
 from lvm.caches import Cache
 

@@ -7,9 +7,9 @@ import pytest
 from csi_client import Client
 from fakes.host import FakeHost
 
-from agent.core import records
 from agent.csi.client import block
 from agent.daemon.server import Service
+from agent.volumes import records
 
 MIB = 1 << 20
 

@@ -10,9 +10,9 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

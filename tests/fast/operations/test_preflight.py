@@ -14,11 +14,11 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.cli import main as cli
-from agent.core.configuration import Configuration
-from agent.core.host import Host
-from agent.core.settings import BackingFile, Config, GroupDefinition
+from agent.daemon.host import Host
 from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Node
+from agent.settings.configuration import Configuration
+from agent.settings.settings import BackingFile, Config, GroupDefinition
 from lvm import groups, lvm2, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout
@@ -397,7 +397,7 @@ def test_the_kernel_says_whether_it_has_the_new_mount_calls() -> None:
 def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration for the node, on which `carver doctor` runs."""
     machine = Host(place.host.run, place.host.kernel, place.host.devices, place.host.disks)
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.daemon.host.this_host", lambda _settings: machine)
     node = partial(Node, root=place.root)
     monkeypatch.setattr(preflight, "Node", node)
     path = tmp_path / "config.toml"

@@ -15,12 +15,12 @@ import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
-from agent.core import group_worker
-from agent.core.group_worker import Job, Stopping
-from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
-from lvm import errors
+from agent.settings.settings import Config
+from agent.work import group_worker
+from agent.work.group_worker import Job, Stopping
+from lvm import lvm_errors
 from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount import command
@@ -112,7 +112,7 @@ def test_unknown_outcome_of_the_last_deletion(
     def intercept(words: Sequence[str]) -> Result | None:
         if words[1] == "lvremove" and next(first, False):
             fake.lvm2_program(words)
-            raise errors.SessionLost(words, "it ended")
+            raise lvm_errors.SessionLost(words, "it ended")
         return None
 
     fake.intercept = intercept

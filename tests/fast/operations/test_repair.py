@@ -10,10 +10,10 @@ import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import report
 from lvm.layout import Layout, Reserve
 

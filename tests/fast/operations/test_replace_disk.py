@@ -16,10 +16,10 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Switch, stops
 
-from agent.core.classes import DeviceClass
-from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from lvm import groups, report
 from lvm.layout import Layout
 from lvm.thin import Policy

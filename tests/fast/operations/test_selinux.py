@@ -9,10 +9,10 @@ from csi_client import Client
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent.core.settings import Config
 from agent.csi.client import Mode, block, mounted
-from mount import errors, options, table
+from agent.settings.settings import Config
 from mount import kernel as syscalls
+from mount import mount_errors, options, table
 from mount.filesystem import FILE_SYSTEMS
 from proto import csi_pb2 as csi
 
@@ -161,12 +161,12 @@ def test_a_context_is_parsed_without_its_quotes(flag: str, context: str) -> None
     ],
 )
 def test_an_invalid_context_is_refused(flag: str) -> None:
-    with pytest.raises(errors.BadOption):
+    with pytest.raises(mount_errors.BadOption):
         options.parse([flag])
 
 
 def test_two_contexts_contradict_each_other() -> None:
-    with pytest.raises(errors.BadOption, match="contradicts"):
+    with pytest.raises(mount_errors.BadOption, match="contradicts"):
         options.parse([FLAG, f'context="{OTHER}"'])
     assert options.parse([FLAG, FLAG]).context == CONTEXT
 

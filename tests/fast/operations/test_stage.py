@@ -12,7 +12,7 @@ from fakes.host import FakeHost
 
 from agent.core import tag
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from lvm.devices import Device
+from lvm.active_devices import Device
 from lvm.thin import Policy
 from mount import filesystem, table
 from mount.command import Result

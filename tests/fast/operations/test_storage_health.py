@@ -11,10 +11,10 @@ from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from fakes.sysfs import Sysfs
 
-from agent.core.classes import DeviceClass
 from agent.csi.client import block
 from agent.daemon.server import Service
-from lvm.disks import DiskErrors
+from agent.settings.classes import DeviceClass
+from lvm.disk_reader import DiskErrors
 from mount.command import Result
 from proto import csi_pb2 as csi
 

@@ -15,17 +15,17 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeGroup, FakeVolume
 
-from agent.core import requests
-from agent.core.background import Probes
-from agent.core.classes import DeviceClass
 from agent.core.errors import GroupRefused
-from agent.core.records import Volume
-from agent.core.settings import Config
-from agent.core.volume_group import VolumeGroup
 from agent.csi.client import block
 from agent.daemon.server import Service
-from agent.operations import health as conditions
-from agent.operations.health import Condition
+from agent.groups.volume_group import VolumeGroup
+from agent.operations import diagnosis as conditions
+from agent.operations.diagnosis import Condition
+from agent.requests import requests
+from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
+from agent.volumes.records import Volume
+from agent.work.background import Probes
 from lvm.devicemapper import Status
 from mount.table import Mount
 from proto import csi_pb2 as csi

@@ -22,23 +22,23 @@ from conformance.run import Spec
 
 from deploy import render
 from vagrant import (
-    authority,
     cluster,
+    cluster_node,
+    cluster_programs,
     control_plane,
-    host,
     images,
+    lab_authority,
+    lab_host,
     machines,
     machines_in_user_mode,
-    node,
-    programs,
     user_mode,
     venv,
 )
+from vagrant.cluster_programs import MODULES, PROGRAMS, Programs, pinned_version
 from vagrant.control_plane import ControlPlaneError
 from vagrant.guest import Guest
 from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import ByLibvirt, GuestError
-from vagrant.programs import MODULES, PROGRAMS, Programs, pinned_version
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,10 +89,10 @@ def test_programs_of_two_versions_lie_beside_each_other() -> None:
 def test_the_module_of_another_version_is_made_anew_when_the_committed_one_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_CACHE", tmp_path)
-    monkeypatch.setattr(programs, "MODULES", tmp_path)
-    monkeypatch.setattr(programs, "step", lambda *_: nullcontext(Mock()))
-    monkeypatch.setattr(programs, "go", lambda: "go")
+    monkeypatch.setattr(cluster_programs, "_CACHE", tmp_path)
+    monkeypatch.setattr(cluster_programs, "MODULES", tmp_path)
+    monkeypatch.setattr(cluster_programs, "step", lambda *_: nullcontext(Mock()))
+    monkeypatch.setattr(cluster_programs, "go", lambda: "go")
     monkeypatch.setattr(Programs, "_staging", lambda *_: [])
     (tmp_path / "kubernetes").mkdir()
     folders = []
@@ -217,7 +217,7 @@ def test_an_archive_is_made_anew_where_its_parts_changed(
     have("v1")
     have("v1")
     have("v2")
-    monkeypatch.setattr(host, "digest_of", lambda *_: "another recipe")
+    monkeypatch.setattr(lab_host, "digest_of", lambda *_: "another recipe")
     have("v2")
     assert made == ["v1", "v2", "v2"]
 
@@ -260,7 +260,7 @@ def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cluster's folder, with an authority in it."""
     monkeypatch.setattr(control_plane, "FOLDER", tmp_path)
-    authority.ensure(tmp_path, [control_plane.API_ADDRESS])
+    lab_authority.ensure(tmp_path, [control_plane.API_ADDRESS])
     return tmp_path
 
 
@@ -285,7 +285,7 @@ def test_a_kubeconfig_is_for_its_owner_alone_and_is_made_once(folder: Path) -> N
 
 def test_the_authority_is_made_once(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    authority.ensure(folder, [control_plane.API_ADDRESS])
+    lab_authority.ensure(folder, [control_plane.API_ADDRESS])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     for path in folder.glob("*.key"):
         assert path.stat().st_mode & 0o077 == 0, path
@@ -300,7 +300,7 @@ def test_what_is_missing_or_damaged_is_signed_anew_and_nothing_else(
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    authority.ensure(folder, [control_plane.API_ADDRESS])
+    lab_authority.ensure(folder, [control_plane.API_ADDRESS])
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     changed = {one for one in after if after[one] != before[one]}
     assert name in changed
@@ -311,11 +311,11 @@ def test_what_is_missing_or_damaged_is_signed_anew_and_nothing_else(
 def test_what_a_lost_authority_signed_is_signed_anew(folder: Path, name: str) -> None:
     before = control_plane.kubeconfig().read_text()
     (folder / name).write_text("")
-    assert not authority.exists(folder)
-    authority.ensure(folder, [control_plane.API_ADDRESS])
+    assert not lab_authority.exists(folder)
+    lab_authority.ensure(folder, [control_plane.API_ADDRESS])
     for certificate in ("server.crt", "kubelet-client.crt", "etcd.crt", "etcd-client.crt"):
         path = folder / certificate
-        assert authority._is_sound(path, path.with_suffix(".key"), folder / "ca.crt")
+        assert lab_authority._is_sound(path, path.with_suffix(".key"), folder / "ca.crt")
     assert control_plane.kubeconfig().read_text() != before
 
 
@@ -353,15 +353,15 @@ def test_what_nodes_need_not_reach_listens_on_the_loopback_address(folder: Path)
 
 
 def test_every_node_has_another_range_of_pods_within_the_route_to_the_host() -> None:
-    ranges = [node.pods_of(number) for number in range(1, 100)]
+    ranges = [cluster_node.pods_of(number) for number in range(1, 100)]
     assert len({*ranges, control_plane.SERVICES}) == 100
     assert all(one.startswith("10.99.") for one in ranges)
 
 
 def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
-    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    files = cluster_node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
     for path, text in files.items():
-        written = node._written(path, text)
+        written = cluster_node._written(path, text)
         if "client-key-data" in text:
             assert written.startswith("install -m 600 "), path
 
@@ -370,31 +370,33 @@ def test_a_node_s_files_hold_no_key_that_others_may_read(folder: Path) -> None:
 def test_a_node_s_scripts_are_such_that_a_shell_understands(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
-    scripts = [files[f"{node.HOME}/prepare.sh"]]
-    monkeypatch.setattr(node, "run", lambda _, *lines: scripts.append("\n".join(lines)))
+    files = cluster_node._files("carver-node-1", 1, "192.0.2.1", "192.0.2.254", {})
+    scripts = [files[f"{cluster_node.HOME}/prepare.sh"]]
+    monkeypatch.setattr(cluster_node, "run", lambda _, *lines: scripts.append("\n".join(lines)))
     monkeypatch.setattr(Guest, "address", lambda _: "192.0.2.1")
     one = Guest("carver-node-1", folder / "config", ByLibvirt("carver-node-1"))
-    node.install(one, 1, "192.0.2.254", {})
-    node.import_images(one, "192.0.2.254", ["carver.tar"])
-    node.start(one)
+    cluster_node.install(one, 1, "192.0.2.254", {})
+    cluster_node.import_images(one, "192.0.2.254", ["carver.tar"])
+    cluster_node.start(one)
     for script in scripts:
         subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     # A store that was not copied to its end is none.
-    assert scripts[1].index(f"{node._STORE}.part/") < scripts[1].index(f"mv {node._STORE}.part ")
+    assert scripts[1].index(f"{cluster_node._STORE}.part/") < scripts[1].index(
+        f"mv {cluster_node._STORE}.part "
+    )
 
 
 @pytest.mark.starts_programs
 def test_a_unit_is_restarted_where_its_program_or_a_text_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "HOME", str(tmp_path))
+    monkeypatch.setattr(cluster_node, "HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
     (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
     (tmp_path / "systemctl").chmod(0o755)
     program, text = tmp_path / "bin" / "containerd", tmp_path / "config.toml"
     program.touch()
-    script = "set -eu\n" + node._started("containerd", ["containerd"], [str(text)])
+    script = "set -eu\n" + cluster_node._started("containerd", ["containerd"], [str(text)])
 
     def asked() -> list[str]:
         (tmp_path / "asked").unlink(missing_ok=True)
@@ -411,7 +413,7 @@ def test_a_unit_is_restarted_where_its_program_or_a_text_changed(
 
 
 def test_a_file_with_quotes_is_written_as_it_is() -> None:
-    assert node._written("/etc/x", "it's $HOME") == (
+    assert cluster_node._written("/etc/x", "it's $HOME") == (
         "install -m 644 /dev/null /etc/x && printf %s 'it'\"'\"'s $HOME' > /etc/x"
     )
 
@@ -419,9 +421,9 @@ def test_a_file_with_quotes_is_written_as_it_is() -> None:
 @pytest.fixture
 def processes(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Processes that run on this machine itself, and logs in a temporary folder."""
-    monkeypatch.setattr(host, "LAB", tmp_path)
-    monkeypatch.setattr(host, "in_network", lambda *words: [*map(str, words)])
-    monkeypatch.setattr(host, "as_root", lambda *words: [*map(str, words)])
+    monkeypatch.setattr(lab_host, "LAB", tmp_path)
+    monkeypatch.setattr(lab_host, "in_network", lambda *words: [*map(str, words)])
+    monkeypatch.setattr(lab_host, "as_root", lambda *words: [*map(str, words)])
 
 
 def sleeper(folder: Path, name: str, seconds: int) -> list[str]:
@@ -541,7 +543,7 @@ class Api:
 @pytest.fixture
 def lab(folder: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
     """A cluster of two nodes whose machines and API server are not there; every kubelet has run."""
-    monkeypatch.setattr(host, "LAB", folder)
+    monkeypatch.setattr(lab_host, "LAB", folder)
     made = cluster.Cluster(2)
     monkeypatch.setattr(made, "machines", Machines("carver-node-1", "carver-node-2"))
     monkeypatch.setattr(made, "control_plane", Api(carver_node_1="boot", carver_node_2="boot"))
@@ -549,9 +551,9 @@ def lab(folder: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.
     monkeypatch.setattr(made, "_check_clocks", lambda _: None)
     monkeypatch.setattr(made, "_install", lambda *_: None)
     monkeypatch.setattr(cluster, "_try", lambda *_: None)
-    monkeypatch.setattr(node, "has_run", lambda _: True)
-    monkeypatch.setattr(node, "boot_id", lambda _: "boot")
-    monkeypatch.setattr(node, "start", lambda _: None)
+    monkeypatch.setattr(cluster_node, "has_run", lambda _: True)
+    monkeypatch.setattr(cluster_node, "boot_id", lambda _: "boot")
+    monkeypatch.setattr(cluster_node, "start", lambda _: None)
     return made
 
 
@@ -582,8 +584,8 @@ def test_nodes_that_are_gone_and_those_of_earlier_machines_are_forgotten(
 ) -> None:
     api = cast(Api, lab.control_plane)
     api.boots["carver-node-5"] = "boot"
-    monkeypatch.setattr(node, "has_run", lambda one: one.name != "carver-node-2")
-    monkeypatch.setattr(node, "start", lambda one: api.boots.setdefault(one.name, "boot"))
+    monkeypatch.setattr(cluster_node, "has_run", lambda one: one.name != "carver-node-2")
+    monkeypatch.setattr(cluster_node, "start", lambda one: api.boots.setdefault(one.name, "boot"))
     lab._join(lab.guests)
     assert sorted(api.forgotten) == [
         *("csinodes/carver-node-2", "csinodes/carver-node-5"),
@@ -718,12 +720,12 @@ def test_a_disk_is_copied_with_its_holes_to_a_machine_that_has_none(tmp_path: Pa
         disk.write(b"label")
         disk.seek(64 << 20)
         disk.write(b"metadata")
-    node.copy_disk(source, target)
+    cluster_node.copy_disk(source, target)
     [one, other] = [it.folder / "cluster-disk.img" for it in (source, target)]
     assert one.read_bytes() == other.read_bytes()
     assert other.stat().st_blocks * 512 < 1 << 20
     with pytest.raises(GuestError, match=r"source was not copied to target: .* is there"):
-        node.copy_disk(source, target)
+        cluster_node.copy_disk(source, target)
 
 
 @pytest.mark.parametrize("values", sorted((ROOT / "tests/cluster/values").glob("*.yaml")))

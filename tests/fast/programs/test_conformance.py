@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conformance import run, sanity
 
-from agent.core import settings
+from agent.settings import settings
 
 COUNTED = re.compile(
     r"^\| (linear|thin|attach) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M

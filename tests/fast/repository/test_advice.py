@@ -26,14 +26,14 @@ _ADVICE = re.compile(
 _ALLOWED = {
     # What a command does, as its help has it: its user asks for it.
     ("agent/cli/arguments.py", ""),
-    ("agent/extras/controller/command_line.py", "delete the one of that name"),
-    ("agent/extras/orphans/command_line.py", "orphan"),
-    ("agent/extras/transfer/command_line.py", "erase and remove what was received"),
-    ("agent/extras/transfer/command_line.py", "once the other node has it"),
-    ("agent/extras/transfer/command_line.py", "make it this node's again"),
-    ("agent/core/classes.py", "{}.zero"),
+    ("agent/extras/controller/controller_command_line.py", "delete the one of that name"),
+    ("agent/extras/orphans/orphans_command_line.py", "orphan"),
+    ("agent/extras/transfer/transfer_command_line.py", "erase and remove what was received"),
+    ("agent/extras/transfer/transfer_command_line.py", "once the other node has it"),
+    ("agent/extras/transfer/transfer_command_line.py", "make it this node's again"),
+    ("agent/settings/classes.py", "{}.zero"),
     # Objects of the API server, whose PersistentVolume has the policy Retain meanwhile.
-    ("agent/extras/transfer/claims.py", "kubectl delete pvc"),
+    ("agent/extras/transfer/claim_moves.py", "kubectl delete pvc"),
     ("agent/extras/kubernetes/rebinding.py", ""),
     ("agent/extras/controller/placement.py", "delete its Node object"),
     ("agent/extras/controller/nodes.py", "delete its Node if"),

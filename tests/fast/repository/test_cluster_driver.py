@@ -8,8 +8,8 @@ import manifest
 import pytest
 import yaml
 
-from agent.core import settings
 from agent.csi.client import Client
+from agent.settings import settings
 from mount import filesystem, options
 from proto import csi_pb2 as csi
 

@@ -17,14 +17,15 @@ from floors import FLOORS
 from rich.console import Console
 
 import agent.core.errors
-import lvm.errors
-import mount.errors
+import lvm.lvm_errors
+import mount.mount_errors
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
-from agent.core import classes, codes, settings, tag
-from agent.core.host import Host
-from agent.core.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
+from agent.core import codes, tag
+from agent.daemon.host import Host
+from agent.requests.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
+from agent.settings import classes, settings
 from lvm import layout, tuning
 from mount import filesystem, kernel, options
 
@@ -276,8 +277,10 @@ def test_the_seams_in_the_design_are_the_parts_of_the_host() -> None:
 
 def test_the_error_trees_in_the_design_exist() -> None:
     named = coded(section(text_of("docs/design.md"), "Errors"))
-    trees = {one for one in named if re.fullmatch(r"[a-z.]+\.errors", one)}
-    assert trees == {one.__name__ for one in (agent.core.errors, lvm.errors, mount.errors)}
+    trees = {one for one in named if re.fullmatch(r"[a-z.]+\.(?:[a-z]+_)?errors", one)}
+    assert trees == {
+        one.__name__ for one in (agent.core.errors, lvm.lvm_errors, mount.mount_errors)
+    }
 
 
 def test_the_names_in_each_kind_of_change_are_in_the_files_beside_them() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vagrant import box, files, host, lab, machines, machines_in_user_mode, progress
+from vagrant import box, files, lab, lab_host, machines, machines_in_user_mode, progress
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
@@ -67,11 +67,11 @@ class Libvirt:
 def libvirt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libvirt:
     """A libvirt without machines, in no namespace; the lab's folder is a temporary one."""
     made = Libvirt()
-    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(lab_host, "LAB", tmp_path)
     monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(host, "virsh", made.virsh)
-    monkeypatch.setattr(host, "has_network", lambda: False)
-    monkeypatch.setattr(host, "remove_tree", _remove_tree)
+    monkeypatch.setattr(lab_host, "virsh", made.virsh)
+    monkeypatch.setattr(lab_host, "has_network", lambda: False)
+    monkeypatch.setattr(lab_host, "remove_tree", _remove_tree)
     monkeypatch.setattr(box, "stock", lambda: None)
     monkeypatch.setattr(box, "name", lambda: "carver-lab-bookworm-new")
     monkeypatch.setattr(Machines, "_publish_box", lambda *_: None)
@@ -122,7 +122,7 @@ def test_machines_that_are_as_described_are_left_as_they_are(
 
 def test_a_machine_that_vagrant_does_not_know_is_removed_and_no_other(libvirt: Libvirt) -> None:
     nodes(3).ensure()
-    _remove_tree(host.LAB / "cluster-machines" / "machines" / "carver-node-2")
+    _remove_tree(lab_host.LAB / "cluster-machines" / "machines" / "carver-node-2")
     libvirt.states["carver-node-2"] = "shut off"
     assert nodes(3).fit() == ["carver-node-1", "carver-node-3"]
     assert [*libvirt.states] == ["carver-node-1", "carver-node-3"]
@@ -148,13 +148,13 @@ def test_machines_beyond_those_described_are_removed(libvirt: Libvirt) -> None:
     libvirt.add("carver-lab")
     nodes(3).ensure()
     assert sorted(libvirt.states) == ["carver-lab", *(f"carver-node-{one}" for one in (1, 2, 3))]
-    described = json.loads((host.LAB / "cluster-machines.json").read_text())["machines"]
+    described = json.loads((lab_host.LAB / "cluster-machines.json").read_text())["machines"]
     assert len(described) == 3
 
 
 def test_other_settings_make_every_machine_anew_unless_they_are_not_known(libvirt: Libvirt) -> None:
     nodes(2).ensure()
-    files.write(host.LAB / "cluster-machines.json", '{"box": "old", "mach')
+    files.write(lab_host.LAB / "cluster-machines.json", '{"box": "old", "mach')
     assert nodes(2, memory_mib=4096).fit() == ["carver-node-1", "carver-node-2"]
     nodes(2).ensure()
     assert nodes(2, memory_mib=4096).fit() == []
@@ -195,7 +195,7 @@ def test_down_removes_machines_that_are_not_described(libvirt: Libvirt) -> None:
     nodes(3).ensure()
     nodes(0).down("it")
     assert not libvirt.states
-    assert not (host.LAB / "cluster-machines").exists()
+    assert not (lab_host.LAB / "cluster-machines").exists()
 
 
 def test_down_starts_libvirt_where_machines_may_be_left_and_fails_where_it_cannot(
@@ -207,11 +207,11 @@ def test_down_starts_libvirt_where_machines_may_be_left_and_fails_where_it_canno
     def start(step: Step) -> None:
         raise StepError(["libvirtd"], "does not answer", step.log)
 
-    monkeypatch.setattr(host, "start_libvirt", start)
+    monkeypatch.setattr(lab_host, "start_libvirt", start)
     with pytest.raises(StepError, match="does not answer"):
         nodes(2).down("it")
-    assert (host.LAB / "cluster-machines").exists()
-    monkeypatch.setattr(host, "start_libvirt", lambda step: setattr(libvirt, "answers", True))
+    assert (lab_host.LAB / "cluster-machines").exists()
+    monkeypatch.setattr(lab_host, "start_libvirt", lambda step: setattr(libvirt, "answers", True))
     nodes(2).down("it")
     assert not libvirt.states
 
@@ -220,7 +220,7 @@ def test_down_starts_nothing_where_nothing_is_known(
     libvirt: Libvirt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libvirt.answers = False
-    monkeypatch.setattr(host, "start_libvirt", None)
+    monkeypatch.setattr(lab_host, "start_libvirt", None)
     nodes(2).down("it")
 
 
@@ -230,11 +230,11 @@ def test_libvirt_is_not_stopped_while_it_may_have_a_machine(
 ) -> None:
     libvirt.add("carver-lab")
     libvirt.answers = answers
-    monkeypatch.setattr(host, "has_network", lambda: True)
-    monkeypatch.setattr(host, "_namespace_pids", lambda: ["17"])
-    monkeypatch.setattr(host, "_program", lambda pid: "libvirtd")
-    with nullcontext() if answers else pytest.raises(host.HostError, match="cannot connect"):
-        host.stop_libvirt()
+    monkeypatch.setattr(lab_host, "has_network", lambda: True)
+    monkeypatch.setattr(lab_host, "_namespace_pids", lambda: ["17"])
+    monkeypatch.setattr(lab_host, "_program", lambda pid: "libvirtd")
+    with nullcontext() if answers else pytest.raises(lab_host.HostError, match="cannot connect"):
+        lab_host.stop_libvirt()
 
 
 # Boxes
@@ -247,7 +247,7 @@ def test_only_copies_of_boxes_that_no_disk_is_built_on_are_removed(libvirt: Libv
         "other_vagrant_box_image_0_box.img": "",
         "carver-lab-x.img": "",
     }
-    host.remove_box_images()
+    lab_host.remove_box_images()
     assert {"carver-lab.img", BOX, "carver-lab-x.img"} < {*libvirt.volumes}
     assert "other_vagrant_box_image_0_box.img" in libvirt.volumes
     assert OLD_BOX not in libvirt.volumes
@@ -273,11 +273,11 @@ def test_a_copy_of_a_box_that_was_cut_short_is_not_used(
 @pytest.mark.usefixtures("libvirt")
 def test_a_lock_is_one_program_s_which_may_ask_for_it_again() -> None:
     with machines.locked("cluster"), machines.locked("cluster"):
-        assert _is_locked(host.LAB / "cluster.lock")
+        assert _is_locked(lab_host.LAB / "cluster.lock")
         with machines.locked("libvirt"):
             pass
-        assert _is_locked(host.LAB / "cluster.lock")
-    assert not _is_locked(host.LAB / "cluster.lock")
+        assert _is_locked(lab_host.LAB / "cluster.lock")
+    assert not _is_locked(lab_host.LAB / "cluster.lock")
 
 
 def _is_locked(path: Path) -> bool:
@@ -293,9 +293,9 @@ def test_libvirt_is_locked_while_machines_boot_and_while_it_is_stopped(
     libvirt: Libvirt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    lock = host.LAB / "libvirt.lock"
+    lock = lab_host.LAB / "libvirt.lock"
     monkeypatch.setattr(Guest, "wait_for_boot", lambda self: seen.append(_is_locked(lock)))
-    monkeypatch.setattr(host, "stop_libvirt", lambda: seen.append(_is_locked(lock)))
+    monkeypatch.setattr(lab_host, "stop_libvirt", lambda: seen.append(_is_locked(lock)))
     nodes(1).ensure()
     nodes(1).down("it")
     assert seen == [True, True]
@@ -394,7 +394,9 @@ def test_a_number_that_cannot_be_is_named_with_its_variable(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("CARVER_CLUSTER_NODES", text)
-    with pytest.raises(host.HostError, match=f"CARVER_CLUSTER_NODES is '{text}': .* above zero"):
+    with pytest.raises(
+        lab_host.HostError, match=f"CARVER_CLUSTER_NODES is '{text}': .* above zero"
+    ):
         machines.setting("CARVER_CLUSTER_NODES", 3)
 
 
@@ -430,19 +432,19 @@ def test_a_release_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_cluster_s_machines_are_in_user_mode_where_nothing_virtualizes(
     monkeypatch: pytest.MonkeyPatch, name: str, driver: str, chosen: str, expected: bool
 ) -> None:
-    monkeypatch.setattr(host, "driver", lambda: driver)
+    monkeypatch.setattr(lab_host, "driver", lambda: driver)
     of = "CARVER_LAB_POWER" if name == "carver-lab" else "CARVER_CLUSTER_POWER"
     monkeypatch.setenv(of, chosen)
-    assert host.in_user_mode(name) is expected
+    assert lab_host.in_user_mode(name) is expected
     monkeypatch.setenv(of, "qemu")
-    with pytest.raises(host.HostError, match=f"{of} is 'qemu': it is libvirt or user-mode"):
-        host.in_user_mode(name)
+    with pytest.raises(lab_host.HostError, match=f"{of} is 'qemu': it is libvirt or user-mode"):
+        lab_host.in_user_mode(name)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[InUserMode]:
     """A machine in user mode whose kernel is a shell that sleeps."""
-    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(lab_host, "LAB", tmp_path)
     power = InUserMode("carver-node-7")
     ids = tmp_path / "user-mode" / "ids" / "carver-node-7"
     ids.mkdir(parents=True)
@@ -491,7 +493,7 @@ def test_a_machine_in_user_mode_is_paused_goes_on_and_is_cut(kernel: InUserMode)
 @pytest.mark.starts_programs
 def test_a_process_that_has_an_ended_machine_s_id_is_not_taken_for_it(kernel: InUserMode) -> None:
     with subprocess.Popen(["sleep", "100"]) as other:
-        (host.LAB / "user-mode" / "ids" / "carver-node-7" / "pid").write_text(str(other.pid))
+        (lab_host.LAB / "user-mode" / "ids" / "carver-node-7" / "pid").write_text(str(other.pid))
         assert kernel.state() == "shut off"
         kernel.cut()
         assert other.poll() is None
@@ -501,10 +503,10 @@ def test_a_process_that_has_an_ended_machine_s_id_is_not_taken_for_it(kernel: In
 @pytest.fixture
 def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a lab without machines, which has no network either."""
-    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(lab_host, "LAB", tmp_path)
     monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(host, "has_network", lambda: False)
-    monkeypatch.setattr(host, "remove_tree", _remove_tree)
+    monkeypatch.setattr(lab_host, "has_network", lambda: False)
+    monkeypatch.setattr(lab_host, "remove_tree", _remove_tree)
     monkeypatch.setattr(Guest, "disconnect", lambda self: None)
     return tmp_path
 

@@ -29,9 +29,9 @@ from manifest import (
     the,
 )
 
-from agent.core import settings
-from agent.core.requests import ModifyVolume
 from agent.extras.controller import certificates
+from agent.requests.requests import ModifyVolume
+from agent.settings import settings
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]

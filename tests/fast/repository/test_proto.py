@@ -13,8 +13,8 @@ from agent.csi.group_controller import GroupController
 from agent.csi.identity import Identity
 from agent.csi.node import Node
 from agent.csi.operator import Operator
-from agent.extras.changed_blocks.service import ChangedBlocks
-from agent.extras.transfer.service import Transfer
+from agent.extras.changed_blocks.changed_blocks_service import ChangedBlocks
+from agent.extras.transfer.transfer_service import Transfer
 from proto import carver_pb2, csi_pb2, generate, pluginregistration_pb2
 
 DATA = Path(__file__).parents[2] / "data"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from agent.core.volume_states import State
+from agent.volumes.volume_states import State
 
 # What has no tags to go by: the cache's own comparisons, and tags by the volumes' UUIDs.
 ALLOWED = {"records.py", "metadata_cache.py", "volume_group.py"}
@@ -24,7 +24,7 @@ def test_no_other_module_goes_through_all_logical_volumes_of_a_group() -> None:
 
 
 # The table of states; their values in tags; those on the wire between two nodes of a move.
-_NAME_STATES = {"core/volume_states.py", "core/tag.py", "extras/transfer/move_command.py"}
+_NAME_STATES = {"volumes/volume_states.py", "core/tag.py", "extras/transfer/move_command.py"}
 _STATE = re.compile(
     rf"\b(tag\.(READY|COPYING|WIPING|RECEIVING|MOVED)|State\.({'|'.join(State.__members__)}))\b"
 )

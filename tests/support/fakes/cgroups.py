@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fakes.devices import FakeDevices
 
-from mount import errors
+from mount import mount_errors
 from mount.cgroups import Cgroups, IoCount, IoMax
 from mount.table import DeviceNumber
 
@@ -25,7 +25,7 @@ class FakeCgroups(Cgroups):
 
     def prepare(self) -> Path:
         if self.missing:
-            raise errors.NoCgroup(self.missing)
+            raise mount_errors.NoCgroup(self.missing)
         return Path("/sys/fs/cgroup/kubepods")
 
     def limits(self) -> Mapping[DeviceNumber, IoMax]:

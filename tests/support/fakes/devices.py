@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from mount.blocks import By
+from mount.block_io import By
 from mount.filesystem import Signature
 from mount.stacks import Stack
 

@@ -7,7 +7,7 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from mount.blocks import By
+from mount.block_io import By
 
 
 class Disk:

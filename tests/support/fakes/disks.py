@@ -6,13 +6,13 @@ from fakes.devices import DEVICE_MAPPER_MAJOR, FakeDevices
 from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 
 from lvm import tags
-from lvm.blockdevices import Excluded, Why
-from lvm.disks import PATIENCE_SECONDS, Disks, Fingerprint, Found, Unanswered
+from lvm.candidate_devices import Excluded, Why
+from lvm.disk_reader import PATIENCE_SECONDS, Disks, Fingerprint, Found, Unanswered
 from lvm.labels import Group, Mark, PhysicalLabel, Position
 
 
 class FakeDisks(Disks):
-    """The seam `lvm.disks.Disks`."""
+    """The seam `lvm.disk_reader.Disks`."""
 
     def __init__(self, lvm2: FakeLvm, devices: FakeDevices) -> None:
         self._lvm2 = lvm2

@@ -22,14 +22,14 @@ from fakes.lvm import FakeLvm, FakePool, FakeVolume
 from fakes.lvm.machine import node_of
 from fakes.lvm.records import FakeThin
 
-from lvm import errors, groups, lvm2
-from lvm.devices import Device, Devices
-from lvm.disks import Disks
+from lvm import groups, lvm2, lvm_errors
+from lvm.active_devices import Device, Devices
+from lvm.disk_reader import Disks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import table
-from mount.blocks import By
+from mount.block_io import By
 from mount.cgroups import Cgroups
 from mount.command import Result
 from mount.filesystem import Signature
@@ -122,7 +122,7 @@ class FakeHost:
             answer = thin_tools.run(words, self.lvm2)
         yield io.BytesIO(answer.stdout.encode())
         if answer.exit_code:
-            raise errors.classify(words, answer.exit_code, answer.stderr)
+            raise lvm_errors.classify(words, answer.exit_code, answer.stderr)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank block device."""

@@ -26,7 +26,7 @@ from fakes.devices import (
 )
 
 from mount.block_devices import MARK, SAMPLE_BYTES, LoopStatus
-from mount.blocks import PIECE_BYTES, By, Bytes, Opened, Reader
+from mount.block_io import PIECE_BYTES, By, Bytes, Opened, Reader
 from mount.disk_load import DiskLoad
 from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel, XfsGeometry

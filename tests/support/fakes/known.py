@@ -7,9 +7,9 @@ from fakes.devices import FakeDevices
 from fakes.disks import FakeDisks
 from fakes.lvm import FakeLvm
 
-from agent.core.activator import Activator
-from agent.core.reports import Reports
-from agent.core.volume_groups import VolumeGroups
+from agent.groups.node_groups import VolumeGroups
+from agent.volumes.activator import Activator
+from agent.volumes.reports import Reports
 from lvm.lvm2 import Lvm
 
 

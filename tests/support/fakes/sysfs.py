@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lvm.blockdevices import BlockDevices, Excluded
+from lvm.candidate_devices import BlockDevices, Excluded
 
 LVM = "LVM-" + "g" * 32 + "v" * 32
 # The UUID of the group in that, as lvm2 writes it.

@@ -20,12 +20,13 @@ from model.stopping import Switch
 from real.any import AnyHost
 from real.host import RealHost
 
-from agent.core import locks, quiesce
-from agent.core.group_worker import Jobs
-from agent.core.host import Host
-from agent.core.settings import Config
 from agent.csi import client
+from agent.daemon.host import Host
 from agent.daemon.server import Service
+from agent.groups import quiesce
+from agent.settings.settings import Config
+from agent.work import locks
+from agent.work.group_worker import Jobs
 from lvm import report
 from lvm.room import Room
 from mount import loop, mounts, table

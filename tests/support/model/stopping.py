@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from fakes.kernel import CHANGING
 
-from lvm.devices import Devices
+from lvm.active_devices import Devices
 from mount.cgroups import Cgroups
 from mount.command import Conversation, Converse, Result, Runner, Stream
-from mount.errors import CommandTimedOut
 from mount.kernel import Kernel
+from mount.mount_errors import CommandTimedOut
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Switch:
         return cast(Kernel, _Through(kernel, self))
 
     def devices(self, devices: Devices) -> Devices:
-        """The seam `lvm.devices.Devices`, through the switch."""
+        """The seam `lvm.active_devices.Devices`, through the switch."""
         return cast(Devices, _Through(devices, self))
 
     def cgroups(self, cgroups: Cgroups) -> Cgroups:

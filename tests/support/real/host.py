@@ -19,17 +19,17 @@ from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
 from lvm import lvm2, names, report, volumes
-from lvm.devices import Device, Devices, mapping_name
-from lvm.disks import Disks
+from lvm.active_devices import Device, Devices, mapping_name
+from lvm.disk_reader import Disks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
-from mount import errors as mount_errors
 from mount import loop, table
+from mount import mount_errors as mount_errors
 from mount.cgroups import Cgroups
 from mount.command import Result, Runner
-from mount.errors import CommandError, MountError
 from mount.kernel import Kernel
+from mount.mount_errors import CommandError, MountError
 from mount.programs import Programs
 
 _EXTENT_BYTES = 4 << 20

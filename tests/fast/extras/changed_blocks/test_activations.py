@@ -15,11 +15,11 @@ from histories import Disk
 from nodes import Node
 
 from agent.core import errors, ids
-from agent.core.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from agent.extras.changed_blocks import service as changed_blocks
+from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
 from agent.extras.changed_blocks.activations import Reservations
+from agent.settings.classes import DeviceClass
 from lvm import tags, volumes
 from lvm.layout import Layout
 from lvm.thin import Policy

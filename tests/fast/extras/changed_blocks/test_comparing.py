@@ -11,8 +11,7 @@ from typing import cast
 
 import pytest
 
-from agent.core.pace import Pace, Work
-from agent.extras.changed_blocks import comparing, service
+from agent.extras.changed_blocks import changed_blocks_service, comparing
 from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
 from agent.extras.changed_blocks.delta import Reading, UserReading
 from agent.extras.changed_blocks.extents import (
@@ -23,9 +22,10 @@ from agent.extras.changed_blocks.extents import (
     clipped,
     merged,
 )
-from lvm.devices import Exceptions
+from agent.work.pace import Pace, Work
+from lvm.active_devices import Exceptions
 from lvm.layout import NO_RESERVE, Reserve
-from mount.blocks import Reader
+from mount.block_io import Reader
 from mount.kernel import Kernel
 
 MIB, TIB = 1 << 20, 1 << 40
@@ -101,9 +101,9 @@ def test_small_turns_find_what_large_ones_find(size: int) -> None:
 
 def test_a_long_answer_does_not_wait_for_more_ranges() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
-    first = service._piece(many, 0)
+    first = changed_blocks_service._piece(many, 0)
     assert sum(one.length_bytes for one in first) == MAX_RANGE_BYTES
-    assert len(service._piece(many, 3)) == 3
+    assert len(changed_blocks_service._piece(many, 3)) == 3
 
 
 @dataclass

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import api_server
 import configured
 
-from agent.extras.controller import process
+from agent.extras.controller import controller_process
 
 
-class Hanging(process.Files):
+class Hanging(controller_process.Files):
     """Its source answers at the start, and never again."""
 
     async def look(self) -> None:
@@ -34,11 +34,11 @@ def main(directory: Path) -> None:
         kubeconfig=api_server.kubeconfig(directory / "kubeconfig", "http://127.0.0.1:1"),
     )
     with (
-        patch.object(process, "Files", Hanging),
-        patch.object(process, "_LOOK_SECONDS", 0.1),
-        patch.object(process, "_DRAIN_SECONDS", 0.5),
+        patch.object(controller_process, "Files", Hanging),
+        patch.object(controller_process, "_LOOK_SECONDS", 0.1),
+        patch.object(controller_process, "_DRAIN_SECONDS", 0.5),
     ):
-        process.run(config)
+        controller_process.run(config)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from fakes.host import FakeHost
 from nodes import Node
 
 from agent.core.ids import VolumeId
-from agent.core.settings import Config
 from agent.csi.client import block
+from agent.extras.controller.controller_service import OtherGroups
 from agent.extras.controller.membership import Deleted, Record
-from agent.extras.controller.service import OtherGroups
-from lvm.disks import Found, Unanswered, Unreadable
+from agent.settings.settings import Config
+from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, PhysicalLabel
 
 SIZE = 24 << 20

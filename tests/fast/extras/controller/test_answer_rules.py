@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from agent.core import ids
 from agent.core.ids import VolumeId
-from agent.core.requests import publish_context
-from agent.core.settings import DRIVER_NAME
 from agent.csi.client import of_snapshot
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue, its_word
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
+from agent.requests.requests import publish_context
+from agent.settings.settings import DRIVER_NAME
 from proto import csi_pb2 as csi
 
 NODE, OTHER = "node-a", "node-b"

@@ -10,9 +10,9 @@ from clustered import Cluster, cluster
 from fakes.host import FakeHost
 
 from agent.core.ids import VolumeId
-from agent.core.settings import Config
 from agent.csi.client import block
 from agent.extras.controller.membership import Record
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 SIZE = 24 << 20

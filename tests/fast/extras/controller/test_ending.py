@@ -15,8 +15,8 @@ from authority import Authority
 from simulated import SimulatedNode, uuid_of
 
 from agent.core import sockets
-from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import certificates
+from agent.settings.settings import DRIVER_NAME
 from proto import csi_pb2 as csi
 
 HERE = Path(__file__).parent

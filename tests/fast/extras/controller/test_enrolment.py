@@ -44,18 +44,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import errors
-from agent.core.settings import Config
-from agent.core.values import Address
 from agent.csi.client import block
 from agent.extras.controller import authority
 from agent.extras.controller import enrolment as enrolment_module
 from agent.extras.controller.authority import Authority, certificate_request, key_as_pem, new_key
+from agent.extras.controller.controller_process import ClusterController
+from agent.extras.controller.controller_service import NotListening
 from agent.extras.controller.enrolling import Enroller, NotEnrolled
 from agent.extras.controller.enrolment import Enrolment
-from agent.extras.controller.process import ClusterController
-from agent.extras.controller.service import NotListening
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.settings.settings import Config
+from agent.settings.values import Address
 
 
 @pytest.fixture

@@ -24,15 +24,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import SimulatedNode, uuid_of
 
-from agent.core import errors, volume_group
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.core import errors
 from agent.csi.client import block
-from agent.extras.controller import certificates, health_events, nodes, process, routes
+from agent.extras.controller import certificates, controller_process, health_events, nodes, routes
+from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.health_events import HealthEvents
-from agent.extras.controller.process import ClusterController, Files
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
-from agent.operations import health
+from agent.groups import volume_group
+from agent.operations import diagnosis
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -898,11 +899,11 @@ def test_nothing_is_asked_unless_it_is_configured(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     known = site.controller.nodes
     off = replace(site.config, health_interval_seconds=0)
-    assert not isinstance(process.health_events(off, known), HealthEvents)
+    assert not isinstance(controller_process.health_events(off, known), HealthEvents)
     with pytest.raises(errors.BadConfig, match="kubeconfig"):
-        process.health_events(site.config, known)
+        controller_process.health_events(site.config, known)
     file = api_server.kubeconfig(site.config.endpoint.parent / "config", site.api.url)
-    made = process.health_events(replace(site.config, kubeconfig=file), known)
+    made = controller_process.health_events(replace(site.config, kubeconfig=file), known)
     assert isinstance(made, HealthEvents)
     made.stop()
 
@@ -943,7 +944,7 @@ def test_that_lvm2_hangs_on_a_node_reaches_the_claims(
     fake: FakeHost, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(health, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(diagnosis, "SILENT_SECONDS", 0.5)
     over = threading.Event()
     with (
         api_server.running(Cluster()) as api,
@@ -980,7 +981,7 @@ def test_that_lvm2_hangs_on_a_node_reaches_the_claims(
         [group] = node.service.volume_groups
         refreshing = group.refresh()
         try:
-            expect.soon(lambda: group.silent_seconds > health.SILENT_SECONDS)
+            expect.soon(lambda: group.silent_seconds > diagnosis.SILENT_SECONDS)
             began = time.monotonic()
             made.look()
             assert time.monotonic() - began < health_events._PATIENCE_SECONDS

@@ -22,16 +22,16 @@ from enrolled import MAP, SPACE, Cluster, Token, add_volume, central, free_port
 
 from agent.cli.main import main
 from agent.core import ids
-from agent.core.settings import DRIVER_NAME, Config
-from agent.core.values import Address
 from agent.csi.client import block
 from agent.daemon.registration import Registration
 from agent.extras.controller import membership
+from agent.extras.controller.controller_metrics import Metrics
+from agent.extras.controller.controller_process import ClusterController
 from agent.extras.controller.enrolment import Enrolment
-from agent.extras.controller.metrics import Metrics
-from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.settings.settings import DRIVER_NAME, Config
+from agent.settings.values import Address
 from proto import csi_pb2 as csi
 
 SIZE = 4 << 20

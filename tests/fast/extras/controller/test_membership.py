@@ -35,17 +35,17 @@ from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Row, Untrue
-from agent.extras.controller.answers import Answers
+from agent.extras.controller.controller_metrics import Metrics
+from agent.extras.controller.controller_process import ClusterController
 from agent.extras.controller.enrolment import Enrolment
 from agent.extras.controller.membership import ClusterRecord, Deleted, Serving
-from agent.extras.controller.metrics import Metrics
+from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Node, Nodes, Refused
-from agent.extras.controller.process import ClusterController
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import GROUP_CONTENTS, Listing, Lists, Objects
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from proto import csi_pb2 as csi
 
 UUID = GROUP.partition("@")[2]

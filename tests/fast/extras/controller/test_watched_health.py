@@ -8,8 +8,8 @@ import pytest
 from clustered import Cluster, cluster
 from fakes.host import FakeHost
 
-from agent.core.settings import Config
 from agent.csi.client import block
+from agent.settings.settings import Config
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from simulated import uuid_of
 
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
-from agent.core.settings import DRIVER_NAME
 from agent.extras.controller import questions, routes
 from agent.extras.controller.answer_rules import Row, Untrue
-from agent.extras.controller.answers import Answers
+from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Forgotten, Node, Refused
 from agent.extras.kubernetes.objects import CONTENTS, GROUP_CONTENTS, NODES, Listing
+from agent.settings.settings import DRIVER_NAME
 from mount import command
 from proto import csi_pb2 as csi
 

@@ -15,7 +15,7 @@ from binding import DRIVER, KEY, Cluster
 from agent.core import errors, ids
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer import claims
+from agent.extras.transfer import claim_moves
 from proto import carver_pb2 as carver
 
 WAS, IS = "data@x/vol-pvc-1", "data@y/vol-pvc-1"
@@ -129,7 +129,7 @@ def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold() -> None:
         assert cluster.claim["status"]["phase"] == "Bound"
         require_safe(cluster)
     moved = carver.MoveState(pv="pvc-1", pvc="data", namespace="shop", volume_id=WAS)
-    assert f'"values": ["{there}"]' in claims.steps(moved, Place(IS, b, DRIVER))
+    assert f'"values": ["{there}"]' in claim_moves.steps(moved, Place(IS, b, DRIVER))
 
 
 @pytest.mark.parametrize("at", range(6))

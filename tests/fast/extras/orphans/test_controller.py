@@ -17,16 +17,17 @@ from clustered import Cluster
 from fakes.host import FakeHost
 
 from agent.cli import main as cli
-from agent.core import errors, settings
-from agent.core.settings import Config
+from agent.core import errors
 from agent.csi.client import Client, mounted
-from agent.extras.controller import process
-from agent.extras.controller.metrics import Metrics
+from agent.extras.controller import controller_process
+from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.orphans import ClusterFinder
-from agent.extras.orphans import command
+from agent.extras.orphans import orphan_verbs
 from agent.extras.orphans.candidates import Kind
 from agent.extras.orphans.look import Clock, History
-from agent.extras.orphans.service import Orphans
+from agent.extras.orphans.orphans_service import Orphans
+from agent.settings import settings
+from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -59,7 +60,7 @@ class Site:
         return self.sure()
 
     def delete(self, name: str, *, confirmed: bool = True) -> None:
-        command.delete(self.config, None, self.finder(), name, confirmed=confirmed)
+        orphan_verbs.delete(self.config, None, self.finder(), name, confirmed=confirmed)
 
     def volume(self, name: str, node: str = "a") -> str:
         """A volume that no PersistentVolume names."""
@@ -344,8 +345,8 @@ def test_without_a_controller_nothing_is_asked(
 
 
 def test_the_controller_counts_orphans_if_it_is_configured(site: Site) -> None:
-    assert list(process.orphan_watch(site.config).gauges()) == []
-    made = process.orphan_watch(replace(site.config, orphan_interval_seconds=60))
+    assert list(controller_process.orphan_watch(site.config).gauges()) == []
+    made = controller_process.orphan_watch(replace(site.config, orphan_interval_seconds=60))
     assert isinstance(made, Orphans)
     site.volume("pvc-1")
     made.watch.task.run_once()

@@ -30,18 +30,19 @@ from fakes.kernel import FakeKernel
 
 from agent.cli import main as cli
 from agent.cli import status as status_command
-from agent.core import errors, ids, settings
-from agent.core.configuration import Configuration
-from agent.core.host import Host
-from agent.core.reports import Reports
-from agent.core.settings import Config
+from agent.core import errors, ids
 from agent.csi.client import mounted
+from agent.daemon.host import Host
 from agent.daemon.server import Service
-from agent.extras.orphans import command as orphans
+from agent.extras.orphans import orphan_verbs as orphans
 from agent.extras.orphans import references
 from agent.extras.orphans.candidates import Kind
 from agent.extras.orphans.look import Clock, Finder, History, Orphan, OrphanWatch
-from agent.extras.orphans.service import Orphans
+from agent.extras.orphans.orphans_service import Orphans
+from agent.settings import settings
+from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
+from agent.volumes.reports import Reports
 from lvm import report, volumes
 from mount import table
 
@@ -634,7 +635,7 @@ Shell = Callable[..., str]
 @pytest.fixture
 def volume(node: Node, monkeypatch: pytest.MonkeyPatch) -> str:
     """A volume that nothing refers to."""
-    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: node.machine)
+    monkeypatch.setattr("agent.daemon.host.this_host", lambda _settings: node.machine)
     monkeypatch.setattr(settings, "load", lambda *_: node.config)
     return node.volume("pvc-1")
 

@@ -19,7 +19,7 @@ from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header, Packed
 from agent.extras.streams.reading import Reader, Target
 from agent.extras.streams.sending import Writer
-from mount.blocks import Bytes, Opened
+from mount.block_io import Bytes, Opened
 
 MIB = 1 << 20
 SIZE = 16 * MIB

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import errors, tag
-from agent.core.classes import DeviceClass
-from agent.core.parameters import OBJECT_NAMES
 from agent.extras.kubernetes.rebinding import Place, moved_name
 from agent.extras.orphans.candidates import REMEDIES, Candidate, Kind
 from agent.extras.streams.form import Header
-from agent.extras.transfer import claims, sending
+from agent.extras.transfer import claim_moves, stream_descriptions
+from agent.requests.parameters import OBJECT_NAMES
+from agent.settings.classes import DeviceClass
 from lvm import report
 from proto import carver_pb2 as carver
 
@@ -32,10 +32,12 @@ def received(facts: dict[str, str]) -> dict[str, str]:
         facts={"access": "block", **facts},
     )
     group = report.Group("g", "1234567890", 4 * MIB, frozenset(), 0)
-    return sending.tags_of("a", DeviceClass("plain", "g", default=True), header, 4 * MIB, group)
+    return stream_descriptions.tags_of(
+        "a", DeviceClass("plain", "g", default=True), header, 4 * MIB, group
+    )
 
 
-@pytest.mark.parametrize("key", sorted(OBJECT_NAMES & set(sending.SENT)))
+@pytest.mark.parametrize("key", sorted(OBJECT_NAMES & set(stream_descriptions.SENT)))
 @pytest.mark.parametrize("text", FORGED)
 def test_a_stream_s_name_of_an_object_must_be_one(key: str, text: str) -> None:
     with pytest.raises(errors.BadField, match=rf"stream.facts\[{key}\]"):
@@ -57,7 +59,7 @@ def test_each_value_in_a_printed_line_is_one_word_of_it(
     # Tags that an earlier version took from a stream may have any text.
     moved = carver.MoveState(volume_id=volume, pvc=pvc, namespace=namespace, pv=pv)
     place = Place("h@12345678/vol-a", "node-b", "lvm.csi.carver")
-    words = shlex.split(claims.steps(moved, place).partition("1. ")[2])
+    words = shlex.split(claim_moves.steps(moved, place).partition("1. ")[2])
     asked = ["kubectl", "delete", "pvc", pvc, "--namespace", namespace]
     assert any(words[at : at + len(asked)] == asked for at in range(len(words)))
     assert {moved_name(pv, place.handle), volume} <= set(words)

@@ -13,13 +13,14 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 from nodes import MIB, SIZE, Node, volume_of
 
-from agent.core import background, errors
-from agent.core.classes import DeviceClass
+from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.csi.client import block, mounted
 from agent.extras.streams.form import Header
-from agent.extras.transfer import sending, streams_command
-from lvm import errors as lvm_errors
+from agent.extras.transfer import stream_descriptions, streams_command
+from agent.settings.classes import DeviceClass
+from agent.work import background
+from lvm import lvm_errors as lvm_errors
 from lvm import report
 from mount.command import Result
 from proto import carver_pb2 as carver
@@ -184,7 +185,9 @@ def taken(directory: Path, facts: dict[str, str], encryption: str = "") -> dict[
     one = DeviceClass("plain", group, encryption=encryption)
     facts = {"access": "block", **facts}
     header = Header("volume", "snapshot", 64 * MIB, 17, "chain", facts=facts)
-    return sending.tags_of("copy", one, header, 64 * MIB, report.read(host.lvm).group(group))
+    return stream_descriptions.tags_of(
+        "copy", one, header, 64 * MIB, report.read(host.lvm).group(group)
+    )
 
 
 def test_the_facts_of_encryption_are_kept(tmp_path: Path) -> None:
@@ -267,7 +270,9 @@ def test_a_stream_that_does_not_say_how_it_is_accessed_is_not_taken_for_raw_bloc
     group = there.service.reports.fresh(there.group).group(there.group)
 
     def made() -> dict[str, str]:
-        return sending.tags_of("copy", DeviceClass("plain", there.group), header, SIZE, group)
+        return stream_descriptions.tags_of(
+            "copy", DeviceClass("plain", there.group), header, SIZE, group
+        )
 
     if access:
         assert made()["access"] == access

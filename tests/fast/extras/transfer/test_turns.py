@@ -21,11 +21,11 @@ import pytest
 from fakes.host import FakeHost
 from nodes import MIB, SIZE, Node, volume_of
 
-from agent.core import pace
-from agent.core.pace import Pace, Work
 from agent.extras.transfer import paced, streams_command, turns
+from agent.work import pace
+from agent.work.pace import Pace, Work
 from lvm.layout import NO_RESERVE, Reserve
-from mount.blocks import Opened
+from mount.block_io import Opened
 from mount.disk_load import DiskLoad
 from proto import carver_pb2 as carver
 

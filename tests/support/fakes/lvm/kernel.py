@@ -1,4 +1,4 @@
-"""What device-mapper tells and does: the seam `lvm.devices.Devices`."""
+"""What device-mapper tells and does: the seam `lvm.active_devices.Devices`."""
 
 import errno
 import os
@@ -12,10 +12,10 @@ from fakes.lvm import repairs
 from fakes.lvm.machine import Machine, data_node_of, node_of
 from fakes.lvm.records import FakeGroup, FakePool, FakeThin, FakeVolume, first_extent
 
-from lvm import errors as lvm_errors
+from lvm import lvm_errors as lvm_errors
+from lvm.active_devices import Device, Devices, Events, Exceptions, Written, mapping_name
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, WriteCache
-from lvm.devices import Device, Devices, Events, Exceptions, Written, mapping_name
-from mount import errors as mount_errors
+from mount import mount_errors as mount_errors
 
 
 @dataclass
@@ -37,7 +37,7 @@ class FakeExceptions(Exceptions):
 
 
 class KernelSide(Machine, Devices):
-    """The seam `lvm.devices.Devices`: what the kernel has of the volumes that are active."""
+    """The seam `lvm.active_devices.Devices`: what the kernel has of the volumes that are active."""
 
     targets_are_loaded = False
 

@@ -1,0 +1,120 @@
+"""The controller's counters and gauges for Prometheus."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from agent.daemon import node_metrics
+from agent.daemon.extra import Gauge
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Call
+
+# Of each node, so a few.
+_NODE_BUCKETS = (0.01, 0.05, 0.25, 1, 5, 30)
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Calls as they end, by method, node and code; the nodes at each scrape.
+
+    What was counted of a node that has left the cluster is dropped at the next scrape.
+    """
+
+    CONTENT_TYPE = node_metrics.Metrics.CONTENT_TYPE
+
+    def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._nodes = nodes
+        # The labels of calls, by the node in them.
+        self._labels: dict[str, set[tuple[str, str, str]]] = {}
+        self._calls = Counter(
+            "carver_controller_calls",
+            "Calls that ended, by the node that they were passed on to.",
+            ["method", "node", "code"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "carver_controller_call_duration_seconds",
+            "Duration of calls, with what the nodes took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._own_seconds = Histogram(
+            "carver_controller_routing_duration_seconds",
+            "Duration of calls without what the nodes took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._node_seconds = Histogram(
+            "carver_controller_node_answer_duration_seconds",
+            "How long the node took to answer a call.",
+            ["node"],
+            buckets=_NODE_BUCKETS,
+            registry=registry,
+        )
+        registry.register(_OfNodes(nodes, gauges))
+        ProcessCollector(registry=registry)
+
+    def count_call(self, call: Call) -> None:
+        """Count a call that ended."""
+        labels = call.method, call.node, call.code.name
+        self._calls.labels(*labels).inc()
+        self._labels.setdefault(call.node, set()).add(labels)
+        for node, seconds in call.nodes_seconds:
+            self._node_seconds.labels(node).observe(seconds)
+            self._labels.setdefault(node, set())
+        self._seconds.labels(call.method).observe(call.seconds)
+        self._own_seconds.labels(call.method).observe(max(0.0, call.seconds - call.node_seconds))
+
+    def text(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        for node in [one for one in list(self._labels) if one and self._nodes.get(one) is None]:
+            for labels in self._labels.pop(node):
+                self._calls.remove(*labels)
+            self._node_seconds.remove(node)
+        return generate_latest(self._registry)
+
+
+class _OfNodes(Collector):
+    def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]]) -> None:
+        self._nodes, self._gauges = nodes, gauges
+
+    def collect(self) -> Iterator[Metric]:
+        answers = GaugeMetricFamily(
+            "carver_controller_node_answers",
+            "1 if the node answered when it was asked last, else 0.",
+            labels=["node"],
+        )
+        age = GaugeMetricFamily(
+            "carver_controller_node_answer_age_seconds",
+            "How long ago the node answered last.",
+            labels=["node"],
+        )
+        refused = CounterMetricFamily(
+            "carver_controller_refused_answers",
+            "Answers of the node that were not passed on, as they cannot be true.",
+            labels=["node"],
+        )
+        contested = GaugeMetricFamily(
+            "carver_controller_node_contested_groups",
+            "Volume groups of the node that other nodes have, too.",
+            labels=["node"],
+        )
+        now = time.monotonic()
+        for one in self._nodes:
+            answers.add_metric([one.name], 0.0 if one.problem else 1.0)
+            refused.add_metric([one.name], one.refused_answers)
+            contested.add_metric([one.name], self._nodes.contested(one))
+            if one.answered_seconds:
+                age.add_metric([one.name], now - one.answered_seconds)
+        yield answers
+        yield age
+        yield refused
+        yield contested
+        yield from map(node_metrics.of_extra, self._gauges())

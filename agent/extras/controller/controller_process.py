@@ -1,0 +1,299 @@
+"""The process of the cluster's controller: serve the sidecars until a signal; one event loop."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from agent.core import errors
+from agent.daemon import monitor
+from agent.daemon.extra import Extra
+from agent.daemon.service_process import ProcessEnder, claimed, ending_in_time
+from agent.extras.controller import certificates, nodes
+from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.claims import ClaimQuestions
+from agent.extras.controller.membership import Record, Serving
+from agent.extras.controller.nodes import Nodes
+from agent.extras.controller.router import Call, Router
+from agent.settings.settings import Config
+from mount import calls
+from proto import carver_pb2 as carver
+
+_log = logging.getLogger(__name__)
+
+# How often the files are looked at, and the nodes that are due are asked.
+_LOOK_SECONDS = 1.0
+_DRAIN_SECONDS = 25.0
+# The process ends within this, though an API server hangs: kubelet's grace period is longer.
+_STOP_SECONDS = 28.0
+# When orphans are first looked for: the nodes have enrolled by then.
+_ORPHANS_SECONDS = 60.0
+
+
+class Source(Protocol):
+    """Where the controller has its nodes and its certificates from."""
+
+    @property
+    def serving(self) -> Mapping[str, Serving]:
+        """Where the nodes serve, by name."""
+
+    @property
+    def certificates(self) -> Certificates:
+        """What the controller shows to nodes."""
+
+    @property
+    def record(self) -> Record:
+        """What is known of volume groups beside what nodes say."""
+
+    @property
+    def questions(self) -> ClaimQuestions | None:
+        """Who asks the API server about claims; None where there is none."""
+
+    async def start(self) -> None:
+        """Read for the first time."""
+
+    async def look(self) -> None:
+        """Read again. Raises AgentError; then all is as it was."""
+
+    async def stop(self) -> None:
+        """End."""
+
+
+class Files:
+    """Nodes and certificates from files, as where nodes run under systemd."""
+
+    record, questions = Record(), None
+
+    def __init__(self, config: Config) -> None:
+        """Raises BadConfig for settings that are missing or files that cannot be read."""
+        self._file = _required(config, "nodes_file")
+        self._directory = _required(config, "tls_directory")
+        self._read()
+
+    def _read(self) -> None:
+        found = Certificates.read(self._directory)
+        addresses = nodes.read(self._file)
+        self.serving: Mapping[str, Serving] = {
+            name: Serving(one) for name, one in addresses.items()
+        }
+        self.certificates = found
+
+    async def start(self) -> None:
+        """Nothing is left to do."""
+
+    async def look(self) -> None:
+        """Read the files again. Raises BadConfig."""
+        self._read()
+
+    async def stop(self) -> None:
+        """Nothing is to end."""
+
+
+class ClusterController:
+    """The controller: its nodes, its router, and the server that the sidecars call."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        observe: Callable[[Call], None] = lambda _call: None,
+    ) -> None:
+        self._config, self._source = config, source
+        self._certificates = source.certificates
+        self._problem = ""
+        self.nodes = Nodes(config.driver_name, self._connect, source.record)
+        self._router = Router(
+            *(self.nodes, config.driver_name, version("carver"), observe),
+            questions=source.questions,
+            attach=config.attach,
+        )
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Serve on the unix socket, which only root can reach, and ask all nodes."""
+        await self._source.start()
+        self.take()
+        server = self._server = grpc.aio.server()
+        self._router.add_to(server)
+        own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", own)
+        server.add_generic_rpc_handlers((handler,))
+        umask = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix://{self._config.endpoint}")
+        finally:
+            os.umask(umask)
+        await server.start()
+
+    async def stop(self) -> None:
+        """Let calls in flight end."""
+        if self._server is not None:
+            await self._server.stop(_DRAIN_SECONDS)
+        await self._source.stop()
+        await self.nodes.close()
+
+    async def look(self) -> None:
+        """Learn which nodes there are. An API server that hangs holds up nothing else."""
+        problem, unexpected = "", None
+        try:
+            await self._source.look()
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+            unexpected = None if isinstance(error, errors.AgentError) else error
+        if problem and problem != self._problem:
+            text = "the nodes and certificates stay as they were: %s"
+            _log.warning(text, problem, exc_info=unexpected)
+        elif self._problem and not problem:
+            _log.info("the nodes and certificates can be read again")
+        self._problem = problem
+        self.take()
+
+    def take(self) -> None:
+        """Take over the source's nodes and certificates, and ask the nodes that are due."""
+        if self._source.certificates != self._certificates:
+            self._certificates = self._source.certificates
+            self.nodes.reconnect()
+            _log.info("connecting to the nodes with another certificate")
+        self.nodes.set(self._source.serving)
+        self.nodes.ask_due()
+
+    def _connect(self, name: str, address: str) -> grpc.aio.Channel:
+        server_name = certificates.node_name(name, self._config.driver_name)
+        credentials = self._certificates.for_client()
+        # With the scheme no part of an address, which a node says of itself, is taken for one.
+        target = f"dns:///{address}"
+        return grpc.aio.secure_channel(target, credentials, certificates.options(server_name))
+
+    async def _shown(self, _request: bytes, _context: Any) -> bytes:
+        """Answer `carver controller status`."""
+        now, monotonic = time.time(), time.monotonic()
+        answer = carver.NodesResponse(certificate_ends_seconds=self._certificates.ends_seconds)
+        for one in self.nodes:
+            answered = now - (monotonic - one.answered_seconds) if one.answered_seconds else 0.0
+            answer.nodes.add(
+                name=one.name,
+                address=one.address,
+                version=one.version,
+                problem=one.problem or self.nodes.conflict(one),
+                answered_seconds=answered,
+                groups=one.groups,
+            )
+        return answer.SerializeToString()
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
+    # Secrets of requests may be in memory.
+    calls.forbid_dumps()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with (
+        ending_in_time(_STOP_SECONDS) as ender,
+        claimed(config.endpoint),
+        ExitStack() as ending,
+    ):
+        observers: list[Callable[[Call], None]] = []
+        text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
+        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        orphans = orphan_watch(config)
+        orphans.start()
+        ending.callback(orphans.stop)
+        if config.metrics_address is not None:
+            from agent.extras.controller.controller_metrics import Metrics
+
+            metrics = Metrics(controller.nodes, orphans.gauges)
+            observers.append(metrics.count_call)
+            text["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
+        for address in (config.metrics_address, config.health_address):
+            if address is not None:
+                pages = monitor.Monitor(address, text)
+                pages.start()
+                ending.callback(pages.stop)
+        events = health_events(config, controller.nodes)
+        asyncio.run(_serve(controller, config, ender, events))
+
+
+def _source(config: Config) -> Source:
+    """The files that are configured, or else the cluster whose pod this is."""
+    if config.nodes_file is not None:
+        return Files(config)
+    from agent.extras.controller.enrolment import Enrolment
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return Enrolment(config, Objects(server), Lists(server), access.namespace())
+
+
+def orphan_watch(config: Config) -> Extra:
+    """The periodic look for orphans, if the settings ask for it."""
+    if not config.orphan_interval_seconds:
+        return Extra()
+    from agent.extras.controller.orphans import ClusterFinder
+    from agent.extras.orphans.look import OrphanWatch
+    from agent.extras.orphans.orphans_service import Orphans
+
+    look, interval = ClusterFinder(config).look, config.orphan_interval_seconds
+    return Orphans(OrphanWatch(look, interval, first_seconds=_ORPHANS_SECONDS))
+
+
+def health_events(config: Config, known: Nodes) -> Extra:
+    """The Events about unhealthy volumes, if the settings ask for them. Raises BadConfig."""
+    if not config.health_interval_seconds:
+        return Extra()
+    from agent.extras.controller.health_events import HealthEvents
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return HealthEvents(config, known, Objects(server), Lists(server))
+
+
+def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
+    for one in observers:
+        one(call)
+
+
+async def _serve(
+    controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
+) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def end() -> None:
+        ended.set()
+        ender.is_stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    await controller.start()
+    events.start()
+    _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
+    looking: asyncio.Task[None] | None = None
+    while not ended.is_set():
+        try:
+            await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
+        except TimeoutError:
+            if looking is None or looking.done():
+                looking = loop.create_task(controller.look())
+            controller.take()
+    events.stop()
+    await controller.stop()
+    _log.info("stopped")
+    # A thread that waits for the API server would hold up the end of the loop.
+    ender.exit_code = 0
+    ender.is_stopped.set()
+
+
+def _required(config: Config, key: str) -> Path:
+    value: Path | None = getattr(config, key)
+    if value is None:
+        raise errors.BadConfig("carver controller", key, "is required")
+    return value

@@ -1,0 +1,211 @@
+"""The node's side: CSI for the cluster's controller over mutual TLS, beside the unix socket.
+
+Identity, Controller, GroupController and SnapshotMetadata only: never Node, nor Carver's own calls.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+
+from agent.core import errors, ids
+from agent.csi.identity import Identity
+from agent.daemon.extra import Extra
+from agent.daemon.server import Service
+from agent.extras.controller import certificates, routes
+from agent.extras.controller.certificates import Certificates
+from agent.settings.settings import Config
+from agent.settings.values import Address
+from agent.work import locks
+from agent.work.background import PeriodicTask
+from lvm.labels import PhysicalLabel
+from mount import mount_errors as mount_errors
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+if TYPE_CHECKING:
+    from agent.extras.controller.enrolling import Enroller
+
+_log = logging.getLogger(__name__)
+
+# As the service's own server.
+_DRAIN_SECONDS = 25.0
+# How soon an address that another process has is tried again, and how often other groups are
+# looked for.
+_TAKEN_SECONDS = 15.0
+_GROUPS_SECONDS = 600.0
+
+
+class NotListening(errors.AgentError):
+    """The address for the controller cannot be had."""
+
+
+class OtherGroups(errors.AgentError):
+    """Some volume groups cannot be read, or some disks may have one that is not known."""
+
+
+class Listener(Extra):
+    """The extra of a running service: does nothing unless `controller_address` is set."""
+
+    def __init__(self, service: Service) -> None:
+        """Raises BadConfig for settings that are missing: at the start, before calls are served."""
+        self._service = service
+        config, address = service.configuration.now, self._address
+        self._server: grpc.Server | None = None
+        self._enroller: Enroller | None = None
+        failure = "not all volume groups on this node's disks are known: %s"
+        # A disk that hangs delays neither the start nor enrolment.
+        self._tasks = [
+            PeriodicTask(
+                *("other groups", self.find_other_groups, _GROUPS_SECONDS, failure),
+                retry_seconds=_TAKEN_SECONDS,
+                longest_retry_seconds=_GROUPS_SECONDS,
+            )
+        ]
+        # Where it listens, after its start.
+        self.port = 0
+        # Whether by the last look at the disks each group of Carver's there is known; see routes.
+        self._is_whole = ""
+        if address is None:
+            return
+        if config.controllers is not None:
+            if not config.advertised_host:
+                raise errors.BadConfig("controllers", "advertised_host", "is required beside it")
+            advertised = Address(config.advertised_host, address.port)
+            self._enroller = _enroller(config, str(advertised), self.serve)
+            self._tasks.append(self._enroller.task)
+        elif config.tls_directory is None:
+            raise errors.BadConfig(
+                "controller_address",
+                "tls_directory",
+                "is required, or controllers: only TLS is served there",
+            )
+        else:
+            Certificates.read(config.tls_directory)
+            failure = "cannot serve the cluster's controller: %s"
+            task = PeriodicTask("listening", self.serve, _TAKEN_SECONDS, failure)
+            self._tasks.append(task)
+
+    @property
+    def _address(self) -> Address | None:
+        return self._service.configuration.now.controller_address
+
+    def start(self) -> None:
+        """Listen, once there is a certificate."""
+        if self._address is not None:
+            for one in self._tasks:
+                one.start()
+
+    def _certificates(self) -> Certificates:
+        """What this node shows to the controller. Raises BadConfig."""
+        if self._enroller is not None:
+            return self._enroller.certificates
+        directory = self._service.configuration.now.tls_directory
+        if directory is None:
+            raise errors.BadConfig("default", "tls_directory", "is required")
+        return Certificates.read(directory)
+
+    def serve(self) -> None:
+        """Listen; does nothing where it does already. Raises NotListening, BadConfig."""
+        if self._server is not None:
+            return
+        service, name = self._service, self._service.configuration.now.driver_name
+        only = certificates.OnlyFrom(certificates.controller_name(name))
+        server = grpc.server(
+            ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller"),
+            interceptors=[only, service.interceptor],
+            options=certificates.SERVER_OPTIONS,
+        )
+        csi_pb2_grpc.add_IdentityServicer_to_server(
+            _Routed(service, lambda: self._is_whole), server
+        )
+        csi_pb2_grpc.add_ControllerServicer_to_server(service.controller, server)
+        csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
+        if (changed_blocks := service.extras.get("changed_blocks")) is not None:
+            changed_blocks.add_services(server)
+        credentials = certificates.server_credentials(self._certificates)
+        try:
+            self.port = server.add_secure_port(str(self._address), credentials)
+        except RuntimeError as error:
+            raise NotListening(f"{self._address}: {error}") from None
+        server.start()
+        self._server = server
+        _log.info("serving the cluster's controller on %s", self._address)
+
+    def stop(self) -> None:
+        """Let calls in flight end."""
+        for one in self._tasks:
+            one.stop()
+        if self._server is not None:
+            self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
+
+    def find_other_groups(self) -> None:
+        """Locate groups with Carver's tags that are not known, so that calls reach them, too.
+
+        Such as no class names, and such as a class names but are not recovered yet. Raises
+        OtherGroups with those that cannot be read, and the disks of which it is not known whether
+        they have such a group: then the node does not say that it has looked at all its disks.
+        """
+        is_whole = routes.IN_PART
+        try:
+            self._find_other_groups()
+            is_whole = routes.YES
+        finally:
+            self._is_whole = is_whole
+
+    def _find_other_groups(self) -> None:
+        groups, problems = self._service.volume_groups, []
+        for one in groups.scan().values():
+            found = one.group if isinstance(one, PhysicalLabel) else None
+            if found is None or not found.has_own_tags or found.uuid in groups.uuids().values():
+                continue
+            try:
+                if (volume_group := groups.of(found.name)) is not None:
+                    volume_group.state()
+            except (errors.AgentError, mount_errors.CommandError) as error:
+                problems.append(f"{found.name}: {error}")
+        problems += [f"{path}: {why}" for path, why in groups.unknown_disks()]
+        if problems:
+            raise OtherGroups("; ".join(sorted(set(problems))))
+
+
+def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
+    # Imported where it is needed: its library takes memory.
+    from agent.extras.controller.enrolling import Enroller
+
+    return Enroller(config, address, begin)
+
+
+class _Routed(Identity):
+    """Identity, which also says what the controller must know of a node."""
+
+    def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
+        self._configuration, self._is_whole = service.configuration, is_whole
+        self._volume_groups, self._storage = service.volume_groups, service.storage
+        name = service.configuration.now.driver_name
+        super().__init__(service.readiness, name, service.offered)
+
+    def GetPluginInfo(  # noqa: N802
+        self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
+    ) -> csi.GetPluginInfoResponse:
+        """Name and version; in the manifest the node, its topology and its groups. No command."""
+        answer = super().GetPluginInfo(request, context)
+        answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
+        answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
+        answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
+        # Before the groups, which may become more meanwhile.
+        answer.manifest[routes.IS_WHOLE] = self._is_whole()
+        answer.manifest[routes.GROUPS] = json.dumps(self._groups())
+        return answer
+
+    def _groups(self) -> Mapping[str, str]:
+        """The names of the groups that are here, by the start of their UUIDs as ids have it."""
+        return {ids.start_of(uuid): name for name, uuid in self._volume_groups.uuids().items()}
+
+
+def add(service: Service) -> Listener:
+    """Make the extra of a service."""
+    return Listener(service)

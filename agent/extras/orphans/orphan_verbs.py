@@ -1,0 +1,117 @@
+"""`carver orphans`: show orphans, and delete one by name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import grpc
+
+from agent.cli import terminal
+from agent.core import errors, sockets
+from agent.csi.client import Client
+from agent.extras.orphans import candidates
+from agent.extras.orphans.candidates import Candidate, Kind
+from agent.extras.orphans.look import Looking, Orphan
+from agent.settings.settings import Config
+from mount.kernel import Kernel
+
+
+def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
+    """Show orphans, the sure ones with their remedies."""
+    if as_json:
+        print(json.dumps([_row(one) for one in found], indent=2, ensure_ascii=False))
+        return
+    if not found:
+        print("There are no orphans.")
+        return
+    made = terminal.table("KIND", "NAME", "SEEN FOR", "WHAT", right=("SEEN FOR",))
+    for one in found:
+        seen = _duration(one.seen_seconds) if one.sure else f"{_duration(one.seen_seconds)}, wait"
+        made.add_row(one.candidate.kind, one.candidate.name, seen, one.candidate.about)
+    terminal.console().print(made)
+    for one in found:
+        if one.sure:
+            print(f"\n{one.candidate.name}:\n    {one.candidate.full_remedy}")
+    if not all(one.sure for one in found):
+        print(
+            f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
+            " was first seen."
+        )
+
+
+def delete(
+    settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
+) -> None:
+    """Delete one sure orphan, by the calls that a cluster would make; `kernel` is the node's.
+
+    Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what a look raises, OSError.
+    """
+    if not confirmed:
+        raise errors.NotConfirmed(name)
+    if not sockets.is_served(settings.endpoint):
+        raise errors.NotServed(str(settings.endpoint))
+    candidate = _sure(finder.look(), name, settings.orphan_grace_seconds)
+    with Client(settings.endpoint) as caller:
+        try:
+            _call(caller, candidate)
+        except grpc.RpcError as error:
+            raise errors.CallRefused(error.code().name, error.details() or "") from None
+    if kernel is not None and candidate.kind in (Kind.STAGING, Kind.TARGET):
+        _clear(kernel, candidate)
+    print(f"{name} is deleted")
+
+
+def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
+    """Return the one of that name if it may be deleted; raises NoOrphan."""
+    for one in found:
+        if one.candidate.name != name:
+            continue
+        if not one.sure:
+            seen = f"it was seen for {_duration(one.seen_seconds)}"
+            raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
+        if not one.candidate.full_remedy.startswith("carver "):
+            raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.full_remedy}")
+        return one.candidate
+    raise errors.NoOrphan(name, "it is not an orphan; list them for those that are")
+
+
+def _call(caller: Client, one: Candidate) -> None:
+    if one.kind in (Kind.VOLUME, Kind.HALF_MADE):
+        caller.delete(one.handle)
+    elif one.kind is Kind.STAGING and one.handle:
+        caller.unstage(one.handle, one.path)
+    elif one.kind in (Kind.INLINE, Kind.TARGET):
+        caller.unpublish(one.handle, one.path)
+
+
+def _clear(kernel: Kernel, one: Candidate) -> None:
+    """Remove kubelet's directories; the kernel refuses those in use or not empty."""
+    for remove, path in (
+        (kernel.remove_directory, one.path),
+        (kernel.remove_file, f"{one.name}/{candidates.VOLUME_DATA}"),
+        (kernel.remove_directory, one.name),
+    ):
+        try:
+            remove(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise errors.NoOrphan(one.name, f"{path}: {error.strerror}; see what it is") from None
+
+
+def _row(one: Orphan) -> dict[str, object]:
+    kept = {key: value for key, value in asdict(one.candidate).items() if key != "remedy"}
+    return {
+        **kept,
+        "remedy": one.candidate.full_remedy,
+        "seen_seconds": int(one.seen_seconds),
+        "sure": one.sure,
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    days, hours = divmod(minutes // 60, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"

@@ -1,0 +1,108 @@
+"""Rebind a Kubernetes claim to a volume that moved, or print the steps."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from agent.cli import terminal
+from agent.cli.volume_verbs import VolumeVerbs
+from agent.extras.kubernetes import access, rebinding
+from agent.extras.kubernetes.access import Server
+from agent.extras.kubernetes.rebinding import Place, Rebinding
+from agent.extras.transfer import streams_command
+from proto import carver_pb2 as carver
+
+_STEPS = """\
+In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
+these steps out; by hand, in this order:
+ 1. keep the data whatever happens:
+    PV=$(kubectl get pvc {pvc} --namespace {namespace} --output jsonpath='{{.spec.volumeName}}')
+    kubectl patch pv "$PV" --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Retain"}}}}'
+ 2. keep both objects:
+    kubectl get pv "$PV" --output json > pv.json
+    kubectl get pvc {pvc} --namespace {namespace} --output json > pvc.json
+ 3. make another PersistentVolume, for the volume where it is now, reserved for the claim:
+    jq {pv_filter} pv.json | kubectl create --filename -
+ 4. make the claim anew, for that one; Retain leaves the volumes as they are:
+    kubectl delete pvc {pvc} --namespace {namespace}
+    jq {pvc_filter} pvc.json | kubectl create --filename -
+ 5. see that it is Bound, run what uses it, and see that its data are there:
+    kubectl get pvc {pvc} --namespace {namespace}
+ 6. delete the old object, and have deletion of the claim delete the volume again, if it did before:
+    kubectl delete pv "$PV"
+    kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
+ 7. here: carver volume move {name} --finish
+"""
+# The fields that the cluster sets in the course of an object's life.
+_LIFE = (
+    "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
+    " .metadata.finalizers, .metadata.deletionTimestamp"
+)
+_PV_FILTER = (
+    _LIFE + ", .spec.claimRef.uid, .spec.claimRef.resourceVersion,"
+    ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"])'
+    " | .metadata.name = {new}"
+    ' | .spec.persistentVolumeReclaimPolicy = "Retain"'
+    " | .spec.csi.volumeHandle = {handle}"
+    " | .spec.nodeAffinity.required.nodeSelectorTerms ="
+    ' [{{"matchExpressions": [{{"key": {key}, "operator": "In",'
+    ' "values": [{node}]}}]}}]'
+)
+_PVC_FILTER = (
+    _LIFE + ', .metadata.annotations["pv.kubernetes.io/bind-completed"],'
+    ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"],'
+    ' .metadata.annotations["volume.kubernetes.io/selected-node"])'
+    " | .spec.volumeName = {new}"
+)
+
+
+def steps(moved: carver.MoveState, place: Place) -> str:
+    """The steps for the claim of a volume that moved: lines for a shell, with each value quoted."""
+    new = rebinding.moved_name(moved.pv, place.handle)
+    of_pv = {"new": new, "handle": place.handle, "key": place.topology_key, "node": place.segment}
+    given = {
+        "pvc": moved.pvc,
+        "namespace": moved.namespace,
+        "name": moved.volume_id,
+        "new": new,
+        "pv_filter": _PV_FILTER.format(**_as_json(of_pv)),
+        "pvc_filter": _PVC_FILTER.format(**_as_json({"new": new})),
+    }
+    return _STEPS.format(**{key: shlex.quote(text) for key, text in given.items()})
+
+
+def _as_json(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: json.dumps(text) for key, text in texts.items()}
+
+
+def say(text: str) -> None:
+    """Print a step to the standard error, as the standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+    """Rebind the claim; raises as Rebinding.
+
+    `was` is the volume's id on the node that it left. Asks before each step, unless `yes`.
+    """
+
+    def confirmed(question: str) -> bool:
+        return yes or terminal.confirmed(question)
+
+    made = Rebinding(cluster, was, place)
+    (made.undo if undo else made.run)(confirmed, say)
+
+
+def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:
+    """Carry out `carver volume receive --finish --kubeconfig`.
+
+    The claim gets the volume that was received in place of the stream's source.
+    """
+    cluster = access.of_file(Path(parsed.kubeconfig))
+    result = streams_command.finish(at, parsed.name, parsed.release)
+    streams_command.show(result, as_json=parsed.json)
+    place = Place(result["volume_id"], at.settings.node_id, at.settings.driver_name)
+    rebind(cluster, result["received"], place, yes=parsed.yes)

@@ -1,0 +1,208 @@
+"""Describe a snapshot and its volume in a stream's header; check that description on arrival."""
+
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from agent.core import errors, tag
+from agent.core.ids import VolumeId, group_of
+from agent.extras.changed_blocks.activations import Activations
+from agent.extras.streams import form
+from agent.extras.streams.form import Header
+from agent.operations import block_sizes, plan
+from agent.requests.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
+from agent.requests.requests import BLOCK, MOUNT
+from agent.settings.classes import DeviceClass
+from agent.volumes import records, volume_states
+from agent.volumes.context import Context
+from agent.volumes.records import Snapshot
+from agent.volumes.report_age import Fresh
+from agent.volumes.volume_states import Ender
+from lvm import report, tags
+from mount import filesystem, luks
+from mount import mount_errors as mount_errors
+
+# Tags of the parameters that staging needs, and of the limits of I/O.
+PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
+# The tags of a volume that a stream carries: the rest is its node's, or is made anew.
+SENT = (
+    *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED, tag.ROTATING),
+    *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
+)
+
+# The largest logical block that the contents can lie on, 0 for any; no tag.
+BLOCKS = "blocks"
+
+
+def blocks_of(header: Header) -> int:
+    """The largest logical block that a stream's contents can lie on; 0 for any, or if unknown."""
+    return tags.number(header.facts.get(BLOCKS, "")) or 0
+
+
+def tags_of(
+    name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
+) -> dict[str, str]:
+    """The tags of a volume to be received; raises BadField, NotAllowed for a wrong header."""
+    sent = {key: value for key, value in header.facts.items() if key in SENT}
+    # Never a guess: what is given to pods as a device holds no file system of Carver's.
+    access = sent.get(tag.ACCESS, MOUNT if sent.get(tag.FORMATTED) else "")
+    if access not in (BLOCK, MOUNT):
+        raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
+    given = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
+    parameters = Parameters.from_proto(given, "stream.facts")
+    if parameters.fs_type:
+        parameters.check_for(parameters.fs_type, "stream.facts")
+    _check_encryption(one, sent, header.size_bytes)
+    formatted = sent.get(tag.FORMATTED, "")
+    if formatted and formatted not in filesystem.FILE_SYSTEMS:
+        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
+    own_tags = {
+        **sent,
+        tag.CLASS: one.name,
+        tag.NAME: name,
+        **volume_states.tags_for(Ender.RECEIVER),
+        tag.SIZE: str(size_bytes),
+        tag.LAYOUT: str(one.layout),
+        tag.ACCESS: access,
+        tag.RECEIVED: header.volume_id,
+        tag.INTO: header.chain,
+        tag.OFFSET: "0",
+        **({tag.RELEASE: header.release} if header.release else {}),
+        **plan.of_class(one, size_bytes, group),
+    }
+    own_tags.pop(tag.REQUESTED, None)
+    own_tags |= requested(header, size_bytes)
+    require_object_names("stream.facts", sent)
+    for key, value in own_tags.items():
+        tag.require_fits(f"stream.facts[{key}]", key, value)
+    return own_tags
+
+
+def requested(header: Header, size_bytes: int) -> dict[str, str]:
+    """The tag of what the sent volume's caller asked for, in a volume of so many bytes."""
+    asked = records.requested_bytes(header.facts, header.size_bytes)
+    return records.requested(asked, size_bytes, tags.number(header.facts.get(tag.HEADER, "")) or 0)
+
+
+def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
+    """Raise BadField where the encryption of stream and class differ, or its tags are wrong."""
+    sealed, length = sent.get(tag.SEALED, ""), sent.get(tag.HEADER, "")
+    if tag.ENCRYPTION not in sent:
+        if one.encryption:
+            why = f"class {one.name} encrypts, and the stream is not encrypted; take another class"
+            raise errors.BadField("stream.facts[encryption]", why)
+        if sealed or length:
+            raise errors.BadField("stream.facts[header]", "is set, and the stream is not encrypted")
+        return
+    if not luks.METADATA_BYTES < (tags.number(length) or 0) < size_bytes:
+        raise errors.BadField(
+            "stream.facts[header]",
+            f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",
+        )
+    if not sealed:
+        return
+    try:
+        uuid.UUID(sealed)
+    except ValueError:
+        raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
+
+
+class Sender:
+    """Opens snapshots and makes the headers of their streams."""
+
+    def __init__(self, context: Context, activations: Activations) -> None:
+        self._volume_groups = context.volume_groups
+        self._reports, self._activator = context.reports, context.activator
+        self._mender = context.mender
+        self._kernel = context.kernel
+        self._activations = activations
+
+    def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
+        """Activate a snapshot; return a stream's header, since a base if named, and the lease.
+
+        `Activations.end_lease` ends it. At most two commands. Raises NoSuchSnapshot, OtherGroup,
+        SourceLost, TagsDamaged, BadField.
+        """
+        with self._volume_groups.hold(group_of(snapshot_id)):
+            known = self._mender.mend(group_of(snapshot_id))
+            snapshot = self._ready(known, snapshot_id)
+            header = self._header(known, snapshot, base_id)
+            lease = self._activations.lease(snapshot)
+        return self._with_blocks(header, snapshot), lease
+
+    def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
+        """Add the largest logical block that the contents can lie on, if that can be found.
+
+        It is read from the snapshot's device, which is active, with no group held.
+        """
+        device = self._activator.device(snapshot.backing)
+        if device is not None:
+            with suppress(OSError, mount_errors.MountError):
+                held = block_sizes.of_contents(self._kernel, header.facts, device.path)
+                return replace(header, facts={**header.facts, BLOCKS: str(held)})
+        return header
+
+    def chain(self, snapshot_id: str) -> str:
+        """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""
+        known = self._reports.fresh(group_of(snapshot_id))
+        return chain_of(self._ready(known, snapshot_id))
+
+    def _header(self, known: Fresh, snapshot: Snapshot, base_id: str) -> Header:
+        header = Header(
+            volume_id=str(snapshot.source_id),
+            snapshot_id=str(snapshot.id),
+            size_bytes=snapshot.size_bytes,
+            taken_nanoseconds=snapshot.time_nanoseconds,
+            chain=chain_of(snapshot),
+            facts=self._own_tags(known, snapshot),
+        )
+        if not base_id:
+            return header
+        parsed = VolumeId.parse(base_id)
+        if parsed is not None and parsed.group != snapshot.group.name:
+            raise errors.BadField("since", f"{base_id} is in another volume group")
+        base = self._ready(known, base_id)
+        if base.source_id != snapshot.source_id:
+            raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
+        is_newer = records.is_older(base, snapshot) is False
+        # Volumes only grow.
+        if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
+            raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
+        return replace(
+            header,
+            base_snapshot_id=str(base.id),
+            base_chain=chain_of(base),
+            base_size_bytes=base.size_bytes,
+        )
+
+    def _ready(self, known: Fresh, snapshot_id: str) -> Snapshot:
+        snapshot = self._reports.snapshot(known, snapshot_id)
+        if snapshot.problem:
+            raise errors.SourceLost(snapshot_id, snapshot.problem)
+        return snapshot
+
+    def _own_tags(self, known: Fresh, snapshot: Snapshot) -> dict[str, str]:
+        """The volume's tags, or its snapshot's copy of them where it is gone."""
+        own_tags = snapshot.own_tags
+        volume_id = str(snapshot.source_id)
+        if VolumeId.parse(volume_id) is not None:
+            try:
+                volume = known.volume(volume_id).own_tags
+            except errors.NoSuchVolume:
+                volume = {}
+            # It may have been formatted, or got its header or another key, since.
+            since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
+            own_tags = {**volume, **since, **own_tags}
+        sent = {key: own_tags[key] for key in SENT if own_tags.get(key)}
+        # Raises TagsDamaged where the tag is lost, and nothing else says it.
+        is_block = records.is_block(str(snapshot.id), sent)
+        return {**sent, tag.ACCESS: BLOCK if is_block else MOUNT}
+
+
+def chain_of(snapshot: Snapshot) -> str:
+    """Name exactly what a snapshot holds; its volume may be gone."""
+    own = snapshot.group.volume(snapshot.name).uuid
+    return form.chain_of(
+        str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes
+    )

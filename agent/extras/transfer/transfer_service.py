@@ -1,0 +1,212 @@
+"""Sending, receiving and moving volumes: parse the request, lock the volume, call it, answer.
+
+On the same socket as CSI, which only root can open; the command reads and writes the devices
+itself. proto/carver.proto has the calls. Ranges are in offsets of the logical volume: a stream has
+an encrypted volume as it lies, with its header.
+"""
+# ruff: noqa: D102, N802
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import grpc
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
+
+from agent.core import ids
+from agent.csi import operator
+from agent.daemon.extra import Extra
+from agent.daemon.server import Service
+from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
+from agent.extras.changed_blocks.extents import LogicalOffset
+from agent.extras.streams import form
+from agent.extras.transfer.moving import Mover
+from agent.extras.transfer.receiving import Receiver
+from agent.extras.transfer.stream_descriptions import Sender
+from agent.extras.transfer.turns import Turns
+from lvm import names
+from proto import carver_pb2 as carver
+from proto import carver_pb2_grpc
+
+# A stream's header is a field, too.
+_MAX_CHARACTERS = 64 << 10
+_Context = grpc.ServicerContext
+_Ranges = Generator[carver.RangesResponse, None, None]
+
+
+def add(service: Service) -> "Transfer":
+    """Make the extra of a service."""
+    return Transfer(service)
+
+
+class Transfer(Extra, carver_pb2_grpc.TransferServicer):
+    """The extra, and its service."""
+
+    def __init__(self, service: Service) -> None:
+        context, self._locks = service.context, service.context.locks
+        self._delta = changed_blocks.of(service).delta
+        self._sender = Sender(context, self._delta.activations)
+        self._receiver = Receiver(context, service.deleter, service.pool_remover)
+        self._mover = Mover(context, service.deleter)
+        self._turns = Turns(context)
+
+    def add_services(self, server: grpc.Server) -> None:
+        """Register this service."""
+        carver_pb2_grpc.add_TransferServicer_to_server(self, server)
+
+    # Sending
+
+    def OpenSnapshot(
+        self, request: carver.OpenSnapshotRequest, context: _Context
+    ) -> carver.OpenSnapshotResponse:
+        _require(request, "snapshot_id")
+        header, lease = self._sender.open(request.snapshot_id, request.base_snapshot_id)
+        return carver.OpenSnapshotResponse(header=form.text_of(header).decode(), lease=lease)
+
+    def CloseSnapshot(self, request: carver.CloseSnapshotRequest, context: _Context) -> Empty:
+        _require(request, "snapshot_id", "lease")
+        group = ids.group_of(request.snapshot_id)
+        self._delta.activations.end_lease(group, request.lease)
+        return Empty()
+
+    def SnapshotChain(
+        self, request: carver.SnapshotChainRequest, context: _Context
+    ) -> carver.SnapshotChainResponse:
+        _require(request, "snapshot_id")
+        return carver.SnapshotChainResponse(chain=self._sender.chain(request.snapshot_id))
+
+    def GetWritten(self, request: carver.RangesRequest, context: _Context) -> _Ranges:
+        _require(request, "snapshot_id")
+        return self._read(request, context, is_compared=False)
+
+    def GetDiffering(self, request: carver.RangesRequest, context: _Context) -> _Ranges:
+        _require(request, "snapshot_id", "base_snapshot_id")
+        return self._read(request, context, is_compared=True)
+
+    def _read(
+        self, request: carver.RangesRequest, context: _Context, *, is_compared: bool
+    ) -> _Ranges:
+        target, base = request.snapshot_id, request.base_snapshot_id
+        changed_blocks.require_snapshots(*filter(None, (base, target)))
+        is_wanted = context.is_active
+        reading = (
+            self._delta.changed(base, target, is_wanted, is_compared=is_compared)
+            if base
+            else self._delta.allocated(target, is_wanted, is_compared=False)
+        )
+        return changed_blocks.in_pieces(
+            reading,
+            lambda held: (held.size_bytes, held.extents(LogicalOffset(request.starting_offset))),
+            _ranges,
+        )
+
+    # Both
+
+    def TakeTurns(
+        self, requests: Iterator[carver.TurnRequest], context: _Context
+    ) -> Generator[carver.Turn, None, None]:
+        first = next(requests)
+        _require(first, "volume_id", "kind")
+        return self._turns.give(first, requests, context)
+
+    def stop(self) -> None:
+        """Take the turns of commands, which may run for hours: they go on without."""
+        self._turns.stop()
+
+    # Receiving
+
+    def ReceiveStatus(self, request: carver.NameRequest, context: _Context) -> carver.ReceiveState:
+        _require(request, "name")
+        return self._receiver.status(request.name)
+
+    def BeginReceive(
+        self, request: carver.BeginReceiveRequest, context: _Context
+    ) -> carver.ReceiveState:
+        _require(request, "name", "header")
+        header = form.header_of(request.header)
+        with self._locks.hold(names.logical_volume(ids.VOLUME_PREFIX, request.name)):
+            return self._receiver.begin(request.name, request.device_class, header)
+
+    def RecordReceive(self, request: carver.RecordReceiveRequest, context: _Context) -> Empty:
+        with self._held(request, "into"):
+            self._receiver.record(request.volume_id, request.into, request.offset_bytes)
+        return Empty()
+
+    def EndReceive(self, request: carver.EndReceiveRequest, context: _Context) -> Empty:
+        with self._held(request, "header"):
+            self._receiver.end(request.volume_id, form.header_of(request.header))
+        return Empty()
+
+    def OpenReceived(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.open(request.volume_id)
+        return Empty()
+
+    def FinishReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.finish(request.volume_id, request.release)
+        return Empty()
+
+    def AbortReceive(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.abort(request.volume_id)
+        return Empty()
+
+    def WithdrawReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
+        with self._held(request, "release"):
+            self._receiver.withdraw(request.volume_id, request.release)
+        return Empty()
+
+    # Moving
+
+    def MoveStatus(self, request: carver.NameRequest, context: _Context) -> carver.MoveState:
+        _require(request, "name")
+        return self._mover.status(request.name)
+
+    def BeginMove(self, request: carver.BeginMoveRequest, context: _Context) -> carver.MoveState:
+        with self._held(request, "node"):
+            return self._mover.begin(request.volume_id, request.node)
+
+    def HoldMove(
+        self, request: carver.HoldMoveRequest, context: _Context
+    ) -> carver.HoldMoveResponse:
+        # The lock keeps out a call that looked before and is about to use the volume.
+        with self._held(request):
+            token = self._mover.hold(request.volume_id, request.token)
+            return carver.HoldMoveResponse(token=token)
+
+    def ReleaseMove(self, request: carver.HoldMoveRequest, context: _Context) -> Empty:
+        _require(request, "volume_id", "token")
+        self._mover.release(request.volume_id, request.token)
+        return Empty()
+
+    def CommitMove(self, request: carver.CommitMoveRequest, context: _Context) -> carver.MoveState:
+        with self._held(request, "snapshot_id", "token"):
+            return self._mover.commit(request.volume_id, request.snapshot_id, request.token)
+
+    def UndoMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._mover.undo(request.volume_id)
+        return Empty()
+
+    def FinishMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._mover.finish(request.volume_id)
+        return Empty()
+
+    def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
+        """Check a request, and hold its volume."""
+        _require(request, "volume_id", *required)
+        return self._locks.hold(ids.logical_name(request.volume_id))
+
+
+def _ranges(_size_bytes: int, found: Sequence[changed_blocks.Range]) -> carver.RangesResponse:
+    answer = carver.RangesResponse()
+    for one in found:
+        answer.ranges.add(offset_bytes=one.offset_bytes, length_bytes=one.length_bytes)
+    return answer
+
+
+def _require(request: Message, *required: str) -> None:
+    operator.require(request, *required, max_characters=_MAX_CHARACTERS)

@@ -1,0 +1,1 @@
+"""Volume groups of this node: found on disks, cached, held, created."""

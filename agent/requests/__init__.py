@@ -1,0 +1,1 @@
+"""What callers ask: requests and parameters, checked when they are read."""

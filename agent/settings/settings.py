@@ -1,0 +1,533 @@
+"""Read the settings from file, environment and flags into one record."""
+
+import argparse
+import socket
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from agent.core import errors, ids
+from agent.settings import classes, values
+from agent.settings.classes import DeviceClass
+from agent.settings.values import HALF, Address
+from lvm.layout import NO_RESERVE, Reserve
+from lvm.tuning import MOST_RECOVERY_KIB
+from mount.kernel import OLDEST
+
+
+@dataclass(frozen=True)
+class BackingFile:
+    """A sparse file as the only disk of a group; by default half of the free space."""
+
+    path: Path
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupDefinition:
+    """A group to create if missing, on devices, the `fast` ones for caches, or in a file."""
+
+    group: str
+    devices: tuple[str, ...] = ()
+    file: BackingFile | None = None
+    fast: tuple[str, ...] = ()
+
+
+# What limits the background I/O of a group; None: it gives way to others (agent/work/pace.py).
+Bandwidth = Reserve | None
+_BANDWIDTH = "background_bandwidth"
+
+GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "name": values.parse_lvm_name,
+    "devices": values.parse_device_names,
+    "fast": values.parse_device_names,
+    "file": values.parse_absolute_path,
+    "file_size": values.parse_file_size,
+    _BANDWIDTH: values.parse_background_bandwidth,
+}
+
+
+def parse_groups(
+    source: str, listed: object, classes: Sequence[DeviceClass]
+) -> tuple[tuple[GroupDefinition, ...], Mapping[str, Bandwidth]]:
+    """Read the tables [[groups]], each of a group that a class uses; raises BadConfig.
+
+    Returns the groups to create, and what limits the background I/O of groups.
+    """
+    used = {one.group for one in classes}
+    found: list[GroupDefinition] = []
+    names: set[str] = set()
+    bandwidths: dict[str, Bandwidth] = {}
+    places: set[str] = set()
+    for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
+        if (name := table["name"]) not in used:
+            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {name}")
+        if name in names:
+            raise errors.BadConfig(source, f"{where}.name", f"{name} is listed twice")
+        names.add(name)
+        if _BANDWIDTH in table:
+            bandwidths[name] = table.pop(_BANDWIDTH)
+            if table.keys() == {"name"}:
+                continue  # a group that Carver does not create
+        one = _definition(source, where, table)
+        for place in (str(one.file.path),) if one.file else one.devices:
+            if place in places:
+                raise errors.BadConfig(source, where, f"{place} is listed twice")
+            places.add(place)
+        found.append(one)
+    return tuple(found), bandwidths
+
+
+def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
+    devices, file = table.get("devices", ()), table.get("file")
+    if bool(devices) == bool(file):
+        raise errors.BadConfig(source, where, "has either devices or a file")
+    if file is None and "file_size" in table:
+        raise errors.BadConfig(source, f"{where}.file_size", "is for a group on a file")
+    fast = table.get("fast", ())
+    if not set(fast) <= set(devices):
+        raise errors.BadConfig(source, f"{where}.fast", "are some of the group's `devices`")
+    backing = BackingFile(file, table.get("file_size")) if file else None
+    return GroupDefinition(table["name"], tuple(devices), backing, tuple(fast))
+
+
+DRIVER_NAME = "lvm.csi.carver"
+TOPOLOGY_KEY = f"topology.{DRIVER_NAME}/node"
+DEFAULT_FILE = Path("/etc/carver/config.toml")
+KUBELET_DIRECTORY = Path("/var/lib/kubelet")
+DEFAULT_SOCKET = KUBELET_DIRECTORY / "plugins" / DRIVER_NAME / "csi.sock"
+REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
+ENROLMENT_DIRECTORY = Path("/run/carver/enrolment")
+EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
+EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
+
+
+@dataclass(frozen=True)
+class Wipe:
+    """What a value of the setting `wipe` has ErasePolicy (agent/volumes/erase_policy.py) do."""
+
+    zeroes: bool = True
+    # Discards plain volumes instead: only on disks that are certain to read as zeroes then, or all.
+    discards: bool = False
+    only_if_certain: bool = False
+
+
+WIPES: Mapping[str, Wipe] = {
+    "zero": Wipe(),
+    "discard": Wipe(discards=True, only_if_certain=True),
+    "discard-unguaranteed": Wipe(discards=True),
+    "none": Wipe(zeroes=False),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting: a key in the file, a variable CARVER_KEY, a flag --key.
+
+    `fixed` says why it cannot change while the service runs; empty where it can, at a reload.
+    """
+
+    parse: Callable[[Any], Any]
+    default: Any
+    help: str
+    fixed: str
+
+
+# Values of `fixed`.
+_CHANGES = ""
+_REGISTERED = "kubelet was given it when Carver registered"
+_REGISTRATION = "the registration began with the process"
+_PAGES = "the pages are served there since the start"
+_OFFERED = "callers ask once what Carver offers, when they start"
+_CALLED = "lvm2 is called so since the start"
+_SERVES_CONTROLLER = "the server for the cluster's controller began with the process"
+_OF_CONTROLLER = "only `carver controller` uses it, which reads it when it starts"
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "node_id": Setting(
+        values.parse_node_id,
+        socket.gethostname(),
+        "this node's name, as the cluster knows it",
+        _REGISTERED,
+    ),
+    "driver_name": Setting(
+        values.parse_driver_name,
+        DRIVER_NAME,
+        "the name by which the cluster knows this driver; another one for a second Carver",
+        _REGISTERED,
+    ),
+    "endpoint": Setting(
+        values.parse_absolute_path,
+        DEFAULT_SOCKET,
+        "the unix socket to serve",
+        "callers are connected there",
+    ),
+    "registration": Setting(
+        values.choice("self", "none"),
+        "self",
+        "who registers Carver with kubelet; none: not Carver; perhaps a node-driver-registrar",
+        _REGISTRATION,
+    ),
+    "registration_directory": Setting(
+        values.parse_absolute_path,
+        REGISTRY,
+        "where kubelet looks for sockets of plugins",
+        _REGISTRATION,
+    ),
+    "kubelet_dir": Setting(
+        values.parse_paths,
+        (str(KUBELET_DIRECTORY),),
+        "where volumes may be staged and published; /: anywhere",
+        _CHANGES,
+    ),
+    "metrics_address": Setting(
+        values.parse_address,
+        "",
+        "serve /metrics, /healthz and /readyz there, such as 127.0.0.1:9898; empty: nowhere",
+        _PAGES,
+    ),
+    "health_address": Setting(
+        values.parse_address,
+        "",
+        "serve /healthz and /readyz there too, without metrics; empty: only where the metrics are",
+        _PAGES,
+    ),
+    "log_format": Setting(values.choice("text", "json"), "text", "text or json", _CHANGES),
+    "log_level": Setting(
+        values.choice("debug", "info", "warning", "error"),
+        "info",
+        "the least that is logged",
+        _CHANGES,
+    ),
+    "controller_expand": Setting(
+        values.parse_flag,
+        True,
+        "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
+        " grows the volume on its node",
+        _OFFERED,
+    ),
+    "attach": Setting(
+        values.parse_flag,
+        False,
+        "offer ControllerPublishVolume and ControllerUnpublishVolume, for a CO that attaches"
+        " volumes before it stages them",
+        _OFFERED,
+    ),
+    "max_volumes_per_node": Setting(
+        values.parse_count, 0, "volumes on this node; 0: no limit", _REGISTERED
+    ),
+    "inline_volume_limit": Setting(
+        values.parse_size,
+        "10GiB",
+        "how large an inline volume may be; 0: no limit",
+        _CHANGES,
+    ),
+    "inline_total_limit": Setting(
+        values.parse_reserve,
+        "50%",
+        "what a node's inline volumes may take of its groups together, with copies and parity: a"
+        " size, or a part of all groups; 0: no limit",
+        _CHANGES,
+    ),
+    "lvm": Setting(
+        values.choice("direct", "host"),
+        "direct",
+        "where lvm2 is; host: through nsenter",
+        _CALLED,
+    ),
+    "lvm_session": Setting(
+        values.parse_flag,
+        True,
+        "keep a shell of lvm2's open for each group; false: a process for each command",
+        _CALLED,
+    ),
+    "pods_cgroup": Setting(
+        str,
+        "",
+        "the cgroup whose I/O on a volume its limits hold, such as /database.slice; empty: that of"
+        " kubelet's pods",
+        "limits of I/O are in force there",
+    ),
+    "devices": Setting(
+        lambda value: values.parse_device_names(value) if value else (),
+        (),
+        "confine lvm2 to these block devices; empty: to each group's own disks",
+        _CHANGES,
+    ),
+    "wipe": Setting(
+        values.choice(*WIPES),
+        "zero",
+        "what is done to a deleted volume's blocks; discard: only on disks that are certain to read"
+        " as zeroes then; discard-unguaranteed: on all, after a look at a sample",
+        _CHANGES,
+    ),
+    _BANDWIDTH: Setting(
+        values.parse_background_bandwidth,
+        values.AUTO,
+        "background I/O of a group: auto, which gives way to others; a size a second, such as"
+        " 200MiB; a part of what the disks do, such as 30%; 0: no limit",
+        _CHANGES,
+    ),
+    "oldest_kernel": Setting(
+        values.parse_kernel,
+        "5.8",
+        "the oldest Linux that must be able to mount new file systems, such as 5.10",
+        _CHANGES,
+    ),
+    "header_backups": Setting(
+        values.parse_optional_path,
+        "",
+        "the directory for copies of the headers of encrypted volumes; empty: none are kept",
+        _CHANGES,
+    ),
+    "kubeconfig": Setting(
+        values.parse_optional_path,
+        "",
+        "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
+        _CHANGES,
+    ),
+    "orphan_interval_seconds": Setting(
+        values.parse_period,
+        0,
+        "how often the service looks for orphans, and measures them; 0: never",
+        "the scans began with the process",
+    ),
+    "orphan_grace_seconds": Setting(
+        values.parse_grace,
+        3600,
+        "how long something must be an orphan before it counts as one; 60 or more",
+        _CHANGES,
+    ),
+    "health_interval_seconds": Setting(
+        values.parse_period,
+        0,
+        "how often the controller asks nodes for unhealthy volumes, to write Events; 0: never",
+        _OF_CONTROLLER,
+    ),
+    "controller_address": Setting(
+        values.parse_grpc_address,
+        "",
+        "serve the cluster's controller there over TLS, such as 0.0.0.0:9810; empty: nowhere",
+        _SERVES_CONTROLLER,
+    ),
+    "tls_directory": Setting(
+        values.parse_optional_path,
+        "",
+        "the directory with ca.crt, tls.crt and tls.key for controller and nodes",
+        _SERVES_CONTROLLER,
+    ),
+    "nodes_file": Setting(
+        values.parse_optional_path,
+        "",
+        "the nodes of the cluster, for `carver controller`: a TOML table `nodes` of addresses",
+        _OF_CONTROLLER,
+    ),
+    "controllers": Setting(
+        values.parse_address,
+        "",
+        "the Service of the cluster's controllers, such as carver-controller.carver.svc:9811, at"
+        " which this node enrols; empty: it has a certificate in tls_directory",
+        _SERVES_CONTROLLER,
+    ),
+    "advertised_host": Setting(
+        str,
+        "",
+        "the address of this node or pod, at which the controllers reach it",
+        _SERVES_CONTROLLER,
+    ),
+    "enrolment_directory": Setting(
+        values.parse_absolute_path,
+        ENROLMENT_DIRECTORY,
+        "the directory with the pod's token for the controllers, and their ca.crt",
+        _SERVES_CONTROLLER,
+    ),
+    "enrolment_address": Setting(
+        values.parse_grpc_address,
+        ":9811",
+        "where `carver controller` serves nodes that enrol",
+        _OF_CONTROLLER,
+    ),
+    "controller_authority": Setting(
+        str,
+        "carver-controller",
+        "the Secret and ConfigMap in which `carver controller` keeps its certificate authority",
+        _OF_CONTROLLER,
+    ),
+    "forget_deleted_nodes": Setting(
+        values.parse_flag,
+        False,
+        "have `carver controller` answer OK to the deletion of what was on a node that is deleted"
+        " from the cluster: its disks are gone",
+        _OF_CONTROLLER,
+    ),
+    "node_account": Setting(
+        str,
+        "carver-node",
+        "the ServiceAccount of the nodes' pods, in the controller's namespace",
+        _OF_CONTROLLER,
+    ),
+    "file": Setting(
+        values.parse_absolute_path,
+        EMBEDDED_FILE,
+        "the sparse file that holds the group where no class is configured",
+        _CHANGES,
+    ),
+    "file_size": Setting(
+        values.parse_file_size,
+        HALF,
+        f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
+        _CHANGES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings, the classes, and the definitions of groups that Carver creates."""
+
+    node_id: str
+    endpoint: Path
+    kubelet_dir: tuple[str, ...]
+    log_format: str
+    log_level: str
+    controller_expand: bool
+    max_volumes_per_node: int
+    lvm: str
+    lvm_session: bool
+    devices: tuple[str, ...]
+    wipe: str
+    classes: tuple[DeviceClass, ...]
+    definitions: tuple[GroupDefinition, ...] = ()
+    background_bandwidth: Bandwidth = None
+    # Of groups that have their own.
+    bandwidths: Mapping[str, Bandwidth] = field(default_factory=dict)
+    registration: str = "none"
+    registration_directory: Path = REGISTRY
+    metrics_address: Address | None = None
+    inline_volume_limit: int = 0
+    inline_total_limit: Reserve = NO_RESERVE
+    health_address: Address | None = None
+    driver_name: str = DRIVER_NAME
+    oldest_kernel: tuple[int, int] = OLDEST
+    header_backups: Path | None = None
+    pods_cgroup: str = ""
+    kubeconfig: Path | None = None
+    orphan_interval_seconds: int = 0
+    orphan_grace_seconds: int = 3600
+    health_interval_seconds: int = 0
+    controller_address: Address | None = None
+    tls_directory: Path | None = None
+    nodes_file: Path | None = None
+    controllers: Address | None = None
+    attach: bool = False
+    advertised_host: str = ""
+    enrolment_directory: Path = ENROLMENT_DIRECTORY
+    enrolment_address: Address | None = None
+    controller_authority: str = "carver-controller"
+    node_account: str = "carver-node"
+    forget_deleted_nodes: bool = False
+
+    def device_class(self, name: str) -> DeviceClass | None:
+        """The class of that name; for an empty one the default. None without such a class."""
+        for one in self.classes:
+            if one.name == name or (not name and one.default):
+                return one
+        return None
+
+    def bandwidth_of(self, group: str) -> Bandwidth:
+        """What limits the background I/O of a group."""
+        return self.bandwidths.get(group, self.background_bandwidth)
+
+    def recovery_bound_kib(self, group: str) -> int:
+        """How many KiB a second RAID recovery in a group may take on each disk; 0 for no bound.
+
+        Only a size bounds it. What a part is of is not known before something was measured.
+        """
+        bandwidth = self.bandwidth_of(group) or NO_RESERVE
+        return min(bandwidth.size_bytes >> 10, MOST_RECOVERY_KIB)
+
+    @property
+    def here(self) -> dict[str, str]:
+        """The segments of this node's topology."""
+        return ids.topology(self.node_id, self.driver_name)
+
+    @property
+    def topology_key(self) -> str:
+        """The label of nodes that holds this driver's topology segment."""
+        return ids.topology_key(self.driver_name)
+
+    @property
+    def lvm_root(self) -> Path:
+        """The root directory that lvm2 runs in; the host's by its first process."""
+        return Path("/proc/1/root" if self.lvm == "host" else "/")
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of all classes, without duplicates, in the classes' order."""
+        return tuple(dict.fromkeys(one.group for one in self.classes))
+
+
+def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
+    """Add the flags of all settings, or of some, to a parser."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
+    for key in keys:
+        flag = f"--{key.replace('_', '-')}"
+        # argparse formats it.
+        described = SETTINGS[key].help.replace("%", "%%")
+        parser.add_argument(flag, metavar=key.upper(), help=described)
+
+
+def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
+    """Load the settings: flags override variables, these the file. Raises BadConfig."""
+    file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
+    optional = file == DEFAULT_FILE
+    table = _read(file, optional=optional)
+    given = classes.parse(str(file), table.pop("classes", []))
+    device_classes = given or (EMBEDDED_CLASS,)
+    definitions, bandwidths = parse_groups(str(file), table.pop("groups", []), device_classes)
+    for key in table:
+        if key not in SETTINGS:
+            allowed = ", ".join([*SETTINGS, "classes", "groups"])
+            raise errors.BadConfig(str(file), key, f"is not a setting; allowed: {allowed}")
+    found = {
+        key: _value(key, setting, arguments, environment, file, table)
+        for key, setting in SETTINGS.items()
+    }
+    embedded = BackingFile(found.pop("file"), found.pop("file_size"))
+    if not given and not definitions:
+        definitions = (GroupDefinition(EMBEDDED_CLASS.group, file=embedded),)
+    return Config(**found, classes=device_classes, definitions=definitions, bandwidths=bandwidths)
+
+
+def _read(file: Path, *, optional: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise errors.BadConfig(str(file), "file", "does not exist") from None
+    except (OSError, ValueError) as error:
+        raise errors.BadConfig(str(file), "file", f"cannot be read: {error}") from None
+
+
+def _value(
+    key: str,
+    setting: Setting,
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    file: Path,
+    table: Mapping[str, Any],
+) -> Any:
+    flag, variable = f"--{key.replace('_', '-')}", f"CARVER_{key.upper()}"
+    for source, raw in (
+        (flag, getattr(arguments, key, None)),
+        (variable, environment.get(variable)),
+        (str(file), table.get(key)),
+    ):
+        if raw is not None:
+            return values.checked(source, key, setting.parse, raw)
+    return values.checked("default", key, setting.parse, setting.default)

@@ -1,0 +1,159 @@
+"""Close dm-crypt devices, erase LUKS2 headers, and back them up."""
+
+import logging
+import math
+import os
+import uuid
+from pathlib import Path
+
+from agent.core import errors
+from agent.volumes import users
+from agent.volumes.backing import Backing
+from agent.volumes.context import Context
+from agent.volumes.erase_policy import LONGEST_HEADER_BYTES
+from agent.volumes.records import Volume
+from lvm import thin
+from lvm.active_devices import Device
+from mount import luks, table
+from mount.block_io import By
+from mount.kernel import Kernel
+from mount.luks import Cryptsetup, Header
+from mount.mount_errors import CryptBusy, CryptFailed
+
+_log = logging.getLogger(__name__)
+
+
+class HeaderCopies:
+    """Backups of headers in a directory; without one, none are kept."""
+
+    def __init__(self, directory: Path | None, program: Cryptsetup) -> None:
+        self._directory = directory
+        self._cryptsetup = program
+
+    def keep(self, device: Device, *, anew: bool = False) -> None:
+        """Back up a volume's header, with `anew` also if there is a backup; one command.
+
+        After a change of keys the old backup opens by the old key. Failures are only logged.
+        """
+        if self._directory is None:
+            return
+        file = self._directory / f"{device.logical.uuid}.luks"
+        if file.exists() and not anew:
+            return
+        unfinished = file.with_suffix(".new")
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished.unlink(missing_ok=True)
+            self._cryptsetup.back_up(device.logical.path, str(unfinished))
+            # A backup under its final name is complete, also after a power loss.
+            _flush(unfinished)
+            unfinished.replace(file)
+            _flush(self._directory)
+        except (OSError, CryptFailed) as error:
+            _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
+
+    def forget(self, uuid: str) -> None:
+        """Remove the backup for a logical volume's UUID, with or without dashes."""
+        if self._directory is not None:
+            (self._directory / f"{uuid.replace('-', '')}.luks").unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Chosen at random.
+_NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
+# A thin pool that is fuller may have no chunk left for an overwritten header.
+_FULL_PERCENT = 99.0
+
+
+class Mappings:
+    """Closes and erases encrypted volumes; agent/operations/encrypt.py opens them."""
+
+    def __init__(self, context: Context) -> None:
+        self._kernel = context.kernel
+        self._activator = context.activator
+        self._devices = context.devices
+        self._configuration = context.configuration
+        waits = context.configuration.now.lvm != "host" and luks.has_udev()
+        self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
+
+    @property
+    def copies(self) -> HeaderCopies:
+        """The backups of headers, in the directory of the configuration."""
+        return HeaderCopies(self._configuration.now.header_backups, self.cryptsetup)
+
+    def is_used(self, mapping: Device) -> bool:
+        """Whether a dm-crypt device is mounted or published; no command."""
+        known = table.read(self._kernel)
+        parts = known.of_device(mapping.number)
+        return bool(parts or users.places(self._kernel, known, mapping))
+
+    def close_unused(self, volume: Backing) -> None:
+        """Close a volume that is open and unused; one command at most.
+
+        Raises CryptBusy, which names who has it open.
+        """
+        device = self._activator.device(volume)
+        if device is None:
+            return
+        self._devices.close_leftovers(device.logical)
+        if device.below is not None and not self.is_used(device):
+            try:
+                self.cryptsetup.close(device.name)
+            except CryptBusy as error:
+                raise CryptBusy(device.name, users.holders(self._kernel, device)) from error
+
+    def ensure_closed(self, volume: Volume) -> None:
+        """Close a volume; raises VolumeInUse if it is mounted or published."""
+        mapping = self._activator.mapping(volume)
+        if mapping is None:
+            return
+        if self.is_used(mapping):
+            raise errors.VolumeInUse(str(volume.id), f"{mapping.path} is mounted or published")
+        self.cryptsetup.close(mapping.name)
+
+    def erase(self, volume: Volume) -> None:
+        """Overwrite a volume's header and key slots, so that it cannot be opened again.
+
+        The backup is removed first. All of it is read back, and written where it is not zero: it
+        opens whatever else is left of the volume. One command if the volume is inactive. In a thin
+        pool that is full or read-only, the header is not overwritten, and goes with its chunk.
+        """
+        active = self._activator.activate(volume)
+        self.copies.forget(active.logical.uuid)
+        pool = thin.status_of(self._activator.status(volume.group.name, volume.name))
+        if pool is not None and (pool.mode != "rw" or pool.data_percent >= _FULL_PERCENT):
+            _log.warning("the header of %s is not overwritten: its pool is full", volume.id)
+            return
+        device = active.path
+        length = volume.header_bytes or self._found_bytes(device)
+        length = min(length, self._kernel.device_size_bytes(device))
+        self._kernel.zero_out(device, 0, length)
+        step = math.gcd(length, 1 << 20)
+        if not self._kernel.are_zero(device, range(0, length, step), step):
+            self._kernel.zero_out(device, 0, length, by=By.WRITES)
+        self._kernel.flush(device)
+
+    def _found_bytes(self, path: str) -> int:
+        """The bytes of a header by itself, as the tag that says so is lost."""
+        found = luks.read(self._kernel, path)
+        return LONGEST_HEADER_BYTES if found is None else found.offset_bytes
+
+
+def own_uuid(device: Device) -> str:
+    """The UUID of a header that was made on this volume; a copied header has the source's."""
+    return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
+
+
+def header(kernel: Kernel, path: str, volume_id: str) -> Header:
+    """The header of a volume on its device; raises HeaderDamaged if it is not whole."""
+    found = luks.read(kernel, path)
+    if found is None:
+        raise errors.HeaderDamaged(volume_id, "its header is not whole")
+    return found

@@ -1,0 +1,55 @@
+"""Writes Carver's tags of a volume now; `VolumeGroup.add_tags_later` does so after the answer."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from agent.core import errors, tag
+from agent.groups.node_groups import VolumeGroups
+from agent.volumes.backing import Backing
+from agent.volumes.mender import Mender
+from lvm import lvm_errors as lvm_errors
+from lvm import tags, volumes
+from mount import mount_errors as mount_errors
+
+_log = logging.getLogger(__name__)
+
+
+class TagWriter:
+    """Replaces tags of volumes."""
+
+    def __init__(self, volume_groups: VolumeGroups, mender: Mender) -> None:
+        self._volume_groups = volume_groups
+        self._mender = mender
+
+    def replace(self, volume: Backing, keys: Collection[str], new: Mapping[str, str]) -> None:
+        """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
+
+        Takes the group, and mends it first. Raises what `Mender.mend` raises, VolumeMissing;
+        BadField for a value that is too long for a tag.
+        """
+        for key, text in new.items():
+            tag.require_fits(key, key, text)
+        group, name = volume.group, volume.name
+        with self._volume_groups.hold(group):
+            present = self._mender.mend(group).group(group).volume(name).tags
+            # Several of one key, as only others write them, are all replaced.
+            has = {(key, value) for key in keys for value in tags.values(present, key)}
+            old, added = sorted(has - new.items()), dict(new.items() - has)
+            if old or added:
+                volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
+
+
+@contextmanager
+def logging_refusals(volume_id: str, key: str) -> Iterator[None]:
+    """Log lvm2's refusal to change a tag without which the call can succeed, and go on.
+
+    In a full group, or one that lacks a disk, lvm2 writes no tag. A command of unknown outcome
+    is raised: the caller repeats the call.
+    """
+    try:
+        yield
+    except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
+        raise
+    except (errors.AgentError, mount_errors.CommandError) as error:
+        _log.warning("volume %s: its tag `%s` is not changed: %s", volume_id, key, error)

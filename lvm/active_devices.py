@@ -1,0 +1,398 @@
+"""Devices of active logical volumes (sysfs, device-mapper), and COW stores on disk."""
+
+import os
+import stat
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lvm import lvm_errors, names
+from lvm.devicemapper import TARGETS, DeviceMapper
+from lvm.devicemapper import Events as Events
+from lvm.devicemapper import Status as Status
+from mount import block_devices, block_io
+from mount import mount_errors as mount_errors
+from mount.block_devices import attribute
+
+# Header of a COW store (struct disk_header, drivers/md/dm-snap-persistent.c): magic, valid,
+# version, chunk size in sectors.
+_HEADER = struct.Struct("<4I")
+_MAGIC = 0x70416E53
+_VERSION = 1
+# Size of an entry in the tables of a COW store (struct disk_exception): the number of a chunk of
+# the origin, and that of its copy in the store.
+_EXCEPTION_BYTES = 16
+_SECTOR_BYTES = 512
+
+
+class Exceptions:
+    """The numbers of the origin's chunks that a snapshot has copied, read from its COW store.
+
+    The kernel completes a write to the origin only after it has copied the old chunk and recorded
+    the copy in the store's tables (persistent_commit_exception, drivers/md/dm-snap-persistent.c).
+    So the tables have each chunk that was overwritten before this reading began, and perhaps some
+    that were overwritten since. Raises BadReport if the device is no readable COW store; OSError.
+    """
+
+    chunk_bytes: int
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        with block_io.opened(device) as reader:
+            magic, valid, version, sectors = _HEADER.unpack(reader.read(0, _HEADER.size))
+        if (magic, valid, version) != (_MAGIC, 1, _VERSION) or not sectors or sectors % 8:
+            raise mount_errors.BadReport(
+                f"{device} is no store of a snapshot that can be read: magic {magic:#x}, valid"
+                f" {valid}, version {version}, chunks of {sectors} sectors"
+            )
+        self.chunk_bytes = sectors * _SECTOR_BYTES
+
+    def chunks(self) -> Iterator["array[int]"]:
+        """Yield the chunks' numbers in arrays, one for each table, in the order of copying.
+
+        The store is a header of one chunk, and then, over and over, a table of one chunk with the
+        copies that the table lists:
+
+            | header | table | copy | copy | ... | table | copy | ...
+
+        1. Read a table.
+        2. Its entries end at the first one whose copy has the number 0, which is the header's, or
+           at the end of the table.
+        3. A full table is followed by another, behind its copies; any other table is the last.
+        """
+        each = self.chunk_bytes // _EXCEPTION_BYTES
+        with block_io.opened(self._device) as reader:
+            at, is_full = 1, True
+            while is_full:
+                table = array("Q", reader.read_to_end(at * self.chunk_bytes, self.chunk_bytes))
+                if sys.byteorder == "big":
+                    table.byteswap()
+                copies = table[1::2]
+                used = copies.index(0) if 0 in copies else len(copies)
+                yield table[: 2 * used : 2]
+                at, is_full = at + each + 1, used == each
+
+
+def is_lost(header: bytes) -> bool:
+    """Whether the first bytes of a COW store are those of an unreadable snapshot."""
+    if len(header) < _HEADER.size:
+        return True
+    magic, valid, _, _ = _HEADER.unpack_from(header)
+    # lvm2 zeroes the header of a new store; the kernel writes it at the first activation.
+    return bool(magic) and (magic, valid) != (_MAGIC, 1)
+
+
+_SYS_BLOCK = Path("/sys/block")
+_SYS_BY_NUMBER = Path("/sys/dev/block")
+_MAPPER = Path("/dev/mapper")
+# Prefix of a logical volume's device-mapper UUID, before the UUIDs of group and volume, and the
+# length of each of these.
+_UUID_PREFIX = "LVM-"
+_UUID_LENGTH = 32
+# Suffixes of lvm2's names for devices below a volume: a thin pool itself, the COW store of a
+# snapshot (lib/activate/dev_manager.c), a pool's data and metadata.
+_POOL_LAYER = "-tpool"
+_STORE_LAYER = "-cow"
+_DATA_PART, _METADATA_PART = "_tdata", "_tmeta"
+# Prefix of the names of Carver's dm-crypt devices.
+_MAPPING_PREFIX = "carver-luks-"
+# Prefixes of cryptsetup's device-mapper UUIDs: of a LUKS2 device, and of a temporary device that
+# cryptsetup uses while it runs (lib/utils_storage_wrappers.c).
+_CRYPT_PREFIX = "CRYPT-LUKS2-"
+_OWN_CRYPT_PREFIX = "CRYPT-TEMP-"
+# Number of the device of a COW store, and the sectors written to that device; None if unknown.
+Written = tuple[tuple[int, int], int] | None
+
+
+@dataclass(frozen=True)
+class Device:
+    """The block device of an active logical volume, or the dm-crypt device over it.
+
+    `path` is in /dev/mapper, where it may be a symbolic link, or else /dev/dm-N: compare devices by
+    `number`. The UUIDs are lvm2's, without dashes. A dm-crypt device has a `name`, and the logical
+    volume's device `below` it.
+    """
+
+    path: str
+    number: tuple[int, int]
+    group_uuid: str
+    uuid: str = ""
+    name: str = ""
+    below: "Device | None" = None
+
+    @property
+    def logical(self) -> "Device":
+        """The logical volume's own device."""
+        return self.below or self
+
+
+def mapping_name(device: Device) -> str:
+    """The device-mapper name of the dm-crypt device over a logical volume, which never changes."""
+    return f"{_MAPPING_PREFIX}{device.logical.uuid}"
+
+
+class Devices:
+    """Finds devices of active volumes and asks device-mapper about them; runs no command.
+
+    Tests replace an instance by one of a subclass.
+    """
+
+    def __init__(self, mapper: DeviceMapper | None = None) -> None:
+        self._mapper = mapper or DeviceMapper()
+        # For each group, the last list of all devices, and the events of the group's own.
+        self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
+
+    def load_targets(self) -> None:
+        """Have the kernel load the modules that lvm2 requires, as far as the kernel has them."""
+        for target in TARGETS:
+            self._mapper.load_target(target)
+
+    def find(self, group: str, name: str) -> Device | None:
+        """Find the device of a volume; None for an inactive or absent volume.
+
+        None also for a device without a table, which lvm2 leaves if it is killed at activation;
+        lvm2 reports such a volume as active.
+        """
+        return self._named(names.device(group, name))
+
+    def mapping(self, device: Device) -> Device | None:
+        """Find Carver's dm-crypt device over a volume's device; None where it is closed.
+
+        The device must be among the holders of the volume's device in sysfs: a name, or a node in
+        /dev/mapper, could be that of another device.
+        """
+        name = mapping_name(device)
+        for holder in _holders(device):
+            directory = f"{_SYS_BLOCK}/{holder}"
+            is_ours = attribute(f"{directory}/dm/name") == name and _has_table(directory)
+            number = _number(directory)
+            if is_ours and number and attribute(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
+                is_at_node = _node_number(f"{_MAPPER}/{name}") == number
+                path = f"{_MAPPER}/{name}" if is_at_node else f"/dev/{holder}"
+                return replace(device, path=path, number=number, name=name, below=device)
+        return None
+
+    def is_mapping_open(self, mapping: Device) -> bool:
+        """Whether something has a dm-crypt device open. One ioctl."""
+        return self._mapper.is_open(mapping.name)
+
+    def close_leftovers(self, device: Device) -> None:
+        """Remove the dm-crypt devices that a killed cryptsetup left over a volume's device.
+
+        A device that a running cryptsetup has open stays.
+        """
+        for holder in _holders(device):
+            directory = f"{_SYS_BLOCK}/{holder}"
+            kind = attribute(f"{directory}/dm/uuid")
+            is_half_made = kind.startswith(_CRYPT_PREFIX) and not _has_table(directory)
+            if is_half_made or kind.startswith(_OWN_CRYPT_PREFIX):
+                with suppress(OSError):  # EBUSY: its cryptsetup still runs
+                    self._mapper.remove(attribute(f"{directory}/dm/name"))
+
+    def active(self, group: str) -> tuple[str, ...]:
+        """The names of a group's active volumes, hidden ones included. One ioctl."""
+        return tuple(self.events(group))
+
+    def events(self, group: str) -> Mapping[str, Events]:
+        """The event counters of a group's active volumes, by name. One ioctl."""
+        every = self._mapper.events()
+        before, own = self._events.get(group, ({}, {}))
+        if every is not before:
+            named = ((names.of_device(group, dm_name), events) for dm_name, events in every.items())
+            own = {name: events for name, events in named if name}
+            self._events[group] = every, own
+        return own
+
+    def written(self, group: str) -> Mapping[str, Written]:
+        """The sectors written to the COW store of each active snapshot of a group, by its name.
+
+        None stands for an unknown number. While the sectors stay equal, the store is as full as
+        before. All stores together take one ioctl and one read of /proc/diskstats.
+        """
+        prefix, areas_of = names.device(group, ""), {}
+        for name, (device, _) in self._mapper.events().items():
+            if name.startswith(prefix) and name.endswith(_STORE_LAYER):
+                snapshot = names.of_device(group, name.removesuffix(_STORE_LAYER))
+                areas_of[snapshot] = (os.major(device), os.minor(device))
+        sectors = block_devices.written_sectors() if areas_of else {}
+        return {
+            snapshot: (number, sectors[number]) if number in sectors else None
+            for snapshot, number in areas_of.items()
+            if snapshot
+        }
+
+    def status(self, group: str, name: str) -> tuple[Status, ...]:
+        """The device-mapper statuses of an active volume and of all devices below. A few ioctls.
+
+        The result for a thin volume has its pool's status, too. A pool may be active without a
+        device of the pool's own name. An empty result proves nothing.
+        """
+        dm_name = names.device(group, name)
+        return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
+
+    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
+        """The device-mapper status of an active volume's own device alone. One ioctl."""
+        return self._mapper.own_status(names.device(group, name))
+
+    def has_lost_disk(self, group: str, name: str) -> bool:
+        """Whether an active volume stands on a disk that was removed. A few ioctls.
+
+        The volume still refers to the removed disk, and I/O fails (EIO), even once the disk is
+        attached again: it is then a new device with another number.
+        """
+        numbers = self._mapper.disks(names.device(group, name))
+        return any(not os.access(_by_number(number), os.F_OK) for number in numbers)
+
+    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
+        """Whether the snapshot whose COW store begins at an offset of a disk is lost.
+
+        None where the disk cannot be read. The read bypasses the page cache, which may have the
+        contents before the kernel's last write of the header.
+        """
+        try:
+            with block_io.opened(disk) as reader:
+                return is_lost(reader.read_to_end(offset_bytes, _HEADER.size))
+        except OSError:
+            return None
+
+    def suspend(self, group: str, name: str) -> None:
+        """Suspend an active volume: I/O waits, and a mounted file system is frozen.
+
+        One ioctl. Raises OSError.
+        """
+        self._mapper.suspend(names.device(group, name))
+
+    def resume(self, group: str, name: str) -> None:
+        """Resume a volume; no error if it is not suspended. One ioctl. Raises OSError."""
+        self._mapper.resume(names.device(group, name))
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether an active volume is suspended. One ioctl."""
+        return self._mapper.is_suspended(names.device(group, name))
+
+    def is_open(self, group: str, name: str) -> bool:
+        """Whether a process or another device has an active volume open. One ioctl."""
+        return self._mapper.is_open(names.device(group, name))
+
+    def is_closed(self, group: str, name: str) -> bool:
+        """Whether it is certain that a volume is not open; an inactive one never is. One ioctl."""
+        return self._mapper.is_closed(names.device(group, name))
+
+    def thin_id(self, group: str, name: str) -> int | None:
+        """The number of an active thin volume in its pool; None for any other. One ioctl."""
+        return self._mapper.thin_id(names.device(group, name))
+
+    def pool_data(self, group: str, pool: str) -> str:
+        """The path of the device with an active pool's data. Raises Inactive."""
+        return self._part(group, pool, _DATA_PART)
+
+    def pool_metadata(self, group: str, pool: str) -> str:
+        """The path of the device with an active pool's metadata. Raises Inactive."""
+        return self._part(group, pool, _METADATA_PART)
+
+    def reserve_metadata(self, group: str, pool: str) -> None:
+        """Take the metadata snapshot of a pool, for reading. Raises OSError if there is one."""
+        self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "reserve_metadata_snap")
+
+    def release_metadata(self, group: str, pool: str) -> None:
+        """Drop the metadata snapshot of a pool. Raises OSError if there is none."""
+        self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "release_metadata_snap")
+
+    def exceptions(self, group: str, name: str) -> Exceptions:
+        """The copied chunks of an active COW snapshot. Raises Inactive."""
+        return Exceptions(self._part(group, name, _STORE_LAYER))
+
+    def _part(self, group: str, name: str, part: str) -> str:
+        """The path of a further device of an active volume, by its suffix. Raises Inactive."""
+        dm_name = names.device(group, name) + part
+        device = self._named(dm_name)
+        if device is None:
+            raise lvm_errors.Inactive(group, name + part)
+        return device.path
+
+    def _named(self, dm_name: str) -> Device | None:
+        """The device of a device-mapper name, in a time that does not depend on their number."""
+        return self._by_node(dm_name) or self._by_driver(dm_name)
+
+    def _by_node(self, dm_name: str) -> Device | None:
+        """The device of a name, by the node in /dev/mapper of udev, or of lvm2 without udev."""
+        path = f"{_MAPPER}/{dm_name}"
+        number = _node_number(path)
+        return _device(_by_number(number), dm_name, path, number) if number else None
+
+    def _by_driver(self, dm_name: str) -> Device | None:
+        """The device of a name, by one ioctl, if the node in /dev/mapper is absent or wrong."""
+        try:
+            number = self._mapper.number(dm_name)
+        except OSError:
+            return self._by_search(dm_name)
+        if number is None:
+            return None
+        # The kernel names the device after its minor number (alloc_dev in drivers/md/dm.c).
+        path = f"/dev/dm-{number[1]}"
+        return _device(_by_number(number), dm_name, path, number)
+
+    def _by_search(self, dm_name: str) -> Device | None:
+        """The device of a name, by a search of sysfs, if device-mapper does not answer."""
+        for directory in _SYS_BLOCK.glob("dm-*"):
+            number = _number(str(directory))
+            path = f"/dev/{directory.name}"
+            if number and (device := _device(str(directory), dm_name, path, number)):
+                return device
+        return None
+
+
+def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) -> Device | None:
+    """The device in a directory of sysfs, if it is a logical volume's and has the name.
+
+    None for any other device, for one that was removed meanwhile, and for one without a table.
+    """
+    if attribute(f"{directory}/dm/name") != dm_name or not _has_table(directory):
+        return None
+    uuid = attribute(f"{directory}/dm/uuid")
+    if not uuid.startswith(_UUID_PREFIX):
+        return None
+    uuids = uuid.removeprefix(_UUID_PREFIX)
+    return Device(path, number, uuids[:_UUID_LENGTH], uuids[_UUID_LENGTH : 2 * _UUID_LENGTH])
+
+
+def _has_table(directory: str) -> bool:
+    """Whether a device-mapper device has a table, by its size in sysfs.
+
+    A device is created, given a table and resumed, in three steps (dmsetup(8)). If lvm2 or
+    cryptsetup is killed before the last step, it leaves a device of no sectors, which cannot be
+    read or written. Activating the volume again completes the device.
+    """
+    return attribute(f"{directory}/size") != "0"
+
+
+def _holders(device: Device) -> list[str]:
+    """The kernel's names of the devices directly over a device."""
+    try:
+        return os.listdir(f"{_by_number(device.number)}/holders")  # noqa: PTH208 - each call asks
+    except OSError:
+        return []
+
+
+def _by_number(number: tuple[int, int]) -> str:
+    return f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}"
+
+
+def _number(directory: str) -> tuple[int, int] | None:
+    """The number of the device in a directory of sysfs; None for a removed device."""
+    major, _, minor = attribute(f"{directory}/dev").partition(":")
+    return (int(major), int(minor)) if minor else None
+
+
+def _node_number(path: str) -> tuple[int, int] | None:
+    """The number of the block device whose node is at a path; None for no such node."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - each call asks, and a path library takes longer
+    except OSError:
+        return None
+    number = (os.major(status.st_rdev), os.minor(status.st_rdev))
+    return number if stat.S_ISBLK(status.st_mode) else None
