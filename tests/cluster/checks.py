@@ -467,6 +467,8 @@ def stopped(site: Site) -> str:
 
 def adopt(site: Site) -> str:
     """A volume that is another driver's by name and tags is adopted, and a pod has its data."""
+    if path(site.place.like, "parameters", "carver/encryption") is not None:
+        raise NotHere("a volume that is encrypted is not adopted: its key is not Carver's")
     data, first, words = site.used("first")
     volume, node = site.volume(data), site.node_of(first)
     if (pod := site.place.pod_on(site.kubectl, node)) is None:
