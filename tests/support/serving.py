@@ -65,12 +65,12 @@ def served(
 
 def again(service: Service) -> None:
     """What is done a minute later behind the answers, until it has come to its end."""
+    every: list[TaskQueue[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
+    every.append(service.pool_remover.jobs)
     for _ in range(4):
-        every: list[TaskQueue[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
         for jobs in every:
             for job in list(jobs._jobs.values()):
                 wait([job.ended], 20)
                 service.inventory.state()
                 jobs._retry_now(job)
             wait([one.ended for one in list(jobs._jobs.values())], 20)
-        wait([one.ended for one in list(service.pool_remover.jobs._jobs.values())], 20)
