@@ -210,8 +210,7 @@ def attributes(site: Site) -> str:
     if not all(seen):
         return "the kernel does not show its read-ahead to pods"
     # What is above an encrypted volume has its own.
-    is_plain = path(site.place.like, "parameters", "carver/encryption") is None
-    if is_plain and seen != ["4096", "0"]:
+    if not site.place.is_encrypted and seen != ["4096", "0"]:
         raise Failed(f"the kernel reads {seen[0]} KiB ahead and then {seen[1]}, not 4096 and 0")
     return f"{seen[0]} KiB are read ahead, then {seen[1]}"
 
@@ -467,6 +466,8 @@ def stopped(site: Site) -> str:
 
 def adopt(site: Site) -> str:
     """A volume that is another driver's by name and tags is adopted, and a pod has its data."""
+    if site.place.is_encrypted:
+        raise NotHere("a volume that is encrypted is not adopted: its key is not Carver's")
     data, first, words = site.used("first")
     volume, node = site.volume(data), site.node_of(first)
     if (pod := site.place.pod_on(site.kubectl, node)) is None:

@@ -61,6 +61,11 @@ class Installation:
     # Whether Carver's snapshotter is installed so that it makes group snapshots.
     groups: bool
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the volumes of the StorageClass are encrypted."""
+        return path(self.like, "parameters", "carver/encryption") is not None
+
     def pods(self, kubectl: Kubectl, *, controllers: bool = False) -> list[Object]:
         """Carver's pods on the nodes, or with those of the controller."""
         return _pods_of(kubectl, *self.daemonsets, *(self.controllers if controllers else ()))

@@ -214,7 +214,9 @@ class Discovery:
     def refresh(self) -> None:
         """List the pods anew. Raises ClusterSilent."""
         path = f"/api/v1/namespaces/{self._namespace}/pods"
-        groups = [one for pod in self._lists.whole(path, "PodList").items for one in ports(pod)]
+        # Of each pod all is kept: Carver itself reads neither labels nor ports.
+        pods = self._lists.whole(path, "PodList", keep=dict).items
+        groups = [one for pod in pods for one in ports(pod)]
         made = self._file.with_suffix(".new")
         made.write_text(json.dumps(groups))
         made.rename(self._file)

@@ -65,11 +65,11 @@ def served(
 
 def again(service: Service) -> None:
     """What is done a minute later behind the answers, until it has come to its end."""
+    every: list[Jobs[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
+    every.append(service.pool_remover.jobs)
     for _ in range(4):
-        every: list[Jobs[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
         for jobs in every:
             in_background.ended(jobs)
             service.reports.fresh()
             in_background.again(jobs)
             in_background.ended(jobs)
-        in_background.ended(service.pool_remover.jobs)
