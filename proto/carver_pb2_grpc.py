@@ -567,7 +567,7 @@ class TransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TakeTurns(self, request_iterator, context):
-        """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+        """Turns in the group's background I/O (agent/work/pace.py), for a command that reads or writes a
         device. Each request asks for a turn, which the answer gives, or ends the one that was given;
         so does the end of the call.
         """

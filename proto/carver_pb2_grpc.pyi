@@ -114,7 +114,7 @@ class TransferStub:
     GetDiffering: _grpc.UnaryStreamMultiCallable[_carver_pb2.RangesRequest, _carver_pb2.RangesResponse]
     """The ranges of a logical volume in which a snapshot and its base differ. Reads both."""
     TakeTurns: _grpc.StreamStreamMultiCallable[_carver_pb2.TurnRequest, _carver_pb2.Turn]
-    """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+    """Turns in the group's background I/O (agent/work/pace.py), for a command that reads or writes a
     device. Each request asks for a turn, which the answer gives, or ends the one that was given;
     so does the end of the call.
     """
@@ -188,7 +188,7 @@ class TransferServicer:
         request_iterator: _abc.Iterator[_carver_pb2.TurnRequest],
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_carver_pb2.Turn]:
-        """Turns in the group's background I/O (agent/core/pace.py), for a command that reads or writes a
+        """Turns in the group's background I/O (agent/work/pace.py), for a command that reads or writes a
         device. Each request asks for a turn, which the answer gives, or ends the one that was given;
         so does the end of the call.
         """

@@ -554,9 +554,9 @@ def test_neither_the_service_nor_a_program_of_its_leaves_a_core(tmp_path: Path) 
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 from agent.cli import main
-from agent.daemon import process
+from agent.daemon import service_process
 words = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_CORE))"]
-process.serve = lambda *_: subprocess.run(words, check=True)
+service_process.serve = lambda *_: subprocess.run(words, check=True)
 main.main(["serve", "--config", sys.argv[1]])
 """
     file = tmp_path / "config.toml"
