@@ -236,6 +236,16 @@ CASES: Mapping[str, Sequence[Case]] = {
         )
         for outcome in ("no room", "failed")
     ],
+    "CarverReloadFailed": [
+        Case(
+            {"carver_config_last_reload_successful": 0},
+            {"carver_config_last_reload_successful": 1},
+            6,
+            f"Carver on {NODE} did not take its changed configuration over",
+            {"instance": NODE},
+            severity="warning",
+        )
+    ],
     "CarverNotRegistered": [
         Case(
             bad,
