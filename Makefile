@@ -114,11 +114,11 @@ manifests: venv ## render deploy/helm into deploy/kubernetes
 
 .PHONY: image
 image: venv ## the container image, from Debian packages and wheels, into dist/; as root
-	$(BIN)/python deploy/image/build.py
+	$(BIN)/python deploy/image/build_image.py
 
 .PHONY: image-arm64
 image-arm64: venv ## the image for arm64, its programs emulated by qemu; as root
-	$(BIN)/python deploy/image/build.py --arch arm64
+	$(BIN)/python deploy/image/build_image.py --arch arm64
 
 .PHONY: release
 release: venv image ## what is given to users, with checksums and notes, into dist/release; as root
@@ -126,7 +126,7 @@ release: venv image ## what is given to users, with checksums and notes, into di
 
 .PHONY: deb
 deb: venv ## a Debian package of the service, into dist/
-	$(BIN)/python deploy/deb/build.py
+	$(BIN)/python deploy/deb/build_package.py
 
 .PHONY: lock
 lock: ## resolve the newest versions and write constraints.txt

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This file is a program, and Python would look beside it only.
 sys.path.insert(0, str(ROOT))
 
-from deploy.image import build as image  # noqa: E402
+from deploy.image import build_image as image  # noqa: E402
 
 CHART = ROOT / "deploy" / "helm" / "carver"
 MANIFESTS = ROOT / "deploy" / "kubernetes"

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 from vagrant.lab_host import LAB, NAME, PROJECT, as_root, remove_tree
-from vagrant.progress import Step
+from vagrant.steps import Step
 
 # Debian's releases that the box can be built of, each with its Python; the first is the default.
 RELEASES = {"bookworm": "3.11", "trixie": "3.13"}

@@ -48,7 +48,7 @@ from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import GuestError
-from vagrant.progress import Step, StepError, step
+from vagrant.steps import Step, StepError, step
 
 _KIND = "cluster-machines"
 _SETTINGS = control_plane.FOLDER / "settings.json"
@@ -619,7 +619,7 @@ class Cluster:
         made = f"{self._image_digest} {archive.stat().st_mtime_ns if archive else 0}"
         if archive is None or not stamp.exists() or stamp.read_text() != made:
             with step("make Carver's image", "image") as making:
-                build = lab_host.PROJECT / "deploy" / "image" / "build.py"
+                build = lab_host.PROJECT / "deploy" / "image" / "build_image.py"
                 making.run(*lab_host.as_root(sys.executable, build))
             if (archive := _newest_image()) is None:
                 raise ControlPlaneError(f"{build} left no image in dist")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.render import go
 from vagrant.lab_host import PROJECT
-from vagrant.progress import Step, step
+from vagrant.steps import Step, step
 
 MODULES = PROJECT / "tests" / "cluster" / "programs"
 _CACHE = PROJECT / ".cache" / "programs"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vagrant import lab_host
-from vagrant.progress import Step
+from vagrant.steps import Step
 
 PAUSE = "registry.k8s.io/pause:lab"
 _RELEASE = "bookworm"

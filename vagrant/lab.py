@@ -19,7 +19,7 @@ from vagrant.guest import reboot, reset, run, sync
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import GuestError
-from vagrant.progress import Step, StepError, step
+from vagrant.steps import Step, StepError, step
 
 __all__ = ["down", "is_up", "provision", "reboot", "reset", "run", "sync", "up"]
 

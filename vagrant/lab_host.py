@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from vagrant.progress import Step, StepError
+from vagrant.steps import Step, StepError
 
 PROJECT = Path(__file__).resolve().parent.parent
 LAB = PROJECT / "vagrant" / ".lab"

@@ -16,7 +16,7 @@ from pathlib import Path
 from vagrant import box, files, lab_host
 from vagrant.guest import Guest, guest_of
 from vagrant.power import GuestError
-from vagrant.progress import Step, StepError, step
+from vagrant.steps import Step, StepError, step
 
 _LIBVIRT_BOOT = Path("/var/lib/libvirt/boot")
 # Beside root and console: the processor may be emulated and shares its host. Side-channel

@@ -13,7 +13,7 @@ from pathlib import Path
 from vagrant import box, files, lab_host
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import locked
-from vagrant.progress import Step, step
+from vagrant.steps import Step, step
 from vagrant.user_mode import BRIDGE, BRIDGE_ADDRESS, MADE_OF, InUserMode, folder, ip
 
 _MODULES = Path("/usr/lib/uml/modules")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from container.pod import FOLDER, LOG, NAME, NAMESPACE, PID_FILE, Pod
 
-from deploy.image.build import native
+from deploy.image.build_image import native
 from vagrant import guest
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,12 @@ import expect
 import psutil
 import pytest
 
-from vagrant import box, files, lab, lab_host, machines, machines_in_user_mode, progress
+from vagrant import box, files, lab, lab_host, machines, machines_in_user_mode, steps
 from vagrant.guest import Guest, guest_of
 from vagrant.machines import Machines
 from vagrant.machines_in_user_mode import UserModeMachines
 from vagrant.power import GuestError
-from vagrant.progress import Step, StepError
+from vagrant.steps import Step, StepError
 from vagrant.user_mode import InUserMode
 
 BOX = "carver-lab-bookworm-new_vagrant_box_image_0_box.img"
@@ -69,7 +69,7 @@ def libvirt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libvirt:
     """A libvirt without machines, in no namespace; the lab's folder is a temporary one."""
     made = Libvirt()
     monkeypatch.setattr(lab_host, "LAB", tmp_path)
-    monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(lab_host, "virsh", made.virsh)
     monkeypatch.setattr(lab_host, "has_network", lambda: False)
     monkeypatch.setattr(lab_host, "remove_tree", _remove_tree)
@@ -340,11 +340,11 @@ def test_a_step_s_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("libvirt")
 def test_a_log_that_root_left_is_replaced() -> None:
-    progress.LOGS.mkdir()
-    left = progress.LOGS / "up.log"
+    steps.LOGS.mkdir()
+    left = steps.LOGS / "up.log"
     left.write_text("root's")
     before = left.stat().st_ino
-    with left.open(), progress.step("boot", "up") as step:
+    with left.open(), steps.step("boot", "up") as step:
         assert step.log.read_text() == ""
         assert step.log.stat().st_ino != before
 
@@ -505,7 +505,7 @@ def test_a_process_that_has_an_ended_machine_s_id_is_not_taken_for_it(kernel: In
 def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a lab without machines, which has no network either."""
     monkeypatch.setattr(lab_host, "LAB", tmp_path)
-    monkeypatch.setattr(progress, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(lab_host, "has_network", lambda: False)
     monkeypatch.setattr(lab_host, "remove_tree", _remove_tree)
     monkeypatch.setattr(Guest, "disconnect", lambda self: None)

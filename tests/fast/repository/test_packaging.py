@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from deploy.deb import build as deb
-from deploy.image import build as image
+from deploy.deb import build_package as deb
+from deploy.image import build_image as image
 from mount.filesystem import FILE_SYSTEMS
 
 ROOT = Path(__file__).parents[3]

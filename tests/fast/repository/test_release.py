@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from deploy import release
-from deploy.image import build as image
+from deploy.image import build_image as image
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -32,7 +32,7 @@ class Dist:
         folder.mkdir()
 
     def add(self, architecture: str, tag: str = PROJECT, commit: str = COMMIT) -> str:
-        """An image, as deploy/image/build.py packs it; its digest."""
+        """An image, as deploy/image/build_image.py packs it; its digest."""
         labels = {"org.opencontainers.image.revision": commit}
         blobs: dict[str, bytes] = {}
 

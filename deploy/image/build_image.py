@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Build Carver's container image from Debian packages and wheels: `make image`. Runs as root.
 
-    deploy/image/build.py                 for this machine's processor
-    deploy/image/build.py --arch arm64    for another one, whose programs qemu-user(1) then runs
+    deploy/image/build_image.py                 for this machine's processor
+    deploy/image/build_image.py --arch arm64    for another one: qemu-user(1) runs its programs
 
     dist/carver-<version>-<architecture>.oci.tar    an OCI archive, for containerd, podman, skopeo
     dist/carver-<version>-<architecture>.spdx.json  what is in it, which is in the image too
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--arch", choices=MACHINES, default=native(), help="default: %(default)s")
     architecture = parser.parse_args().arch
     if os.geteuid() != 0:
-        print("build.py: run it as root: it makes a root file system", file=sys.stderr)
+        print("build_image.py: run it as root: it makes a root file system", file=sys.stderr)
         return 2
     started = time.monotonic()
     # The tree may be edited while the image is made of its copy.
@@ -272,7 +272,7 @@ def check(root: Path) -> None:
         name for name in ("cc", "gcc", "pip", "apt-get") if shutil.which(name, path=paths(root))
     ]
     if found:
-        raise SystemExit(f"build.py: does not belong in the image: {', '.join(found)}")
+        raise SystemExit(f"build_image.py: does not belong in the image: {', '.join(found)}")
     subprocess.run(
         ("unshare", "--mount", "sh", "-ec", AS_A_POD, "sh", str(root), f"/{ENVIRONMENT}/bin"),
         input=(ROOT / "deploy" / "image" / "starts.py").read_text(),
@@ -304,7 +304,7 @@ def sbom(root: Path, name: str, when: datetime) -> dict[str, Any]:
         "documentNamespace": f"urn:carver:sbom:{name}:{digest}",
         "creationInfo": {
             "created": when.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "creators": ["Tool: carver deploy/image/build.py"],
+            "creators": ["Tool: carver deploy/image/build_image.py"],
         },
         "packages": packages,
         "relationships": [

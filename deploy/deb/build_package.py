@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # This file is a program, and Python would look beside it only.
 sys.path.insert(0, str(ROOT))
 
-from deploy.image import build as image  # noqa: E402
+from deploy.image import build_image as image  # noqa: E402
 from mount.filesystem import FILE_SYSTEMS  # noqa: E402
 
 WORK = ROOT / ".cache" / "deb"
@@ -95,7 +95,7 @@ def fill(root: Path, wheels: Path) -> None:
             with zipfile.ZipFile(wheel) as content:
                 content.extractall(library)
     if found := list(library.glob("*.data")):
-        raise SystemExit(f"build.py: only pip can install {', '.join(map(str, found))}")
+        raise SystemExit(f"build_package.py: only pip can install {', '.join(map(str, found))}")
     program = _write(root / "usr/bin/carver", LAUNCHER, 0o755)
     unit = (ROOT / "systemd" / "carver.service").read_text()
     _write(
