@@ -113,8 +113,9 @@ def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
     """Replace tags of a group (vgchange(8)); absent old and present new ones are no error."""
-    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
-    lvm("vgchange", *changes, "--", name)
+    # vgchange(8) refuses a command line that changes nothing.
+    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
+        lvm("vgchange", *changes, "--", name)
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:

@@ -92,8 +92,9 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
 
 def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
     """Replace tags of a volume in one metadata write: all change, or none (lvchange(8))."""
-    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
-    lvm("lvchange", *changes, "--", f"{group}/{name}")
+    # lvchange(8) refuses a command line that changes nothing.
+    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
+        lvm("lvchange", *changes, "--", f"{group}/{name}")
 
 
 def mark_all(
@@ -108,14 +109,14 @@ def mark_all(
     A killed command has changed some of the volumes. Deleting a tag that a volume lacks, or adding
     a tag that it has, is no error.
     """
-    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
-    lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
+    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
+        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> None:
     """Add encoded tags to volumes of a group, by one lvchange(8)."""
-    added = [word for tag in sorted(new) for word in ("--addtag", tag)]
-    lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
+    if added := [word for tag in sorted(new) for word in ("--addtag", tag)]:
+        lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
 
 def extend(

@@ -13,6 +13,8 @@ from fakes.lvm.volumes import VolumeCommands
 from lvm.tuning import SETTINGS
 from mount.command import Result
 
+# Options that each command takes.
+_FOR_EACH_COMMAND = {"--config", "--devices", "--devicesfile", "--quiet", "--test", "--yes"}
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
 _LOOKS = {"version", "fullreport", "--test", "--syncaction"}
 # What no command adds to a group's text.
@@ -37,6 +39,7 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
             return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
         try:
             self._refuse_partial(words)
+            self._refuse_without_change(words)
             with self._room_for_text():
                 output = command(arguments)
         except Failure as failure:
@@ -44,6 +47,13 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
         arguments.require_empty(words)
         self._commit(words)
         return Result(0, output, "")
+
+    def _refuse_without_change(self, words: Sequence[str]) -> None:
+        """lvm2 knows no command that names an object and says nothing of a change."""
+        if words[1] in {"lvchange", "pvchange", "vgchange"}:
+            options = words[2 : words.index("--")]
+            if not any(one.startswith("--") and one not in _FOR_EACH_COMMAND for one in options):
+                raise Failure("No command with matching syntax recognised.")
 
     def _refuse_partial(self, words: Sequence[str]) -> None:
         """While a disk is missing lvm2 changes little (handles_missing_pvs in its tools)."""
