@@ -29,14 +29,14 @@ from proto import csi_pb2 as csi
 # Largest number of characters that are shown of a refused value.
 _MOST_SHOWN = 200
 # Largest size, in bytes, of a page of a list, and of another answer. A larger answer is not even
-# parsed. An honest page has 500 entries of at most 5 KiB each. Both are less than the 4 MiB that a
-# sidecar takes (gRPC in Go).
+# parsed. An honest page has 500 entries of at most 5 KiB each. Both limits are less than the 4 MiB
+# that a sidecar takes (gRPC in Go).
 MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
 # Largest number of ranges in a message about blocks, if the request sets no limit: 8 times what
 # Carver sends.
 _MOST_RANGES = 8192
 # Largest number of keys, and of bytes, of a volume_context and a publish_context (CSI spec, "Size
-# Limits"). Both become a part of the PersistentVolume, or of the VolumeAttachment.
+# Limits"). The first becomes a part of the PersistentVolume, the second of the VolumeAttachment.
 _MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
 # Largest number of bytes by which a size may be rounded up: to an extent on each stripe, beside a
 # header, and to the least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
@@ -50,7 +50,10 @@ _SECONDS, _NANOSECONDS = range(-62_135_596_800, 253_402_300_800), range(10**9)
 
 
 class Untrue(Exception):
-    """An error: an answer of a node cannot be true. It has the field and the field's value."""
+    """An error: a field of a node's answer cannot be true.
+
+    The error names the field and its value.
+    """
 
     def __init__(self, where: str, value: object, problem: str) -> None:
         super().__init__(f"{where} is {_shown(value)}: {problem}")
@@ -73,10 +76,10 @@ class Asked:
     topology: csi.Topology
     # The volume groups that are the node's own, as volume ids name them: `group@uuid`.
     places: Set[str]
-    # A function: whether an id is in a volume group that is another node's.
+    # Function that returns whether an id is in a volume group of another node.
     is_elsewhere: Callable[[VolumeId], bool]
-    # A function: whether an id's own PersistentVolume names another node, if several nodes have the
-    # group.
+    # Function that returns whether an id's own PersistentVolume names another node, for a volume
+    # group that several nodes may have.
     is_anothers: Callable[[VolumeId], bool]
     # The answer, and the message in the answer that has the field whose rule runs.
     answer: Any = field(default=None, init=False)
@@ -95,7 +98,7 @@ def its_word(_value: Any, _asked: Asked) -> str:
 
 
 def its_own(prefix: str) -> Rule:
-    """Make a rule: the value is an id on the node, and its name has this prefix."""
+    """Make a rule: the value is an id on the node that answered, with this prefix in its name."""
     begins = f"{prefix}-", f"{prefix}."
 
     def judge(value: str, asked: Asked) -> str:
@@ -110,7 +113,7 @@ def its_own(prefix: str) -> Rule:
 
 
 def the_asked(key: str) -> Rule:
-    """Make a rule: the value is the id in a field of the request, and it is on the node."""
+    """Make a rule: the value equals the id in a field of the request, and is on the node."""
 
     def judge(value: str, asked: Asked) -> str:
         if value != (wanted := getattr(asked.request, key)):
@@ -121,10 +124,7 @@ def the_asked(key: str) -> Rule:
 
 
 def if_asked(key: str, rule: Rule) -> Rule:
-    """Make a rule: the value is the id in a field of the request, or if that is empty fits `rule`.
-
-    `rule` is applied in both cases.
-    """
+    """Make a rule: the value fits `rule`, and equals the id in a field of the request, if set."""
 
     def judge(value: str, asked: Asked) -> str:
         if value != (getattr(asked.request, key) or value):
@@ -135,9 +135,10 @@ def if_asked(key: str, rule: Rule) -> Rule:
 
 
 def named_as_asked(prefix: str, sources: str = "") -> Rule:
-    """Make a rule: the value is the id that follows from the name in the request, on the node.
+    """Make a rule: the value is an id on the node, with the name that the request's name gives.
 
-    With `sources`, a field of the request, the id must be in the volume group of a source.
+    With `sources`, a field of the request, the id must be in the volume group of one of the
+    sources.
     """
 
     def judge(value: str, asked: Asked) -> str:
@@ -190,7 +191,7 @@ def of_its_group_snapshot(value: str, asked: Asked) -> str:
 
 
 def group_snapshot_or_none(value: str, asked: Asked) -> str:
-    """Require nothing, or the id of a group snapshot that is not another node's.
+    """Require an empty value, or the id of a group snapshot that is not another node's.
 
     A group snapshot that spans several volume groups is named after one of them, which may be
     detached from the node by now.
@@ -221,7 +222,7 @@ def one_of_each(key: str, sources: str) -> Rule:
 
 
 def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
-    """Require the node's topology, and nothing else."""
+    """Require exactly one topology: that of the node that answered."""
     # Messages are compared first: that is fast, comparing maps is slow. The maps decide if the
     # messages differ in fields that this version does not know.
     if len(value) == 1 and (
@@ -239,7 +240,7 @@ def itself_only(value: Sequence[str], asked: Asked) -> str:
 
 
 def of_itself(_value: Any, asked: Asked) -> str:
-    """Require that the volume was to be attached to this node, and accept any content.
+    """Require that the request attaches the volume to the node that answered; accept any content.
 
     Only the node's own plugin reads the content.
     """
@@ -359,7 +360,7 @@ def _place(identity: str) -> str:
 
 
 def _not_there(identity: str, asked: Asked) -> str:
-    """Return why an id is not the node's; empty if it may be."""
+    """Return why an id is not on the node that answered; empty if it may be there."""
     if _place(identity) not in asked.places:
         return _in_no_group(asked)
     if (parsed := VolumeId.parse(identity)) is not None and asked.is_anothers(parsed):
@@ -371,12 +372,12 @@ def _in_no_group(asked: Asked) -> str:
     return f"it is in no volume group of node {asked.node}"
 
 
-# Rules by the fields of a message.
+# Rules, by the fields of a message.
 Fields = Mapping[str, Rule]
 
 
 def _in(path: str, *fields: Fields) -> Fields:
-    """Put the rules of a message's fields under the field that has the message."""
+    """Return rules whose fields have the path of their message before them."""
     return {f"{path}.{key}": rule for part in fields for key, rule in part.items()}
 
 
@@ -384,7 +385,8 @@ _VOLUME: Fields = {
     "volume_id": its_own(ids.VOLUME_PREFIX),
     "capacity_bytes": not_negative,
     "volume_context": a_context,
-    # The source is for people to read. It may have moved to another node since.
+    # Any content source is accepted, as it only shows people where the volume came from: the source
+    # may have moved to another node since.
     "content_source": its_word,
     "accessible_topology": own_topology,
 }
@@ -571,10 +573,10 @@ class Row:
 
 
 def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> None:
-    """Remove the health of volumes that another node has by now: that node lists them.
+    """Remove the health of other nodes' volumes from an answer: those nodes list it themselves.
 
-    A node goes on to report the volumes of a group as missing after the group was attached to
-    another node.
+    A node goes on to report the volumes of a volume group as missing after the group was attached
+    to another node.
     """
     parsed_entries = [
         (health, parsed)
@@ -582,9 +584,9 @@ def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> 
         if (parsed := VolumeId.parse(health.volume_id))
     ]
     asked.left_out = [parsed for _, parsed in parsed_entries if asked.is_elsewhere(parsed)]
-    own = [health for health, parsed in parsed_entries if parsed not in asked.left_out]
-    if len(own) < len(answer.entries):
-        kept = [health.SerializeToString() for health in own]
+    own_entries = [health for health, parsed in parsed_entries if parsed not in asked.left_out]
+    if len(own_entries) < len(answer.entries):
+        kept = [health.SerializeToString() for health in own_entries]
         del answer.entries[:]
         answer.entries.extend(map(csi.VolumeHealth.FromString, kept))
 

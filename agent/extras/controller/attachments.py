@@ -1,7 +1,8 @@
-"""The node of ControllerPublishVolume and ControllerUnpublishVolume, for volumes that are attached.
+"""The choice of the node for ControllerPublishVolume and ControllerUnpublishVolume.
 
 A volume is attached to the node that has its disks, or to none. Detaching never waits for a node
-that is down: no other node can use what is on its disks, so nothing depends on that node's record.
+that is down: no other node can use the volumes on that node's disks, so nothing depends on the
+node's record of attached volumes.
 """
 
 import logging
@@ -20,7 +21,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -> Node:
-    """Return the node to send ControllerPublishVolume to. Raises Refused."""
+    """Return the node to send a ControllerPublishVolume call to. Raises Refused."""
     volume_id, node_id = request.volume_id, request.node_id
     if node_id and nodes.get(node_id) is None:
         raise _refused(errors.NoSuchNode(node_id, f"the cluster has {len(nodes)} with Carver"))
@@ -31,9 +32,9 @@ async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -
 
 
 async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest) -> Node | None:
-    """Return the node to send ControllerUnpublishVolume to; None if the answer is OK without it.
+    """Return the node to send a ControllerUnpublishVolume call to.
 
-    Raises Refused.
+    None if the volume counts as detached without a call. Raises Refused.
     """
     volume_id, node_id = request.volume_id, request.node_id
     named_node, parsed = nodes.get(node_id), VolumeId.parse(volume_id)

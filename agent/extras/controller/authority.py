@@ -33,12 +33,11 @@ _OVERLAP = datetime.timedelta(days=90)
 # Time between the publication of a new authority and its first signature. Kubelet brings a changed
 # ConfigMap to pods within two minutes.
 _PUBLISHED_FOR = datetime.timedelta(hours=1)
-# Time by which the start of an authority lies before the moment at which it is made. The clock that
-# makes the authority may be ahead of other clocks, for instance set to local time until NTP
-# corrects it.
+# Time by which the validity of a new authority begins before the present. The clock that makes the
+# authority may be ahead of other clocks, for instance set to local time until NTP corrects it.
 _BEFORE = datetime.timedelta(hours=24)
-# Time by which the start of a certificate lies before the moment at which it is made. It is less
-# than that of an authority, because nodes of older versions renew a certificate after half of its
+# Time by which the validity of a new certificate begins before the present. The time is shorter
+# than for an authority, because nodes of older versions renew a certificate after half of its
 # lifetime.
 _CERTIFICATE_BEFORE = datetime.timedelta(hours=14)
 _PEM = serialization.Encoding.PEM
@@ -180,9 +179,9 @@ class Authority:
                 problem = f"cannot be read: {error}; delete it, and another is made"
                 raise errors.BadConfig("the cluster", f"Secret {self._name}", problem) from None
             if renewed != stored:
-                gone = dict.fromkeys(_data(stored).keys() - _data(renewed).keys())
+                dropped = dict.fromkeys(_data(stored).keys() - _data(renewed).keys())
                 version = secret["metadata"]["resourceVersion"]
-                change = {"data": {**_data(renewed), **gone}}
+                change = {"data": {**_data(renewed), **dropped}}
                 self._objects.change(f"{self._secrets}/{self._name}", change, version)
                 _log.info("renewed the cluster's certificate authority: %s", ", ".join(renewed))
         self._signers = renewed

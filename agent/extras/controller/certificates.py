@@ -27,11 +27,12 @@ _NAMES = "x509_subject_alternative_name"
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
-    # A connection whose other end is gone is detected within this time, however long a call takes.
+    # Interval of keepalive pings, by which a connection whose other end is gone is detected,
+    # however long a call takes.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # This is the time limit that counts; its default is a minute (grpc 1.85, "Set ping timeout
-    # timer").
+    # Time limit of a ping's answer that counts; its default is a minute (grpc 1.85, "Set ping
+    # timeout timer").
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Nodes are reached directly, whatever the environment's variables say about proxies.
@@ -41,10 +42,10 @@ _OPTIONS = (
 SERVER_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # Both ends are Carver's, so the pings above are not abuse.
+    # Both ends are Carver's, so frequent pings do not count as abuse.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    # Forbidden, as two services on one port would each answer some of the calls.
+    # Two services that share one port would each answer some of the calls.
     ("grpc.so_reuseport", 0),
 )
 # Largest length of a server's name in TLS' SNI (TLSEXT_MAXLEN_host_name of BoringSSL).
@@ -85,7 +86,8 @@ class Certificates:
         try:
             read.check()
         except (ssl.SSLError, ValueError) as error:
-            # They do not match, for instance, while they are being replaced one after the other.
+            # The files do not match, for instance, while they are being replaced one after the
+            # other.
             problem = f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used together: {error}"
             raise errors.BadConfig(str(directory), "tls_directory", problem) from None
         return read
@@ -127,7 +129,7 @@ def server_credentials(
     """Return a server's credentials, which call `current` at each connection.
 
     Clients must have a certificate, too, except with `of_any`. Raises BadConfig if the certificates
-    cannot be read now. If they cannot be read later, the last ones stay in use.
+    cannot be read now. If the certificates cannot be read later, the last ones stay in use.
     """
     known = current()
 

@@ -63,7 +63,7 @@ class ClaimName:
 
 @dataclass(frozen=True)
 class OtherVolume:
-    """The place of another claim's volume, or its future place; both claims are of one pod.
+    """Where the volume of another claim of the same pod is, or will be.
 
     `segments` are the topology segments of the nodes in the affinity of the PersistentVolume. For a
     claim without a PersistentVolume, `source` is the id of the volume or snapshot that its volume
@@ -161,7 +161,7 @@ class Claims:
         reference = spec.get("dataSourceRef") or spec.get("dataSource") or {}
         group, kind, name = (str(reference.get(key) or "") for key in ("apiGroup", "kind", "name"))
         if reference.get("namespace") not in (None, "", namespace):
-            return None  # who made the claim may have no right to know of it
+            return None  # the author of the claim may have no right to read other namespaces
         if (group, kind) == (_SNAPSHOTS, "VolumeSnapshot"):
             return self._snapshot_id(namespace, name)
         if (group, kind) == ("", "PersistentVolumeClaim"):
@@ -218,9 +218,9 @@ class ClaimQuestions:
 
     So claims and pods that take long to look up delay only claims of their own namespace.
 
-    If the API server does not answer in time, the call fails, and the provisioner repeats it. That
-    is better than to guess: a volume on the wrong node stays there, and its pod never starts. The
-    provisioner could not go on without the API server either.
+    If the API server does not answer in time, the call fails, and the provisioner repeats it. A
+    failed call is better than a guess: a volume on the wrong node stays there, and its pod never
+    starts. The provisioner could not go on without the API server either.
     """
 
     def __init__(self, claims: Claims) -> None:
@@ -256,10 +256,10 @@ class ClaimQuestions:
 
 
 def _is_for(reference: Object | None, namespace: str, name: str) -> bool:
-    """Whether a reference in a cluster-wide object names this object of a namespace.
+    """Whether a cluster-wide object refers to this object of a namespace.
 
-    The reference of the cluster-wide object proves it: anyone in a namespace may make an object
-    that names another's PersistentVolume or content.
+    A reference in the other direction proves nothing: anyone in a namespace may make an object that
+    names another's PersistentVolume or content.
     """
     target = reference or {}
     return (target.get("namespace"), target.get("name")) == (namespace, name)

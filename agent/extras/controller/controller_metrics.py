@@ -13,15 +13,15 @@ from agent.daemon.extra import Gauge
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 
-# Bounds, in seconds, of the buckets of a node's answers. They are few, as each node has its own
-# histogram.
+# Bounds, in seconds, of the buckets of a node's answers. The buckets are few, as each node has its
+# own histogram.
 _NODE_BUCKETS = (0.01, 0.05, 0.25, 1, 5, 30)
 # Bounds, in seconds, of the buckets of the durations of calls.
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The metrics of the controller: calls are counted as they end, nodes are read at each scrape.
+    """The metrics of the controller: of calls as they end, and of nodes at each scrape.
 
     Calls are counted by method, node and gRPC code. The counters of a node that has left the
     cluster are dropped at the next scrape.

@@ -126,8 +126,8 @@ class ClusterController:
         self.take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
-        own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
-        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", own)
+        methods: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", methods)
         server.add_generic_rpc_handlers((handler,))
         umask = os.umask(0o177)
         try:
@@ -174,8 +174,8 @@ class ClusterController:
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
         server_name = certificates.node_name(name, self._config.driver_name)
         credentials = self._certificates.for_client()
-        # With the scheme `dns:`, no part of an address counts as a scheme: a node itself says its
-        # address.
+        # The scheme `dns:` is explicit, so that gRPC takes no part of the address for a scheme: the
+        # address comes from the node.
         target = f"dns:///{address}"
         return grpc.aio.secure_channel(target, credentials, certificates.options(server_name))
 
@@ -240,7 +240,7 @@ def _source(config: Config) -> Source:
 
 
 def orphan_watch(config: Config) -> Extra:
-    """Return the periodic search for orphans; an extra that does nothing if settings disable it."""
+    """Return the periodic search for orphans; an extra that does nothing if it is disabled."""
     if not config.orphan_interval_seconds:
         return Extra()
     from agent.extras.controller.orphans import ClusterFinder
@@ -254,7 +254,7 @@ def orphan_watch(config: Config) -> Extra:
 def health_events(config: Config, known: Nodes) -> Extra:
     """Return the task that writes Events about unhealthy volumes. Raises BadConfig.
 
-    It is an extra that does nothing if the settings disable the task.
+    If the settings disable the task, return an extra that does nothing.
     """
     if not config.health_interval_seconds:
         return Extra()

@@ -1,7 +1,7 @@
 """The node's server for the cluster's controller: CSI over mutual TLS, beside the unix socket.
 
-It serves Identity, Controller, GroupController and SnapshotMetadata only: neither CSI's Node
-service nor Carver's own calls.
+The server offers Identity, Controller, GroupController and SnapshotMetadata only: neither CSI's
+Node service nor Carver's own calls.
 """
 
 import json
@@ -46,7 +46,7 @@ class NotListening(errors.AgentError):
 
 
 class OtherGroups(errors.AgentError):
-    """An error: volume groups cannot be read, or disks may have a group that is not known."""
+    """An error: volume groups cannot be read, or disks may have an unknown volume group."""
 
 
 class Listener(Extra):
@@ -59,8 +59,8 @@ class Listener(Extra):
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
         failure = "not all volume groups on this node's disks are known: %s"
-        # The search for other groups is a background task: a disk that hangs delays neither the
-        # start nor enrolment.
+        # The search for other volume groups is a background task: a disk that hangs delays neither
+        # the start nor enrolment.
         self._tasks = [
             PeriodicTask(
                 *("other groups", self.find_other_groups, _GROUPS_SECONDS, failure),
@@ -70,8 +70,8 @@ class Listener(Extra):
         ]
         # The port of the server; 0 before it started.
         self.port = 0
-        # Whether each group of Carver's on the disks is known, by the last search; the values are
-        # those of routes.IS_WHOLE.
+        # Whether each volume group of Carver's on the disks is known, by the last search; the
+        # values are those of routes.IS_WHOLE.
         self._is_whole = ""
         if address is None:
             return
@@ -147,11 +147,12 @@ class Listener(Extra):
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
     def find_other_groups(self) -> None:
-        """Find groups with Carver's tags that are not known, so that calls reach them, too.
+        """Find volume groups with Carver's tags that the service does not know.
 
-        Such groups are named by no class, or by a class but not recovered yet. Raises OtherGroups
-        with the groups that cannot be read, and with the disks that may have such a group. The node
-        then does not report that it has looked at all its disks.
+        Calls then reach these volume groups, too. Such a group is named by no class, or by a class
+        but not recovered yet. Raises OtherGroups with the groups that cannot be read, and with the
+        disks that may have such a group. The node then does not report that it has scanned all its
+        disks.
         """
         is_whole = routes.IN_PART
         try:
@@ -195,7 +196,7 @@ class _Routed(Identity):
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """Return the name and version; in the manifest the node, its topology and its groups.
+        """Return the name and version; in the manifest the node, its topology and volume groups.
 
         Runs no command.
         """
@@ -203,13 +204,13 @@ class _Routed(Identity):
         answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
         answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
-        # Read before the groups: more groups may become known in between.
+        # Read before the volume groups: more groups may become known in between.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 
     def _groups(self) -> Mapping[str, str]:
-        """Return the names of this node's groups, by the start of their UUIDs as in volume ids."""
+        """Return the names of this node's volume groups, by the start of their UUIDs."""
         return {ids.start_of(uuid): name for name, uuid in self._volume_groups.uuids().items()}
 
 

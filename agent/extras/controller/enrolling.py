@@ -51,8 +51,7 @@ class Enroller:
     def __init__(self, config: Config, address: str, begin: Callable[[], None]) -> None:
         self._config, self._address, self._begin = config, address, begin
         self._directory = config.enrolment_directory
-        # The certificate and its key as PEM. They are replaced together, as gRPC's threads read
-        # them.
+        # The certificate and its key as PEM, replaced together because gRPC's threads read them.
         self._own = (b"", b"")
         self._renew_at = 0.0
         self._began = False
@@ -78,8 +77,8 @@ class Enroller:
     def _enrol(self) -> None:
         """Enrol at all controllers once. Raises NotEnrolled with all reasons if each failed."""
         problems, controllers = [], self._controllers()
-        for gone in [key for key in self._channels if key[0] not in controllers]:
-            self._channels.pop(gone).close()
+        for stale_key in [key for key in self._channels if key[0] not in controllers]:
+            self._channels.pop(stale_key).close()
         for controller in controllers:
             try:
                 self._enrol_at(controller)
@@ -123,9 +122,12 @@ class Enroller:
     def _needs_certificate(self) -> bool:
         """Whether this node needs a new certificate.
 
-        There are three reasons: half of the certificate's time is over; no trusted authority issued
-        it, as the authority was lost or restored and controllers trust the new one alone; or the
-        certificate has not begun, as the clock of the controller that made it was ahead.
+        There are three reasons:
+
+        1. Half of the certificate's time is over.
+        2. No trusted authority issued the certificate: the authority was lost or restored, and
+           controllers trust the new one alone.
+        3. The certificate has not begun: the clock of the controller that made it was ahead.
         """
         if time.time() >= self._renew_at:
             return True

@@ -52,8 +52,8 @@ _MOST_REVIEWED = 20_000
 # one. A node whose clock is far behind asks each 15 seconds; a node that enrols in vain asks
 # several times in the first minute.
 _CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
-# Name under which lines of the log about refused enrolments are limited, in the same way as a
-# node's certificates. Any pod can cause such lines.
+# Name under which log lines about refused enrolments are counted, with the same limit as a node's
+# certificates. The limit is there because any pod can cause such lines.
 _REFUSED = "why nodes were not enrolled"
 # Largest number of token reviews at once. Each host has at most one, so a host that sends invalid
 # tokens delays no other host.
@@ -72,8 +72,8 @@ _AUTHORITY_SECONDS = 60.0
 _DELETED_SECONDS = 600.0
 # Age, in seconds, at which the controller's own certificate, which lasts a day, is renewed.
 _OWN_SECONDS = 6 * 3600.0
-# Least time that must be left of the controller's own certificate; with less, or if the certificate
-# has not begun, it is renewed. Both happen if this machine's clock was set: nodes with a right
+# Remaining time of the controller's own certificate below which it is renewed. A certificate with
+# less time, or one that has not begun, shows that this machine's clock was set: nodes with a right
 # clock refuse such a certificate.
 _OWN_LEFT = datetime.timedelta(hours=12)
 
@@ -142,8 +142,8 @@ class Enrolment:
         """
         await self.look()
         server = self._server = grpc.aio.server(options=_OPTIONS)
-        own: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
-        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", own)
+        methods: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", methods)
         server.add_generic_rpc_handlers((handler,))
         credentials = certificates.server_credentials(lambda: self.certificates, of_any=True)
         self.port = server.add_secure_port(str(self._config.enrolment_address), credentials)
@@ -189,7 +189,7 @@ class Enrolment:
         )
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
-        """Enrol a node, and sign its certificate if it asks for one. Its token is not logged."""
+        """Enrol a node, and sign its certificate if it asks for one. The token is not logged."""
         try:
             request = carver.EnrolRequest.FromString(data)
         except DecodeError:
@@ -240,7 +240,8 @@ class Enrolment:
         reviewed = self._reviewed.get(digest)
         if reviewed is not None and self._counts(reviewed, digest):
             return reviewed
-        # The peer's name is gRPC's, such as ipv4:10.0.0.1:40000.
+        # gRPC's name of a peer is, for instance, ipv4:10.0.0.1:40000; the host is the part before
+        # the port.
         host = context.peer().rpartition(":")[0]
         if host in self._reviewing:
             await context.abort(
@@ -252,7 +253,8 @@ class Enrolment:
         )
 
         def ended(reviewed: "asyncio.Future[_Reviewed]") -> None:
-            # This runs also if the caller has gone, and does not read the error.
+            # The host may send another token, also if this caller has gone and does not read the
+            # error.
             self._reviewing.discard(host)
             _ = reviewed.cancelled() or reviewed.exception()
 

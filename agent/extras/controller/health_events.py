@@ -55,11 +55,11 @@ _CALM_SECONDS = 300.0
 # a claim.
 _AGAIN_SECONDS = 600.0
 # Time, in seconds, for which conditions that are over are remembered, to count how often they
-# occurred. It is the time for which the API server keeps Events by default.
+# occurred. The API server keeps Events for the same time by default.
 _COUNTED_SECONDS = 3600.0
-# Limits of one round: conditions that begin or end; and failures after which no more requests go to
-# the API server, or refused Events after which no more are written in that namespace, which may be
-# being deleted.
+# Limits of one round: the number of conditions that begin or end, and the number of failures. After
+# so many failures of the API server the round ends. After so many refusals in a namespace, which
+# may be being deleted, no more Events are written there.
 _MOST_SAID, _MOST_FAILURES = 200, 5
 # Largest number of characters of a condition's reason and message. In Kubernetes' own Events a
 # reason has at most 128 bytes, a note 1,024.
@@ -90,8 +90,8 @@ class _Condition:
 
     key: _Key
     node: str
-    # The node's topology segment if the group is not known to be on the node; else empty. An Event
-    # then also needs a PersistentVolume that names this segment.
+    # The node's topology segment if the volume group is not known to be on the node; else empty.
+    # With a segment, an Event is written only if the PersistentVolume names that segment.
     segment: str
     status: str
     message: str
@@ -158,7 +158,7 @@ class HealthEvents(Extra):
     def look(self) -> None:
         """Ask the nodes once, and write Events about what changed.
 
-        This waits for the API server, so it must not run in the event loop.
+        The call waits for the API server, so it must not run in the event loop.
         """
         try:
             reported = self._in_loop(self._ask_all())
@@ -257,7 +257,7 @@ class HealthEvents(Extra):
         self._ends = {key: end for key, end in self._ends.items() if end[1] > lately}
 
     def _forget(self, nodes: Iterable[str]) -> None:
-        """Forget conditions of a node that has more than the limit: the longest not reported."""
+        """Forget the conditions above a node's limit that were reported the longest ago."""
         of = {name: list[_Condition]() for name in nodes}
         for condition in self._conditions.values():
             if condition.node in of:
@@ -270,13 +270,13 @@ class HealthEvents(Extra):
     def _say(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
         """Write Events of conditions that began and that are over.
 
-        1. Of the conditions whose time has come, those begin that this round found and that have no
-           Event.
-        2. Those may be over that no round found for five minutes, and whose node answered in this
-           round, or left the cluster. `_ended` asks the nodes about them.
-        3. Write the Events. A failure is tried again after ten minutes. After several refusals in a
-           namespace, no more Events are written there in this round; after several failures, none
-           at all.
+        1. A condition begins if this round found the condition and it has no Event yet.
+        2. A condition may be over if no round found the condition for five minutes, and its node
+           answered in this round or left the cluster. `_ended` asks the nodes about such
+           conditions.
+        3. Write the Events. After a failure, the condition waits for ten minutes. After several
+           refusals in a namespace, no more Events are written there in this round; after several
+           failures, none at all.
         """
         conditions = sorted(self._conditions.values(), key=lambda condition: condition.due_seconds)
         due = [condition for condition in conditions if condition.due_seconds <= now]
@@ -329,12 +329,12 @@ class HealthEvents(Extra):
             self._is_refused = False
 
     async def _found_conflicts(self) -> Mapping[str, str]:
-        """Return the error text for each node whose groups other nodes have, too, by its name."""
+        """Return the error text for each node whose volume groups others have, too, by its name."""
         conflicts = {node.name: self._nodes.conflict(node, is_lasting=True) for node in self._nodes}
         return {name: problem for name, problem in conflicts.items() if problem}
 
     def _warn(self, conflicts: Mapping[str, str]) -> None:
-        """Write a warning Event, once, on each Node whose groups other nodes have, too.
+        """Write a warning Event, once, on each Node whose volume groups other nodes have, too.
 
         Raises ClusterRefused. An Event that could not be written is tried again in the next round.
         """
@@ -380,8 +380,8 @@ class HealthEvents(Extra):
     async def _fate(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
         """Return what became of a condition that the node's list lacks, and the volume's reasons.
 
-        A list also lacks the condition if the node was restarted and has not looked at the group
-        since.
+        A list also lacks the condition if the node was restarted and has not scanned the volume
+        group since.
         """
         request = csi.ControllerGetVolumeHealthRequest(volume_id=one.key.volume_id)
         try:

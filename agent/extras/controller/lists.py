@@ -23,8 +23,8 @@ from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 from agent.requests.requests import MOST_ENTRIES
 
-# Largest number of entries that one node is asked for at once. Its answer fits into a page
-# (answer_rules.py), and a page has no more bytes, however many nodes' answers it has.
+# Largest number of entries that one node is asked for at once. An answer with so many entries fits
+# into a page (answer_rules.py), and a page has no more bytes, however many nodes' answers it has.
 _OF_A_NODE = 500
 # Largest number of nodes that are asked at the same time.
 _AT_ONCE = 16
@@ -54,14 +54,14 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     rest, count, token = _from(nodes, request.starting_token)
     size_bytes = 0
     while rest:
-        now = rest[: 1 if token else _AT_ONCE]
+        batch = rest[: 1 if token else _AT_ONCE]
         room = most - len(answer.entries)
         first = _request(request, token, room)
-        others = [_request(request, "", room)] * (len(now) - 1)
+        others = [_request(request, "", room)] * (len(batch) - 1)
         answers = await asyncio.gather(
             *(
                 ask(node, part_request)
-                for node, part_request in zip(now, [first, *others], strict=True)
+                for node, part_request in zip(batch, [first, *others], strict=True)
             )
         )
         for part in answers:
@@ -89,9 +89,10 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
 
 
 def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
-    """Return the nodes that a page begins with, and where to go on at the first of them.
+    """Parse a page's token: return the nodes to list, and the position in the first one's list.
 
-    The result has the nodes, the number of entries that the first was asked for, and its token.
+    The position is the number of entries that the first node was asked for before, and that node's
+    own token. Raises Refused.
     """
     all_nodes = nodes.require_all()
     if not token:

@@ -1,15 +1,15 @@
 """The members of the cluster, and the nodes of each volume group, by the API server's objects.
 
-A node is a member while its Node object exists, and Carver was on the node once. Any of these shows
-that:
+A node is a member while its Node object exists, and Carver was on the node once. Any of these facts
+proves that Carver was on the node:
 
 - Kubelet gave the Node the driver's topology label, which kubelet never removes (kubernetes,
   pkg/volume/csi/nodeinfomanager).
 - A PersistentVolume names the node.
 - The node enrolled at this controller.
 
-A member stays one while it does not answer, has not enrolled here, or is not ready. Nothing is kept
-on disk: a controller that starts reads the same objects from the API server.
+A member stays a member while it does not answer, has not enrolled here, or is not ready. Nothing is
+kept on disk: a controller that starts reads the same objects from the API server.
 
 A *segment* is the value of the driver's topology label, which follows from a node's name
 (`ids.node_segment`).
@@ -45,17 +45,18 @@ from lvm import names
 _SNAPSHOT, _CONTENT, _GROUP_SNAPSHOT = "snapshot-", "snapcontent-", "groupsnapshot-"
 # Prefixes of the names of snapshots and of group snapshots.
 _TAKEN = (ids.SNAPSHOT_PREFIX, ids.GROUP_SNAPSHOT_PREFIX)
-# Seconds between two lists of the Nodes; and after a node enrolled that is not in the last list.
+# Seconds between two lists of the Nodes: usually; and while a node has enrolled that is not in the
+# last list.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
 # Seconds between two lists of the Nodes while a deleted Node is in its grace period, in which it
 # may come back.
 _GRACE_INTERVAL_SECONDS = 15.0
-# Seconds between two lists of PersistentVolumes while they may not agree with the nodes' reports;
-# and while a node's claim to a group waits for the next list.
+# Seconds between two lists of PersistentVolumes: while the last list may not agree with the nodes'
+# reports; and while a node's claim to a volume group waits for the next list.
 _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
-# Largest age, in seconds, of the lists that prove that a node is deleted (with grace left), or that
-# a volume has no PersistentVolume. For PersistentVolumes the age counts from the end of the read,
-# as the read itself may take longer.
+# Largest age, in seconds, of the lists by which a node counts as deleted while grace is left, or a
+# volume as having no PersistentVolume. For PersistentVolumes the age counts from the end of the
+# read, as the read itself may take longer.
 _FRESH_SECONDS = 30.0
 
 
@@ -89,7 +90,8 @@ class Serving(NamedTuple):
 class Record:
     """What the API server says about members and volume groups; nothing, without an API server.
 
-    This class is the Record of a controller without an API server. ClusterRecord overrides all.
+    This class serves a controller without an API server. ClusterRecord, its subclass, serves
+    others.
     """
 
     # Whether a volume on a node that was deleted counts as deleted, too.
@@ -102,21 +104,21 @@ class Record:
 
     @property
     def named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any group."""
+        """The names of the Nodes that PersistentVolumes name, for any volume group."""
         return frozenset()
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name for a group."""
+        """The names of the Nodes that PersistentVolumes name for a volume group."""
         return frozenset()
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
         return False
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
         """Whether a volume's PersistentVolume named another node than `node` when it was last read.
 
-        Known only for volumes whose group is named for several nodes, and for renamed
+        Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
         """
         return False
@@ -133,31 +135,32 @@ class Record:
         """Have PersistentVolumes read again: they may not agree with the nodes' reports."""
 
     def doubt_claim(self) -> None:
-        """Have PersistentVolumes read again soon: a node's claim counts only after that."""
+        """Have PersistentVolumes read again: a node's claim to a volume group waits for that."""
 
     # In the next three methods `begun` is the time (`now`) at which the CSI call began. A result
     # that was read since, for any call, is used again.
 
     def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none. Blocks.
+        """The node that a volume's own PersistentVolume names; None if it has none.
 
-        Empty for a node without a Node object. A snapshot has the node of its volume, a group
-        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent, WrongSource.
+        The node is empty if it has no Node object. A snapshot has the node of its volume, a group
+        snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
+        ClusterSilent, WrongSource.
         """
         return None
 
     def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
-        """The deleted node of an id; None if the node is not known to be deleted. Blocks.
+        """The node of an id, if it is known to be deleted; else None.
 
-        A result without grace left is by a list of Nodes that was read after the call began. Raises
-        ClusterRefused, ClusterSilent, WrongSource.
+        If no grace is left in the result, the Nodes were read after the call began. Waits for the
+        API server. Raises ClusterRefused, ClusterSilent, WrongSource.
         """
         return None
 
     def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
-        """The names of the VolumeSnapshotContents that need a volume's PersistentVolume. Blocks.
+        """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
 
-        Raises ClusterSilent.
+        Waits for the API server. Raises ClusterSilent.
         """
         return ()
 
@@ -174,42 +177,45 @@ class _Enrolled(NamedTuple):
 
 
 class _Change:
-    """A marker for one state of the enrolments, which is equal to itself only."""
+    """A marker that stands for the enrolments at one time; equal to itself only."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What the API server said when it was last read; a snapshot that another thread may read.
+    """What the API server said when it was last read; other threads may use it.
 
-    The object is replaced as a whole, and is equal to itself only.
+    An object of this class is replaced as a whole, and is equal to itself only.
     """
 
     # The UID of each Node by the Node's name; and the Node's name by the topology segment that
     # follows from the name.
     uids: Mapping[str, str] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
-    # All segments that a Node may have, by its labels, too. A node can write the labels of its own
-    # Node, so labels only keep an existing node from counting as deleted.
+    # All topology segments that a Node may have, by its labels, too. A node can write the labels of
+    # its own Node, so labels only keep an existing node from counting as deleted.
     existing: frozenset[str] = frozenset()
     # The names of the Nodes that have the driver's topology label.
     labelled: frozenset[str] = frozenset()
-    # The segments that PersistentVolumes name for a group, by the start of the group's UUID as in
-    # volume ids.
+    # The topology segments that PersistentVolumes name for a volume group, by the start of the
+    # group's UUID as in volume ids.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # The name of a PersistentVolume, and the segment in it, by the volume's id. Kept only for
-    # groups that PersistentVolumes name several segments for, and for PersistentVolumes whose name
-    # does not follow from the volume's.
+    # The name of a PersistentVolume, and the topology segment in it, by the volume's id. Kept only
+    # for volume groups with several segments, and for PersistentVolumes whose name does not follow
+    # from the volume's.
     placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # When a segment was first seen without a Node, on the Record's clock, by the segment.
+    # When a topology segment was first seen without a Node, on the Record's clock, by the segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def every_named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any group."""
+        """The names of the Nodes that PersistentVolumes name, for any volume group."""
         return self.names(frozenset[str]().union(*self.named.values()))
 
     def names(self, segments: Collection[str]) -> frozenset[str]:
-        """The names of the Nodes with these segments. Segments without a Node are left out."""
+        """The names of the Nodes with these topology segments.
+
+        Segments without a Node are left out.
+        """
         return frozenset(self.nodes[segment] for segment in segments if segment in self.nodes)
 
     def has(self, enrolled: _Enrolled, name: str) -> bool:
@@ -241,17 +247,17 @@ class ClusterRecord(Record):
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
-        # A marker of the present enrolments; and a cache of the members, with the reading and the
-        # marker that the members follow from.
+        # A marker of the present enrolments, replaced when they change; and a cache of the members'
+        # names, with the read and the marker that the names follow from.
         self._change = _Change()
         self._members: tuple[tuple[_Seen, _Change] | None, frozenset[str]] = None, frozenset()
         self._seen = _Seen()
         # When the Nodes and PersistentVolumes were last read: the times at which the reads began,
         # and for PersistentVolumes also the end.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
-        # When the last reason for another read was found: in PersistentVolumes that may not agree
-        # with the nodes, in a claim that waits for a read, and in a node that enrolled and is not
-        # among the Nodes. A read that began later and succeeded settles it.
+        # When a reason for another read was last found, by the reason: PersistentVolumes may not
+        # agree with the nodes' reports; a claim to a volume group waits for a read; a node enrolled
+        # that is not among the Nodes. A read that began later and succeeded removes the reason.
         self._doubted = self._claimed = self._strange = float("-inf")
         self._reading = threading.RLock()
         self._contents = SharedReading(self._read_contents, self.now)
@@ -285,7 +291,7 @@ class ClusterRecord(Record):
         return cached[1]
 
     def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
-        """Return the last reading, and the addresses of the Nodes in it that enrolled."""
+        """Return what was last read, and the addresses of the Nodes in it that enrolled."""
         seen, enrolled = self._seen, dict(self._enrolled)
         return seen, {
             name: enrolment.address
@@ -295,7 +301,7 @@ class ClusterRecord(Record):
 
     @property
     def named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any group."""
+        """The names of the Nodes that PersistentVolumes name, for any volume group."""
         return self._seen.every_named
 
     def uid_of(self, name: str) -> str:
@@ -340,7 +346,7 @@ class ClusterRecord(Record):
     def look(self) -> None:
         """Read Nodes and PersistentVolumes, each if its time has come. Raises ClusterSilent.
 
-        After an error the last reading stays in use, and so do the reasons for another read.
+        After an error, what was last read stays in use, and the reasons for another read stay.
         """
         with self._reading:
             try:
@@ -387,8 +393,8 @@ class ClusterRecord(Record):
             for volume in volumes
             if volume["is_renamed"] or len(named_segments[volume["id"].group_uuid]) > 1
         }
-        # A segment that no PersistentVolume names any more has no volumes: its missing node is
-        # forgotten.
+        # A topology segment that no PersistentVolume names has no volumes any more: forget since
+        # when it has no Node.
         all_named = frozenset[str]().union(*named_segments.values())
         missing = {
             segment: since for segment, since in self._seen.missing.items() if segment in all_named
@@ -397,10 +403,11 @@ class ClusterRecord(Record):
         self._volumes_read, self._volumes_ended = begun, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """Return what is kept of a PersistentVolume: its id, its segment and its name.
+        """Return what is kept of a PersistentVolume: its id, its topology segment and its name.
 
         The result also has whether the name differs from the one by which `_segment_of_volume`
-        finds the PersistentVolume. The result is empty if it names no node, or is another driver's.
+        finds the PersistentVolume. The result is empty if the PersistentVolume names no node, or is
+        another driver's.
         """
         handle, segment = self._parsed(volume)
         if handle is None:
@@ -412,7 +419,8 @@ class ClusterRecord(Record):
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
         """Return the volume id and the topology segment in a PersistentVolume.
 
-        The id is None for another driver's, and unless there is exactly one segment.
+        The id is None for another driver's PersistentVolume, and for one without exactly one
+        segment.
         """
         spec = volume.get("spec") or {}
         source = spec.get("csi") or {}
@@ -423,13 +431,13 @@ class ClusterRecord(Record):
         return handle, segments.pop()
 
     def _take(self, seen: _Seen) -> None:
-        """Take over a reading, and keep since when each segment has no Node.
+        """Keep what was read, and since when each topology segment has no Node.
 
         If a segment has a Node again, its time begins anew when that Node is deleted.
         """
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
-            # Before the Nodes were first read, no segment is known to be without a Node.
+            # Before the Nodes were first read, no topology segment is known to be without a Node.
             segments, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
             missing = {
                 segment: seen.missing.get(segment, now)
@@ -438,20 +446,20 @@ class ClusterRecord(Record):
             }
         self._seen = replace(seen, missing=missing)
 
-    # The nodes of a group
+    # The nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name for a group."""
+        """The names of the Nodes that PersistentVolumes name for a volume group."""
         return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
         return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
         """Whether a volume's PersistentVolume named another node than `node` when it was last read.
 
-        Known only for volumes whose group is named for several nodes, and for renamed
+        Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
         """
         _, segment = self._seen.placed.get(str(identity), ("", ""))
@@ -466,20 +474,20 @@ class ClusterRecord(Record):
         return self._volumes_read >= moment
 
     def doubt(self) -> None:
-        """Have PersistentVolumes read again, within two minutes of the last read."""
+        """Have PersistentVolumes read again, but no sooner than two minutes after the last read."""
         self._doubted = self._clock()
 
     def doubt_claim(self) -> None:
-        """Have PersistentVolumes read again, within 20 seconds of the last read."""
+        """Have PersistentVolumes read again, but no sooner than 20 seconds after the last read."""
         self._claimed = self._clock()
 
     def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none. Blocks."""
+        """The node that a volume's own PersistentVolume names; None if it has none."""
         segment = self._segment_of(identity, begun)
         return self._seen.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId, begun: float) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes.
+        """The topology segment in the PersistentVolume of a volume, or of a snapshot's volumes.
 
         Empty if there is no PersistentVolume, or if a group snapshot's volumes have several
         segments.
@@ -491,13 +499,13 @@ class ClusterRecord(Record):
         return segments.pop() if len(segments) == 1 else ""
 
     def _segment_of_volume(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume; empty if the volume has none.
+        """The topology segment in the PersistentVolume of a volume; empty if the volume has none.
 
         1. Read the PersistentVolume that has the name that follows from the volume's.
-        2. If that fails, search the list of PersistentVolumes, which is read again if it is older
-           than 30 s: a PersistentVolume may have any name.
-        3. Read the PersistentVolume found in the list. If it has another segment than in the list,
-           read the list again.
+        2. If there is none, or it is another volume's, search the list of PersistentVolumes, as a
+           PersistentVolume may have any name. The list is read again if it is older than 30 s.
+        3. Read the PersistentVolume that was found in the list. If it has another segment than in
+           the list, read the list again.
         """
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
@@ -507,7 +515,7 @@ class ClusterRecord(Record):
             name, segment = self._seen.placed.get(str(identity), ("", ""))
         # The list gives the PersistentVolume's name. The PersistentVolume itself is read, too,
         # since it may have been replaced since the list was read. This read is without the lock,
-        # for which calls about other groups and the list of Nodes wait.
+        # for which calls about other volume groups and the list of Nodes wait.
         if name and self._segment_by(name, identity) != segment:
             differed = self._clock()
             with self._reading:
@@ -517,7 +525,7 @@ class ClusterRecord(Record):
         return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of that name; empty if it is of another volume."""
+        """The topology segment in the PersistentVolume of that name; empty if of another volume."""
         volume = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         handle, segment = (None, "") if volume is None else self._parsed(volume)
         return segment if handle == identity else ""
@@ -533,12 +541,11 @@ class ClusterRecord(Record):
         return self._sources_in_group(identity, begun)
 
     def _sources_in_group(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
-        """The volumes of a group snapshot, or of one snapshot in it, by all contents.
+        """The source volumes of a group snapshot, or of one of its snapshots.
 
-        The contents are the driver's VolumeGroupSnapshotContents.
-
-        The id of each snapshot in a group snapshot follows from the group snapshot's name and the
-        volume's id. So a content is believed only about its own snapshots.
+        The volumes are found in the driver's VolumeGroupSnapshotContents. The id of each snapshot
+        in a group snapshot follows from the group snapshot's name and the volume's id. So a content
+        is believed only about its own snapshots.
         """
         for content in self._group_contents.since(begun):
             if sources := self._sources_by(content, identity):
@@ -546,13 +553,16 @@ class ClusterRecord(Record):
         return []
 
     def _read_group_contents(self) -> Sequence[Object]:
-        """The driver's VolumeGroupSnapshotContents. Raises ClusterSilent."""
+        """The driver's VolumeGroupSnapshotContents, reduced by `_own_content`.
+
+        Raises ClusterSilent.
+        """
         kind = "VolumeGroupSnapshotContentList"
         contents = self._listed(GROUP_CONTENTS, kind, keep=self._own_content)
         return [content for content in contents if content]
 
     def _read_contents(self) -> Sequence[Object]:
-        """The driver's VolumeSnapshotContents.
+        """The driver's VolumeSnapshotContents, reduced by `_own_content`.
 
         Raises ClusterSilent, also without the right to list the contents.
         """
@@ -561,7 +571,10 @@ class ClusterRecord(Record):
         return [content for content in listing.items if content]
 
     def _own_content(self, content: Object) -> Object:
-        """Return what is kept of a content of this driver's; empty for another driver's."""
+        """Return what is kept of a snapshot's or group snapshot's content; or empty.
+
+        Contents of other drivers are empty.
+        """
         spec = content.get("spec") or {}
         if spec.get("driver") != self._driver_name:
             return {}
@@ -572,7 +585,7 @@ class ClusterRecord(Record):
     def _listed(
         self, path: str, kind: str, *, keep: Keep = lambda item: item, **query: str
     ) -> Sequence[Object]:
-        """A list of the contents of snapshots or of group snapshots. Raises ClusterSilent.
+        """A list of VolumeSnapshotContents or VolumeGroupSnapshotContents. Raises ClusterSilent.
 
         The list is empty without the right to list them, and if the cluster does not serve them:
         the chart grants that right only with snapshots, or group snapshots.
@@ -585,9 +598,9 @@ class ClusterRecord(Record):
             return []
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
-        """The volumes of a group snapshot, or of one snapshot in it, by one content.
+        """The source volumes of a group snapshot, or of one of its snapshots, by one content.
 
-        Empty if the content is of another group snapshot.
+        The result is empty if the VolumeGroupSnapshotContent is that of another group snapshot.
         """
         if not content["uid"]:
             return []
@@ -626,30 +639,33 @@ class ClusterRecord(Record):
     # Deleted nodes
 
     def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
-        """The deleted node of an id, by its PersistentVolume or by those of its group; or None."""
+        """The node of an id, if it was deleted; else None.
+
+        The node is that of the id's PersistentVolume, or else that of all PersistentVolumes in the
+        volume group.
+        """
         if self._grace_seconds is None:
             return None
         asked_at = self._clock()
-        own = self._segment_of(identity, begun)
+        segment = self._segment_of(identity, begun)
         with self._reading:
-            if not own and self._volumes_ended <= asked_at - _FRESH_SECONDS:
+            if not segment and self._volumes_ended <= asked_at - _FRESH_SECONDS:
                 self._read_volumes()
             if self._nodes_read <= asked_at - _FRESH_SECONDS:
                 self._read_nodes()
-            deleted = self._deleted(identity, own, self._grace_seconds)
+            deleted = self._deleted(identity, segment, self._grace_seconds)
             if deleted is not None and not deleted.seconds and self._nodes_read < begun:
                 # Read the Nodes again: a node that joined since may have the deleted node's disks,
                 # and the deleted node may have come back.
                 self._read_nodes()
-                deleted = self._deleted(identity, own, self._grace_seconds)
+                deleted = self._deleted(identity, segment, self._grace_seconds)
         return deleted
 
     def _deleted(self, identity: VolumeId, own: str, grace_seconds: float) -> Deleted | None:
-        """The deleted node of an id, by the last reading; or None.
+        """The node of an id, if it was deleted according to what was last read; else None.
 
-        `own` is the segment of the id's volume, or empty.
-
-        Of several segments, return the one that was without a Node the shortest time.
+        `own` is the topology segment of the id's volume, or empty. Of several segments, return the
+        one that was without a Node the shortest time.
         """
         segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
         if not segments or not self._seen.existing.isdisjoint(segments):
@@ -663,8 +679,8 @@ class ClusterRecord(Record):
     def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
         """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
 
-        Contents that no VolumeSnapshot was made for count if they are in the volume's group, since
-        their volume is not known.
+        Contents that no VolumeSnapshot was made for count if they are in the volume's volume group,
+        since their volume is not known.
         """
         contents = self._contents.since(begun)
         return sorted(
@@ -673,7 +689,7 @@ class ClusterRecord(Record):
 
 
 def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[VolumeId]:
-    """Return the sources that a content names. Raises WrongSource if one of them is no volume."""
+    """Return the source volumes in a snapshot's content. Raises WrongSource for other sources."""
     for source in sources:
         if not names.is_of(ids.VOLUME_PREFIX, source.name):
             raise WrongSource(kind, content, source)

@@ -48,8 +48,8 @@ class Answers:
         """Call a node with the bytes of a request. Return the bytes of its answer, and the answer.
 
         `owned` are those ids in the request because of which this node is called. With `in_part`,
-        entries that another node must list may be missing. Without, Refused is raised if such an
-        entry was left out and no other node lists it. Raises AioRpcError, Refused.
+        entries that another node must list may be missing from the answer. Otherwise, Refused is
+        raised if an entry was left out that no other node lists. Raises AioRpcError, Refused.
         """
         question = self.asked(node, request, owned)
         try:
@@ -62,10 +62,10 @@ class Answers:
         return answer, parsed
 
     def asked(self, node: Node, request: Message, owned: Sequence[str] = ()) -> Asked:
-        """Return what the answers of a node to a request are checked by.
+        """Return the request, with what a node's answers to it are checked by.
 
-        Call this before the request is sent: a group that the node has then counts as the node's
-        own, even if it is moved to another node before the answer.
+        Call this before the request is sent: a volume group that the node has then counts as the
+        node's own, even if it is moved to another node before the answer.
         """
         return Asked(
             request,
@@ -84,17 +84,17 @@ class Answers:
         """Check an answer, or a message of a stream, and return it parsed. Raises Refused.
 
         1. Apply the rules.
-        2. If they refuse the answer, ask the node for its groups, and apply the rules again if it
-           has more.
-        3. If the refused value is an id whose group other nodes may have, too, raise UNAVAILABLE
-           with that conflict.
+        2. If a rule refuses the answer, ask the node for its volume groups, and apply the rules
+           again if the node has more groups than before.
+        3. If the refused value is an id whose volume group other nodes may have, too, raise
+           UNAVAILABLE with that conflict.
         4. Otherwise refuse the answer with INTERNAL.
         """
         try:
             return _judged(path, asked, data)
         except Untrue as error:
-            # The node may have a volume group that it did not have when it was last asked. If it
-            # does not report that now, the known groups count.
+            # Ask the node for its volume groups: it may have one that it did not have when it was
+            # last asked. If the node does not report one now, the known groups count.
             await self._nodes.ask_anew(node)
             places, problem = asked.places | self._nodes.places(node), error
         if places != asked.places:

@@ -1,20 +1,19 @@
 """The nodes of the cluster in the controller's memory: their connections and their volume groups.
 
-Nothing is kept on disk: a controller that starts asks each node again (GetPluginInfo). The terms of
-this module:
+Nothing is kept on disk: a controller that starts asks each node again for its volume groups
+(GetPluginInfo). The terms of this module:
 
 - A *member* is a node that belongs to the cluster (membership.py), whether it answers or not.
-- A node *claims* the volume groups that it named in its last answer, for as long as the node is a
-  member. While a node has not looked at all its disks, it also claims the groups that it named in
-  earlier answers.
+- A node *claims* the volume groups that it named in its last answer to GetPluginInfo, for as long
+  as the node is a member. While a node has not scanned all its disks, it also claims the groups
+  that it named in earlier answers.
 - PersistentVolumes *name* nodes for a group, by their node affinity (membership.py).
-- The *holders* of a group are the nodes that claim it and those that PersistentVolumes name for it.
 - A claim is *settled* if only that node claims the group, PersistentVolumes name no other node for
   it, and each other member has reported its groups to this controller.
 
-If a claim is settled, everything in the group belongs to that node. Otherwise the PersistentVolume
-of the volume in question, read for that call, decides which node is called for a volume or snapshot
-that exists. So the order of events does not matter.
+If a claim is settled, everything in the group belongs to that node. Otherwise, for each call about
+an existing volume or snapshot, the PersistentVolume of that volume is read and decides which node
+is called. So the order of events does not matter.
 
 No new volume is made on nodes that share a group with another node. While a member has reported no
 groups, new volumes wait two minutes for its report, and no longer: one broken node does not keep
@@ -46,32 +45,33 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
-# Seconds between two questions to a node that answers and has looked at all its disks, and to any
-# other node.
+# Seconds between two GetPluginInfo calls to a node that answers and has scanned all its disks; and
+# to any other node.
 _INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
-# Time limit of a node's answer to the question what it has, in seconds.
+# Time limit, in seconds, of a GetPluginInfo call, which asks a node for its volume groups.
 _PATIENCE_SECONDS = 3.0
-# Age, in seconds, up to which a node's answer is used to find a group without asking that node
-# again.
+# Age, in seconds, up to which a node's answer to GetPluginInfo is used to find a volume group
+# without another call.
 _FRESH_SECONDS = 10.0
 # Largest number of nodes that are asked at the same time.
 _AT_ONCE = 64
 # Largest number of names in an error message.
 _MOST_NAMED = 5
-# Time limit, in seconds, of one look-up of an id at the API server. It is longer than the time
-# limit of a call, as PersistentVolumes that are read for one call serve the call that repeats it.
+# Time limit, in seconds, of one look-up of an id at the API server. The limit is longer than that
+# of a call, as PersistentVolumes that are read for one call serve the call that repeats it.
 _QUESTION_SECONDS = 120.0
 # Largest number of characters: shown of an impossible value that a node sent; kept of a node's
-# version and errors; accepted of a node's topology, and of its groups.
+# version and errors; accepted of a node's topology, and of its volume groups.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
-# Largest size, in bytes, of a node's answer about itself. A larger answer is not even parsed.
+# Largest size, in bytes, of a node's answer to GetPluginInfo. A larger answer is not even parsed.
 _MOST_BYTES = 4 * _MOST_MANIFEST
 # Largest number of volume groups of a node.
 _MOST_GROUPS = 200
-# Time, in seconds, for which new volumes wait for a new member to report its groups.
+# Time, in seconds, for which new volumes wait for a new member of the cluster to report its volume
+# groups.
 _COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
-# Time limit, in seconds, of the calls in flight on a connection that is replaced. It is long
+# Time limit, in seconds, of the calls in flight on a connection that is replaced. The limit is long
 # because a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
 # A function that makes a channel to a node, by the node's name and address.
@@ -132,42 +132,44 @@ def unavailable(problem: str) -> Refused:
 
 @dataclass
 class Node:
-    """A node of the cluster: its connection, and its last report about itself."""
+    """A node of the cluster: its connection, and its last answer to GetPluginInfo."""
 
     name: str
-    # The node's address, `host:port`. It is empty until the node has enrolled; then `channel` is
-    # None.
+    # The node's address, `host:port`; empty until the node has enrolled. While the address is
+    # empty, `channel` is None.
     address: str
     channel: grpc.aio.Channel | None = None
-    # The UID of the node's Node object. It is empty without an API server.
+    # The UID of the node's Node object; empty without an API server.
     uid: str = ""
     version: str = ""
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of the node's volume groups, by the start of their UUIDs as in volume ids.
     groups: Mapping[str, str] = field(default_factory=dict)
-    # Whether the node has looked at all its disks, by its last look. None for an older version of
+    # Whether the node had scanned all its disks when it last answered. None for an older version of
     # Carver, which does not report that.
     is_whole: bool | None = None
     # Whether kubelet on the node asks for the health of its volumes, and shows it in the status of
     # the pods that use them.
     is_watched: bool = False
-    # Whether the node has reported its groups to this controller after a look at its disks. True
-    # also for an older version of Carver, which does not say whether it has looked.
+    # Whether the node has reported its volume groups to this controller after a scan of its disks.
+    # True also for an older version of Carver, which does not say whether it has scanned them.
     has_reported: bool = False
-    # When the claim to each of the node's groups began, on the clock of the Record; and the groups
-    # whose claim is settled, both by the start of the group's UUID.
+    # The times at which the node began to claim each of its volume groups, on the clock of the
+    # Record; and the volume groups that the node has a settled claim to. Both by the start of the
+    # group's UUID.
     claimed: dict[str, float] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    # When the node last answered, and when it was last asked (monotonic, seconds); 0 for never.
+    # When the node last answered, and was last asked, for its volume groups (monotonic, seconds); 0
+    # for never.
     answered_seconds: float = 0.0
     asked_seconds: float = 0.0
-    # Why the node did not answer the last question. It is empty if the node answered.
+    # Why the node did not answer the last GetPluginInfo call; empty if it answered.
     problem: str = _NOT_ASKED
     # Number of the node's answers that were refused because they cannot be true.
     refused_answers: int = 0
     # When the controller learned of the node (monotonic, seconds).
     joined_seconds: float = field(default_factory=lambda: time.monotonic())
-    # The question to the node that is in flight, or the last one.
+    # The task of the last GetPluginInfo call to the node, which may have ended.
     asking: "asyncio.Task[None] | None" = None
 
     @property
@@ -180,9 +182,10 @@ class Node:
         return self.channel
 
     async def close(self, grace_seconds: float | None = None) -> None:
-        """Cancel the question in flight, and close the connection.
+        """Cancel the GetPluginInfo call in flight, and close the connection.
 
-        With `grace_seconds` calls in flight, and the question, may go on for that time.
+        With `grace_seconds`, calls in flight may go on for that time, and so may the GetPluginInfo
+        call.
         """
         if self.asking is not None and grace_seconds is None:
             self.asking.cancel()
@@ -191,28 +194,28 @@ class Node:
 
     @property
     def is_being_asked(self) -> bool:
-        """Whether a question to the node is in flight."""
+        """Whether a GetPluginInfo call to the node is in flight."""
         return self.asking is not None and not self.asking.done()
 
     @property
     def is_due(self) -> bool:
-        """Whether the interval since the last question to the node is over."""
+        """Whether it is time for the next GetPluginInfo call to the node."""
         interval = _SILENT_INTERVAL_SECONDS if self.may_have_more else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
 
     @property
     def may_have_more(self) -> bool:
-        """Whether the node may have more groups than it named.
+        """Whether the node may have more volume groups than it named.
 
-        True if the node does not answer, or has not looked at all its disks.
+        True if the node does not answer, or has not scanned all its disks.
         """
         return bool(self.problem) or self.is_whole is False
 
     @property
     def has_all_named(self) -> bool:
-        """Whether the node answers, and has looked at all its disks.
+        """Whether the node answers, and has scanned all its disks.
 
-        Such a node has no group but those that it named.
+        Such a node has no volume group but those that it named.
         """
         return not self.problem and self.is_whole is True
 
@@ -227,9 +230,9 @@ class Node:
         return time.monotonic() - max(self.answered_seconds, self.joined_seconds)
 
     def require_answering(self) -> None:
-        """Raise Refused if the node did not answer the last question.
+        """Raise Refused if the node did not answer the last GetPluginInfo call.
 
-        A call to such a node would only time out.
+        Another call to such a node would only time out.
         """
         if self.problem and self.connected:
             raise unavailable(
@@ -238,15 +241,15 @@ class Node:
             )
 
 
-# Texts in gRPC's error for an answer, or an error, of a node that is too large. Its code is
+# Texts in gRPC's error for a message from a node that is too large. The code of that error is
 # RESOURCE_EXHAUSTED, at which the external-provisioner would make the volume on another node.
 _DROPPED = ("larger than max", "metadata size exceeds")
 
 
 def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
-    """Raise Refused if an error of a call comes from gRPC because the node's answer is too large.
+    """Raise Refused if a call failed in gRPC because the node's answer or error is too large.
 
-    Such a call may have succeeded, so its error must not be passed on as the node's.
+    The call may have been carried out, so RESOURCE_EXHAUSTED must not be passed on as the node's.
     """
     details = error.details() or ""
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and any(
@@ -303,16 +306,17 @@ class Nodes:
         self._driver_name, self._connect = driver_name, connect
         self._record = record or Record()
         self._nodes: dict[str, Node] = {}
-        # The names of the nodes that claim a group, by the start of the group's UUID.
+        # The names of the nodes that claim a volume group, by the start of the group's UUID.
         self._claims: dict[str, set[str]] = {}
-        # The nodes that ceased to claim a group, with the time of that on the clock of the Record,
-        # by the start of the group's UUID. Until PersistentVolumes are read again, they may name
-        # these nodes.
+        # The nodes that ceased to claim a volume group, each with the time at which it did so on
+        # the clock of the Record, by the start of the group's UUID. PersistentVolumes that were
+        # made since the last read may name these nodes.
         self._former: dict[str, dict[str, float]] = {}
-        # A cache: the set of all members, and the sorted names of those that have reported no
-        # groups. Each group of each node needs these names. None if a node may have reported since.
+        # A cache: the set of all members of the cluster, and the sorted names of those that have
+        # reported no volume groups. Each check of a claim needs these names. None if a node may
+        # have reported since.
         self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
-        # The last error that was logged about a group with several holders, by the start of its
+        # The last error that was logged about a volume group of several nodes, by the start of its
         # UUID.
         self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
@@ -336,9 +340,9 @@ class Nodes:
     def set(self, serving: Mapping[str, Serving]) -> None:
         """Make the nodes in `serving` the nodes of the cluster.
 
-        A node that moved to another address keeps its groups until it reports that it has them no
-        more. A node whose Node object was deleted and made anew is another machine: it starts
-        without groups.
+        A node that moved to another address keeps its volume groups until it reports that it has
+        them no more. A node whose Node object was deleted and made anew is another machine: it
+        starts without groups.
         """
         for name, node in list(self._nodes.items()):
             if name not in serving or serving[name].uid != node.uid:
@@ -389,37 +393,37 @@ class Nodes:
             await node.close()
 
     def ask_due(self) -> None:
-        """Ask those nodes whose interval is over, without waiting for their answers."""
+        """Call GetPluginInfo of each node whose time has come, without waiting for the answers."""
         for node in self:
             if node.address and node.is_due:
                 self.ask(node)
 
     def ask(self, node: Node) -> "asyncio.Future[None]":
-        """Ask a node which groups it has.
+        """Ask a node for its volume groups (GetPluginInfo).
 
-        One question per node is in flight at a time; all callers wait for its answer. A caller that
-        is cancelled stops waiting, and the question goes on for the other callers.
+        One such call per node is in flight at a time, and all callers wait for its answer. A caller
+        that is cancelled stops waiting, and the call goes on for the other callers.
         """
         if node.asking is None or node.asking.done():
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return asyncio.shield(node.asking)
 
     async def ask_anew(self, node: Node) -> None:
-        """Ask a node which groups it has, with a question that begins after this call."""
+        """Ask a node for its volume groups, by a GetPluginInfo call that begins after this call."""
         if node.is_being_asked:
             await self.ask(node)
         await self.ask(node)
 
     async def owner(self, identity: str, what: str) -> Node:
-        """Return the node that has what an id names; `what` is the request's field that has the id.
+        """Return the node of the volume or snapshot that an id names; `what` is the id's field.
 
-        Raises Refused for an empty id, if no node has the group, or if its node does not answer;
-        Gone for a text that is no id; Forgotten if the node was deleted.
+        Raises Refused for an empty id, if no node has the volume group, or if its node does not
+        answer; Gone for a text that is no id; Forgotten if the node was deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
-            # The call is refused here, not passed on to any node, as it may have another node's
-            # secrets.
+            # The call is refused here and not passed on to any node, because the request may
+            # contain another node's secrets.
             raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
@@ -434,13 +438,13 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that everything in a group belongs to; None unless its claim is settled."""
+        """The node that everything in a volume group belongs to; None unless a claim is settled."""
         claiming = self._claims.get(uuid, ())
         node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
-        """Whether a node's claim to a group is settled, so that all in the group is the node's.
+        """Whether a node's claim to a volume group is settled, so everything in it is the node's.
 
         No other node may claim the group, and PersistentVolumes may name no other node, not even a
         deleted one. A settled claim stays settled for as long as these two conditions hold, also if
@@ -453,10 +457,10 @@ class Nodes:
         return uuid in node.settled
 
     def _unsettled(self, node: Node, uuid: str, others: Sequence[str]) -> str:
-        """Return why the only claim to a group does not count yet; empty if it counts.
+        """Return why the only claim to a volume group does not count yet; empty if it counts.
 
         `others` are the members that have reported no groups, and may have this one. If
-        PersistentVolumes must be read first, ask for that.
+        PersistentVolumes must be read first, the Record is asked to read them.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
@@ -470,9 +474,9 @@ class Nodes:
         return ""
 
     def _unreported(self, node: Node) -> Sequence[str]:
-        """The other members that have reported no groups to this controller.
+        """The other members of the cluster that have reported no volume groups to this controller.
 
-        Each such member may have any group.
+        Each such member may have any volume group.
         """
         members = self._record.members
         if self._unheard is None or self._unheard[0] is not members:
@@ -481,7 +485,7 @@ class Nodes:
         return [name for name in self._unheard[1] if name != node.name]
 
     def _coming(self, node: Node) -> Sequence[str]:
-        """The other members that joined less than two minutes ago and have reported no groups.
+        """The other members that joined less than two minutes ago and reported no volume groups.
 
         Members that PersistentVolumes name for some group are left out: at a controller's start
         they would otherwise delay volumes on nodes whose groups are new.
@@ -490,7 +494,7 @@ class Nodes:
         return [name for name in others if self.is_new(name)]
 
     def _must_ask(self, uuid: str) -> bool:
-        """Whether all nodes are to be asked for a group once more, before a call is refused.
+        """Whether all nodes are to be asked for a volume group again, before a call is refused.
 
         True if no node claims the group and PersistentVolumes name none for it; or if a node that
         PersistentVolumes name answers, and does not claim the group.
@@ -501,40 +505,42 @@ class Nodes:
         return any(not self._nodes[name].problem for name in named_nodes - claiming)
 
     async def _owner(self, parsed: VolumeId, what: str) -> Node:
-        """Return the node that an id belongs to. Raises Refused where that is not certain.
+        """Return the node of the volume or snapshot that an id names.
 
-        1. If a node's claim to the group is settled, return that node.
-        2. Read the PersistentVolume of the volume; of a snapshot, that of its volume. It may name a
-           node, or a node that was deleted.
-        3. Without such a PersistentVolume, and if no node claims the group and the group's
-           PersistentVolumes name one node, go on with that node.
-        4. Without such a PersistentVolume, and if no PersistentVolume of the group names a deleted
-           node, return the only node that can have the group.
-        5. If the node was deleted, raise NoOwner.
-        6. If the node claims the group or does not answer, return it.
-        7. Otherwise the node says that it does not have the group. Raise NoOwner, or Refused where
-           the group may be on a disk that the node has not looked at, or on another node.
+        Raises Refused where the node is not certain.
+
+        1. If a node's claim to the volume group is settled, return that node.
+        2. Read the PersistentVolume of the volume; for a snapshot, the PersistentVolume of its
+           volume. The node that this PersistentVolume names is the id's node.
+        3. If there is no such PersistentVolume, no node claims the group, and the group's other
+           PersistentVolumes name one node, that is the id's node.
+        4. If there is no such PersistentVolume, and no PersistentVolume of the group names a
+           deleted node, return the only node that can have the group.
+        5. If the id's node was deleted, raise NoOwner.
+        6. If the id's node claims the group, or does not answer, return that node.
+        7. Otherwise the id's node reports that it does not have the group. Raise NoOwner; or
+           Refused if the group may be on a disk that the node has not scanned, or on another node.
         """
         uuid = parsed.group_uuid
         if (agreed := self._agreed(uuid)) is not None:
             return agreed
-        own = await self._asked(self._record.node_of, parsed)
+        owner_name = await self._asked(self._record.node_of, parsed)
         # Read again: nodes may have joined or left during the look-up.
         named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
-        if own is None and not claiming and len(named_nodes) == 1:
-            [own] = named_nodes
-        if own is None and not self._record.names_deleted(uuid):
+        if owner_name is None and not claiming and len(named_nodes) == 1:
+            [owner_name] = named_nodes
+        if owner_name is None and not self._record.names_deleted(uuid):
             return self._only_holder(parsed, what)
-        if not own:
+        if not owner_name:
             raise NoOwner(self._deleted(parsed, what))
-        if (node := self._nodes.get(own)) is None:
-            raise unavailable(f"{what}: node {own}, which has {parsed}, is not known yet")
-        if own in claiming or node.problem:
+        if (node := self._nodes.get(owner_name)) is None:
+            raise unavailable(f"{what}: node {owner_name}, which has {parsed}, is not known yet")
+        if owner_name in claiming or node.problem:
             return node
         if node.is_whole is False:
             raise unavailable(
-                f"{what}: node {own} has not looked at all its disks by its last look, and"
+                f"{what}: node {owner_name} has not looked at all its disks by its last look, and"
                 f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
             )
         if claiming:
@@ -542,7 +548,9 @@ class Nodes:
         raise NoOwner(self._unknown(parsed, what))
 
     def _only_holder(self, parsed: VolumeId, what: str) -> Node:
-        """Return the only node that can have a group, for an id that no PersistentVolume names.
+        """Return the only node that can have the volume group of an id.
+
+        The method is for ids that no PersistentVolume names.
 
         Raises Refused where another node may have the group, too.
         """
@@ -561,9 +569,9 @@ class Nodes:
         return node
 
     def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
-        """Return the error text for a group whose only claim does not count yet.
+        """Return the error text for a volume group whose only claim does not count yet.
 
-        `others` are the members that may have the group, too.
+        `others` are the members of the cluster that may have the group, too.
         """
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
@@ -583,10 +591,11 @@ class Nodes:
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
-        """The nodes of the cluster that PersistentVolumes of a group name, or may name.
+        """The nodes of the cluster that PersistentVolumes of a volume group name, or may name.
 
         Nodes that ceased to claim the group after PersistentVolumes were last read may be named by
-        new ones. A scrape calls this from its own thread, so it must not change anything.
+        new ones. A scrape of metrics calls this from its own thread, so nothing may be changed
+        here.
         """
         named_nodes = self._record.nodes_of(uuid)
         if former := self._former.get(uuid):
@@ -597,19 +606,24 @@ class Nodes:
         return frozenset(name for name in named_nodes if name in self._nodes)
 
     def _holders(self, uuid: str) -> frozenset[str]:
-        """The holders of a group: nodes that claim it, and nodes that PersistentVolumes name."""
+        """The nodes that a volume group may be on.
+
+        These are the nodes that claim the group, and those that PersistentVolumes name, or may
+        name.
+        """
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
     def _lasting_holders(self, uuid: str) -> frozenset[str]:
-        """The nodes that claim a group, and those that PersistentVolumes named when last read.
+        """The nodes that a volume group may be on, by the last read of PersistentVolumes.
 
-        Nodes that ceased to claim the group since are left out.
+        These are the nodes that claim the group, and those that PersistentVolumes name. Nodes that
+        PersistentVolumes only may name, as they had the group until lately, are left out.
         """
         named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
         return named_nodes.union(self._claims.get(uuid, ()))
 
     def conflict(self, node: Node, *, is_lasting: bool = False) -> str:
-        """Return the error text for those of a node's groups that have other holders; or empty.
+        """Return the error text for those of a node's volume groups that others may have; or empty.
 
         With `is_lasting`, conflicts are left out that may end once PersistentVolumes are read
         again.
@@ -625,10 +639,10 @@ class Nodes:
 
         There are two reasons:
 
-        1. Another node may have one of the node's groups. All groups of the node count, since only
-           the node knows which group a StorageClass uses.
-        2. A member that joined a moment ago may still report each of the node's groups as its own.
-           A member that stays silent is not waited for: if it has the same group, PersistentVolumes
+        1. Another node may have one of the node's volume groups. All of the node's groups count,
+           since only the node knows which group a StorageClass uses.
+        2. A member that joined a moment ago may still report the node's groups as its own. A member
+           that stays silent is not waited for: if both nodes have the same group, PersistentVolumes
            name the node that has volumes in it.
         """
         if problem := self.conflict(node):
@@ -652,7 +666,7 @@ class Nodes:
         """Whether the reason why no new volume may be made on a node may be over in a moment.
 
         True if PersistentVolumes, once they are read again, may end the conflict; or if members
-        that joined a moment ago have not reported their groups.
+        that joined a moment ago have not reported their volume groups.
         """
         if self.conflict(node):
             return not self.conflict(node, is_lasting=True)
@@ -667,7 +681,7 @@ class Nodes:
         return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
 
     def require_own(self, node: Node) -> None:
-        """Raise Refused for a node that has groups, but none that counts as its own yet."""
+        """Raise Refused for a node that has volume groups, but none that counts as its own yet."""
         if not self._has_own(node):
             raise unavailable(self._unproved(node, min(node.groups), self._coming(node)))
 
@@ -675,11 +689,11 @@ class Nodes:
         return not node.groups or any(self._is_own(node, uuid) for uuid in node.groups)
 
     def contested(self, node: Node) -> int:
-        """The number of a node's groups that other nodes claim, or are named for, too."""
+        """The number of a node's volume groups that other nodes may have, too."""
         return sum(len(self._holders(uuid)) > 1 for uuid in node.groups)
 
     def _dispute(self, group: str, uuid: str) -> str:
-        """Return the error text for a group with several holders, with its remedy."""
+        """Return the error text for a volume group that several nodes may have, with its remedy."""
         named_nodes, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
         text = f"PersistentVolumes name {' and '.join(named_nodes) or 'none of them'}"
         if len(claiming) < 2:
@@ -698,9 +712,9 @@ class Nodes:
         )
 
     def require_undisputed(self, parsed: VolumeId, what: str) -> None:
-        """Raise Refused for a group that another node may have, too.
+        """Raise Refused for an id whose volume group several nodes may have.
 
-        The group has several holders, or its only claim does not count yet.
+        Refused is raised also if only one node claims the group, and the claim does not count yet.
         """
         holders = self._holders(uuid := parsed.group_uuid)
         if len(holders) > 1:
@@ -710,9 +724,9 @@ class Nodes:
                 raise unavailable(f"{what}: {self._unproved(holder, uuid, self._coming(holder))}")
 
     def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
-        """Raise Refused unless another node than `node` has the group of an id as its own.
+        """Raise Refused unless another node than `node` has the volume group of an id as its own.
 
-        The other node, not `node`, is the one that lists the volume.
+        That is required where `node` leaves out a volume that the other node must list.
         """
         uuid = identity.group_uuid
         others = [self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name]
@@ -727,11 +741,11 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a group is a node's own, for new volumes there and for what the node lists.
+        """Whether a volume group is a node's own, for new volumes and for what the node lists.
 
         Either PersistentVolumes name that node. Or they name no node, only this node claims the
         group, and no new member is expected to report that group. A node that PersistentVolumes
-        only may name, as it had the group until lately, gains nothing by that.
+        only may name, as it had the group until lately, does not have the group as its own.
         """
         named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
         if named_nodes:
@@ -742,7 +756,7 @@ class Nodes:
         )
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
-        """Return the other node that now has the group of an id; None if `node` has or may have it.
+        """Return the other node that now has an id's volume group; None if `node` may have it.
 
         `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
         group, and Refused where that is not certain.
@@ -760,8 +774,8 @@ class Nodes:
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
         """Whether what an id names belongs, or may belong, to another node than `node`.
 
-        False if no node has the id's group. If PersistentVolumes of two nodes name the group, each
-        volume belongs to the node that its own PersistentVolume names.
+        False if no node has the id's volume group. If PersistentVolumes of two nodes name the
+        group, each volume belongs to the node that its own PersistentVolume names.
         """
         uuid = identity.group_uuid
         if bool(self._holders(uuid)) and not self._is_own(node, uuid):
@@ -773,23 +787,26 @@ class Nodes:
         return self._record.names_another(identity, node.name)
 
     def may_have(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a node is a holder of the group of an id.
+        """Whether a node may have the volume group of an id.
 
-        A holder claims the group, or PersistentVolumes name it for the group.
+        True if the node claims the group, or PersistentVolumes name, or may name, the node for the
+        group.
         """
         return node.name in self._holders(identity.group_uuid)
 
     async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
-        """Raise Forgotten for an id whose node was deleted; Refused while that is not certain.
+        """Raise Forgotten if an id's node was deleted from the cluster.
 
-        The error is raised once all of these hold:
+        Raises Refused while that is not certain.
+
+        Forgotten is raised once all of these hold:
 
         1. A PersistentVolume names a node that has had no Node object for the grace period.
-        2. All members answer, and have looked at all their disks.
-        3. No member claims the group, or claimed it until a moment ago.
+        2. All members answer, and have scanned all their disks.
+        3. No member claims the volume group, or claimed it until a moment ago.
 
-        `problem` is why the id has no owner, for the error. Returns if no node is known to be
-        deleted.
+        `problem` is why the id has no owner, for the error. If no node is known to be deleted,
+        nothing is raised.
         """
         if not self._record.forgets:
             return
@@ -870,11 +887,11 @@ class Nodes:
         raise unavailable(f"no node says that its topology is {dict(segments)}{_not_asked(silent)}")
 
     def answering(self) -> Sequence[Node]:
-        """The nodes that answered their last question."""
+        """The nodes that answered their last GetPluginInfo call."""
         return [node for node in self if not node.problem]
 
     def require_asked(self) -> None:
-        """Raise Refused while members that joined a moment ago have not answered at all.
+        """Raise Refused while members of the cluster that joined a moment ago have never answered.
 
         At a controller's start these are all nodes; an earlier controller may have begun to make a
         volume on any of them.
@@ -892,12 +909,12 @@ class Nodes:
         return list(self)
 
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
-        """Ask all nodes, except those that were asked less than `fresh_seconds` ago."""
+        """Ask all nodes for their volume groups, unless asked less than `fresh_seconds` ago."""
         since = time.monotonic() - fresh_seconds
         reachable = [node for node in self if node.address]
         due = [node for node in reachable if node.is_being_asked or node.asked_seconds <= since]
-        # The exceptions are ignored: a question is cancelled if its node leaves the cluster, and
-        # the answers of the other nodes count.
+        # The exceptions are ignored: a GetPluginInfo call is cancelled if its node leaves the
+        # cluster, and the answers of the other nodes count.
         await asyncio.gather(*map(self.ask, due), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
@@ -925,7 +942,7 @@ class Nodes:
         node.problem = problem
 
     def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
-        """Take over a node's report about itself. Raises ValueError if it cannot be true."""
+        """Take over a node's answer to GetPluginInfo. Raises ValueError if it cannot be true."""
         manifest = said.manifest
         name = manifest.get(routes.NODE_ID)
         node.version = _printable(said.vendor_version)
@@ -940,20 +957,22 @@ class Nodes:
                 f" of {self._driver_name!r}"
             )
         segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
-        if segments != (own := ids.topology(node.name, self._driver_name)):
-            raise ValueError(f"its topology is {str(segments)[:_MOST_SHOWN]!r}, not {own}")
+        if segments != (expected := ids.topology(node.name, self._driver_name)):
+            raise ValueError(f"its topology is {str(segments)[:_MOST_SHOWN]!r}, not {expected}")
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
-        # An older version of Carver does not report whether these are all its groups.
+        # An older version of Carver does not report whether these are all its volume groups.
         whole = manifest.get(routes.IS_WHOLE)
         is_whole = None if whole is None else whole == routes.YES
         if is_whole is False:
-            # Groups that the node named before may be on disks that it has not looked at.
+            # Volume volume groups that the node named before may be on disks that it has not
+            # scanned.
             groups = {**node.groups, **groups}
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
-        # A node that looked, and found a disk that it cannot read, has reported all that it can.
+        # A node that scanned its disks, and found one that it cannot read, has reported all that it
+        # can.
         has_reported = node.has_reported or whole != ""
         if has_reported != node.has_reported:
             node.has_reported, self._unheard = has_reported, None
@@ -973,17 +992,18 @@ class Nodes:
             if uuid not in node.claimed:
                 node.claimed[uuid] = self._record.now()
                 if not self._record.nodes_of(uuid):
-                    # PersistentVolumes of the group may have been made since they were last read.
+                    # PersistentVolumes of the volume group may have been made since
+                    # PersistentVolumes were last read.
                     self._record.doubt_claim()
             self._claims.setdefault(uuid, set()).add(node.name)
-            # The node claims the group again: earlier knowledge about the node is not in its
-            # favour.
+            # The node claims the volume group again, so it is no longer one that ceased to claim
+            # it.
             self._former.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """Log a group with several holders once, unless the conflict may be over in a moment."""
+        """Log once that several nodes may have a volume group, if that is likely to last."""
         if len(self._holders(uuid)) < 2:
             self._logged.pop(uuid, None)
             return
@@ -994,7 +1014,7 @@ class Nodes:
             _log.error("%s", problem)
 
     def _give_up(self, node: Node, uuid: str) -> None:
-        """Remove a node's claim to a group."""
+        """Remove a node's claim to a volume group."""
         claiming = self._claims.get(uuid, set())
         claiming.discard(node.name)
         if not claiming:
@@ -1002,7 +1022,7 @@ class Nodes:
             self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
-        """Forget claims that ended before PersistentVolumes were last read."""
+        """Forget claims to volume groups that ended before PersistentVolumes were last read."""
         for uuid, former in list(self._former.items()):
             for name, moment in list(former.items()):
                 if self._record.is_newer(moment):
@@ -1025,7 +1045,7 @@ class Nodes:
         )
 
     def _why_unsure(self, unsure: Sequence[str]) -> str:
-        """Return the names of nodes that may have groups they did not name, and why."""
+        """Return the names of nodes that may have volume groups they did not name, and why."""
         looking = [name for name in unsure if (node := self._nodes.get(name)) and not node.problem]
         silent = _not_asked([name for name in unsure if name not in looking])
         if not looking:
@@ -1034,7 +1054,7 @@ class Nodes:
 
 
 def _not_an_id(identity: str, what: str) -> Refused:
-    """Return the error for a text that is no volume id, the same as a node would answer."""
+    """Return the error for a text that is no volume id; a node would answer the same."""
     if not identity:
         return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
     return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")

@@ -75,7 +75,8 @@ class ClusterFinder:
         """Return all volumes, how many snapshots each has, and the names of all nodes."""
         try:
             with Client(self._config.endpoint) as caller:
-                # A dictionary, as a group that moves to another node between two pages is in both.
+                # A dictionary, as a volume group that moves to another node between two pages is in
+                # both.
                 volumes = {volume.volume_id: _Listed.of(volume) for volume in caller.every_volume()}
                 taken = Counter(snapshot.source_volume_id for snapshot in caller.every_snapshot())
                 # Nodes are listed after the volumes: a node that joined meanwhile must be of this

@@ -48,7 +48,7 @@ _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 _UNKNOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Time limit, in seconds, of the questions to nodes about one volume or their free capacity.
 _PATIENCE_SECONDS = 5.0
-# Largest number of the field available_capacity, which the sum over all nodes may reach.
+# Largest value of the field available_capacity, which the sum over all nodes could exceed.
 _MOST_BYTES = (1 << 63) - 1
 # Largest number of volumes whose node is kept because their outcome is not known. The provisioner
 # repeats the calls of all of them, a hundred at once.
@@ -175,7 +175,7 @@ class Placement:
         return node
 
     def _undisputed(self, node: Node) -> Node:
-        """Return the node, unless another node may have its groups.
+        """Return the node, unless another node may have its volume groups.
 
         Raises Refused.
         """
@@ -187,8 +187,9 @@ class Placement:
     async def _require_new(self, node: Node, request: csi.CreateVolumeRequest) -> None:
         """Raise Refused if no new volume may be made on the node that the scheduler chose.
 
-        The code makes the scheduler choose another node, unless an earlier call made the volume on
-        this one, or may have: the volume would be an orphan.
+        The code is RESOURCE_EXHAUSTED, which makes the scheduler choose another node. If an earlier
+        call made the volume on this node, or may have, the code is UNAVAILABLE: on another node the
+        volume would be made twice, and this one would be an orphan.
         """
         if problem := self._nodes.no_new(node):
             name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
@@ -200,9 +201,10 @@ class Placement:
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
     ) -> bool:
-        """Whether the first preferred node is the scheduler's choice, not one of several by a hash.
+        """Whether the first preferred node is the scheduler's choice.
 
-        If the API server refuses to say, it counts as the scheduler's choice.
+        Otherwise it is only the first of several nodes in the order of a hash. If the API server
+        refuses to say, the node counts as the scheduler's choice.
         """
         several = len(request.accessibility_requirements.preferred) > 1
         if self._questions is None or claim is None or not several:
@@ -227,7 +229,11 @@ class Placement:
             ) from None
 
     async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
-        """Whether the cluster has no such node: no Node object, or none in the file of nodes."""
+        """Whether the cluster has no node with these topology segments.
+
+        With an API server: no Node object. Without: no node in the file of nodes, once all of these
+        have answered.
+        """
         if self._questions is not None:
             claims = self._questions.claims
             if not (segment := segments.get(claims.topology_key, "")):
@@ -267,7 +273,7 @@ class Placement:
         """Return the topology segments, or the names, of a volume's nodes; empty if none has it."""
         if other.source is None:
             return other.segments
-        with suppress(Refused):  # if no node is known to have the group, all nodes are asked
+        with suppress(Refused):  # if no node is known to have the volume group, all nodes are asked
             await self._nodes.owner(str(other.source), "source")
         uuid = other.source.group_uuid
         return frozenset(node.name for node in self._nodes if uuid in node.groups)
@@ -307,7 +313,7 @@ class Placement:
         nodes = [node for node, has in seen if has is False]
         for node, error in unknown:
             # An earlier controller may have begun to make the volume on a new member. On other
-            # nodes a group that hangs must not delay new volumes.
+            # nodes a volume group that hangs must not delay new volumes.
             if not nodes or not isinstance(error, Refused) or self._nodes.is_new(node.name):
                 raise error
         problems = [self._nodes.no_new(node) for node in nodes]
@@ -324,7 +330,7 @@ class Placement:
         return node
 
     async def _has(self, node: Node, name: str) -> bool:
-        """Whether one of a node's groups has a logical volume of that name, finished or not.
+        """Whether one of a node's volume groups has a logical volume of that name, finished or not.
 
         Raises Refused if the node may have the volume.
         """
@@ -335,8 +341,8 @@ class Placement:
                 async with asyncio.timeout(_PATIENCE_SECONDS):
                     await self._ask("ControllerGetVolume", node, request)
             except TimeoutError:
-                # The node is also asked for its groups elsewhere, with a time limit; if it does not
-                # answer that, it is passed over next time.
+                # The cancelled call makes the controller ask the node whether it still answers; a
+                # node that does not answer is passed over next time.
                 raise unavailable(
                     f"node {node.name} does not say in time whether it has {name!r}; ask again"
                 ) from None

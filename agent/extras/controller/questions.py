@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 # Number of requests that run at once, and of threads.
 _AT_ONCE = 32
 # Time limit, in seconds, of the wait until a request begins, and again of the wait for its answer.
-# It is a third of the time that the external-provisioner waits for a CSI call; a call that fails by
-# this limit is retried by the provisioner.
+# The limit is a third of the time that the external-provisioner waits for a CSI call; a call that
+# fails by this limit is retried by the provisioner.
 PATIENCE_SECONDS = 20.0
 
 
@@ -78,8 +78,7 @@ class Questions:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=name)
         self._limit_seconds = limit_seconds
         self._free = asyncio.Semaphore(_AT_ONCE)
-        # The lock of each key. An entry is kept only by the requests that wait for the lock or hold
-        # it.
+        # The lock of each key. An entry exists only while a request waits for its lock or holds it.
         self._queues = WeakValueDictionary[str, asyncio.Lock]()
 
     async def ask(self, key: str, question: Callable[..., _T], *about: object) -> _T:
@@ -111,7 +110,7 @@ class Questions:
     ) -> "asyncio.Future[_T]":
         """Run a question in a thread; release the thread and the key's lock when it ends.
 
-        That happens also if the caller has been cancelled meanwhile.
+        Both are released also if the caller has been cancelled meanwhile.
         """
         loop = asyncio.get_running_loop()
 

@@ -82,7 +82,7 @@ class Call:
 class _Sent:
     """A request to a node: the path of the RPC, the parsed request, and its bytes.
 
-    `owned` are those ids in the request because of which it is sent to this node.
+    `owned` are those ids in the request because of which the request is sent to this node.
     """
 
     path: str
@@ -118,7 +118,7 @@ class Router:
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
         # Calls that the controller itself answers, because sidecars send them at their start,
         # before any node is known.
-        own: Mapping[str, Mapping[str, Message]] = {
+        constants: Mapping[str, Mapping[str, Message]] = {
             "csi.v1.Identity": {
                 "GetPluginInfo": info,
                 "GetPluginCapabilities": identity.capabilities(offered),
@@ -132,7 +132,7 @@ class Router:
             },
         }
         self._handlers: dict[str, dict[str, Any]] = {}
-        for service, answers in own.items():
+        for service, answers in constants.items():
             for method, message in answers.items():
                 self._add(service, method, _constant(message.SerializeToString()))
         for service, fields in routes.FIELDS.items():
@@ -272,7 +272,7 @@ class Router:
         return ask
 
     async def _send(self, call: Call, node: Node, sent: _Sent, field: str) -> bytes:
-        """Send a call to a node; if its group has moved to another node meanwhile, send it there.
+        """Send a call to a node; if its volume group has moved to another node, send it there.
 
         `field` is the request's field that the ids came from, which may be empty.
         """

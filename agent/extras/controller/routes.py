@@ -13,9 +13,9 @@ from proto import csi_pb2 as csi
 
 # Keys of GetPluginInfoResponse.manifest, by which a node reports what the controller needs.
 NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
-# Key in the manifest, and its values: whether the node named all groups of Carver's on its disks.
-# YES if, by the last look, no disk may have another group; IN_PART if the node has looked, and a
-# disk may have another group; empty before the first look.
+# Key in the manifest, and its values: whether the node named all volume groups of Carver's on its
+# disks. YES if, by the last scan, no disk may have another volume group; IN_PART if, by the last
+# scan, a disk may have another volume group; empty before the first scan.
 IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
 # Key in the manifest: whether kubelet on the node asks for its volumes' health. The value is YES,
 # or empty.
@@ -40,7 +40,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "GetVolumeGroupSnapshot": "group_snapshot_id",
     },
 }
-# The same for calls that are answered by a stream: by service and call, the field with the id.
+# Calls that are answered by a stream: by service and call, the field with the id.
 STREAMS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.SnapshotMetadata": {
         "GetMetadataAllocated": "snapshot_id",

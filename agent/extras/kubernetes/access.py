@@ -38,9 +38,9 @@ _IGNORED = ("extensions",)
 class Server:
     """The address of an API server and the credentials for it.
 
-    `tls` is None for http, which is allowed on this machine only. `token` returns the bearer token.
-    It is called for each request, as a pod's token changes each hour; it is None with a client
-    certificate.
+    `tls` is None for http, which is allowed on this machine only. `token` is a function that
+    returns the bearer token, called for each request because a pod's token changes each hour; None
+    with a client certificate.
     """
 
     source: str

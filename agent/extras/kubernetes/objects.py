@@ -36,7 +36,7 @@ _PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
 # Kind of a list of objects without their spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").
 _METADATA = "PartialObjectMetadataList"
-# Value of the header Accept that asks for such a list.
+# Value of the header Accept that asks for a list of metadata alone.
 _AS_METADATA = f"application/json;as={_METADATA};g=meta.k8s.io;v=v1"
 # Time limit, in seconds, of one wait for the server.
 _SILENCE_SECONDS = 10.0
@@ -282,7 +282,7 @@ class _Page:
         if not isinstance(metadata, dict) or not isinstance(items, list):
             raise Unproved(f"its {kind} has no metadata, or no items")
         version, token = metadata.get("resourceVersion"), metadata.get("continue") or ""
-        # 0 is the version of a cache that was never filled.
+        # The version 0 is that of a cache in the API server that was never filled.
         if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
             raise Unproved(f"its {kind} has no version")
         remaining = metadata.get("remainingItemCount") or 0
@@ -409,7 +409,7 @@ def find_named(objects: Objects, collection: str, name: str, kind: str) -> Objec
 def claims_of(pod: Object) -> Iterator[str]:
     """Yield the names of a pod's claims, also of those made for its ephemeral volumes.
 
-    None if the pod has ended.
+    Nothing is yielded once the pod has ended.
     """
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return

@@ -69,8 +69,8 @@ class Place:
     @property
     def affinity(self) -> dict[str, Any]:
         """The node affinity of a PersistentVolume for this node alone."""
-        wanted = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
-        return {"required": {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}}
+        expression = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
+        return {"required": {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}}
 
     @property
     def policy_key(self) -> str:
@@ -164,10 +164,10 @@ class Rebinding:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
                     raise errors.NotConfirmed(str(state), "rebound any further")
                 # The objects are read again, as the user's answer may have taken a while.
-                now = self._look()
-                if now.confirmed_state != state.confirmed_state:
+                current = self._look()
+                if current.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
-                step = next_of(now)
+                step = next_of(current)
                 if step is None:
                     continue
                 report(f"in Kubernetes: {step.what}")
@@ -241,16 +241,16 @@ class Rebinding:
         if (policy := _policy(old)) != _RETAIN:
             what = f"have {_name(old)} kept whatever becomes of its claim"
             return _Step(f"{what} (Retain, now {policy})", partial(self._retain, old))
-        wanted = _volume_at(self._place, old, claim)
+        expected = _volume_at(self._place, old, claim)
         if new is None:
-            what = f"make {_VOLUME} {_name(wanted)}, reserved for {state}, of the volume on"
-            make = partial(self._objects.create, VOLUMES, wanted)
+            what = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
+            make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{what} {self._place.node}", make)
-        if not _is_alike(new, wanted) or _policy(new) != _RETAIN:
+        if not _is_alike(new, expected) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
-        if _annotations(new).get(key) != (kept := _annotations(wanted)[key]):
+        if _annotations(new).get(key) != (kept := _annotations(expected)[key]):
             change = {"metadata": {"annotations": {key: kept}}}
             return _Step("", partial(self._change, new, change))
         what = f"delete the claim {state}, which is then made anew, for {_name(new)}"
@@ -304,10 +304,10 @@ class Rebinding:
         try:
             manifest = json.loads(_annotations(new).get(self._place.claim_key, ""))
             metadata = manifest["metadata"]
-            own = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
+            names = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
             raise state.refused(f"it is gone; make it anew, with volumeName {name}") from None
-        if own != (state.namespace, state.name, name):
+        if names != (state.namespace, state.name, name):
             raise state.refused(f"what {name} keeps of it is another's")
         create = partial(self._objects.create, _path(state.namespace, _CLAIMS), manifest)
         return _Step(f"make the claim {state} anew, for {name}", create)
@@ -381,7 +381,7 @@ class Rebinding:
 def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
     """Return the new PersistentVolume: Retain, reserved for the claim.
 
-    An annotation of it keeps the claim's manifest.
+    One of its annotations keeps the claim's manifest.
     """
     volume = _anew(_VOLUME, old, moved_name(_name(old), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
@@ -439,8 +439,8 @@ def _is_alike(volume: Object, made: Object) -> bool:
 
 def _is_bound(volume: Object, claim: Object) -> bool:
     binding = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
-    own: object = _at(volume, "spec", "claimRef", "uid")
-    return binding == ("Bound", _name(volume)) and own == claim["metadata"]["uid"]
+    claim_uid: object = _at(volume, "spec", "claimRef", "uid")
+    return binding == ("Bound", _name(volume)) and claim_uid == claim["metadata"]["uid"]
 
 
 def _wanted_labels(volume: Object) -> Iterator[str]:
