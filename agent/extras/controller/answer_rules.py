@@ -515,7 +515,7 @@ class Row:
 
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
-        """Return the row of an RPC. Raises KeyError for an RPC without rules."""
+        """Return the rules of an RPC's answer. Raises KeyError for an RPC without rules."""
         parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 _SNAPSHOTS = "snapshot.storage.k8s.io"
 _CONTENT = "VolumeSnapshotContent"
-# Fields of a VolumeSnapshotContent's source: the id of a snapshot that existed before, or of the
+# Fields of a VolumeSnapshotContent's source: the id of an existing snapshot, or the id of the
 # volume.
 _HANDLES = ("snapshotHandle", "volumeHandle")
 # Largest number of other claims that are looked up for one claim: a pod may name thousands.

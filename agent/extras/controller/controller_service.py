@@ -204,7 +204,7 @@ class _Routed(Identity):
         answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
         answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
-        # Read before the volume groups: more groups may become known in between.
+        # IS_WHOLE is read before the volume groups: more groups may become known in between.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer

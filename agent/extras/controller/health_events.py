@@ -40,7 +40,7 @@ _LIST = "/csi.v1.Controller/ControllerListVolumeHealth"
 _GET = "/csi.v1.Controller/ControllerGetVolumeHealth"
 # Reason of the Event that says that a condition is over.
 ENDED = "ConditionEnded"
-# Reason of the Event on a Node, one of whose volume groups other nodes have, too.
+# Reason of the Event on a Node that shares a volume group with other nodes.
 CONTESTED = "VolumeGroupContested"
 # Seconds from the start until nodes are first asked, in which nodes enrol.
 _FIRST_SECONDS = 30.0
@@ -362,7 +362,8 @@ class HealthEvents(Extra):
         async def judge(one: _Condition) -> None:
             async with turn:
                 if spent[one.node] >= _PATIENCE_SECONDS:
-                    # The node's time is over; its other conditions are judged in the next round.
+                    # The node's time limit for this round is used up; its other conditions are
+                    # judged in the next round.
                     return
                 begun = loop.time()
                 fate, others = await self._fate(one)
@@ -408,7 +409,7 @@ class HealthEvents(Extra):
         return users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
 
     def _write(self, one: _Condition, event: Event, found: Sequence[Subject]) -> None:
-        """Write one Event on each object that it concerns. Raises ClusterRefused."""
+        """Write the Event of a condition on each of these objects. Raises ClusterRefused."""
         if one.subjects is None:
             for subject in found:
                 self._events.ensure(subject, event, is_new=one.is_new)

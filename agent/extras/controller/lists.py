@@ -68,7 +68,8 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             more_bytes = part.ByteSize()
             is_full = size_bytes > 0 and size_bytes + more_bytes > MOST_PAGE_BYTES
             if len(answer.entries) + len(part.entries) > most or is_full:
-                # The node is asked again: for fewer entries, or on the next page.
+                # An answer that does not fit is dropped. The node is asked again: for fewer
+                # entries, or on the next page.
                 break
             answer.entries.extend(part.entries)
             size_bytes += more_bytes

@@ -104,11 +104,11 @@ class Record:
 
     @property
     def named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any volume group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return frozenset()
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name for a volume group."""
+        """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
         return frozenset()
 
     def names_deleted(self, group_uuid: str) -> bool:
@@ -128,7 +128,7 @@ class Record:
         return 0.0
 
     def is_newer(self, moment: float) -> bool:
-        """Whether PersistentVolumes were read since a time of this Record's clock."""
+        """Whether the last read of PersistentVolumes began at `moment` or later."""
         return True
 
     def doubt(self) -> None:
@@ -208,7 +208,7 @@ class _Seen:
 
     @cached_property
     def every_named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any volume group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return self.names(frozenset[str]().union(*self.named.values()))
 
     def names(self, segments: Collection[str]) -> frozenset[str]:
@@ -301,7 +301,7 @@ class ClusterRecord(Record):
 
     @property
     def named(self) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name, for any volume group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return self._seen.every_named
 
     def uid_of(self, name: str) -> str:
@@ -449,7 +449,7 @@ class ClusterRecord(Record):
     # The nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The names of the Nodes that PersistentVolumes name for a volume group."""
+        """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
         return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
@@ -470,7 +470,7 @@ class ClusterRecord(Record):
         return self._clock()
 
     def is_newer(self, moment: float) -> bool:
-        """Whether PersistentVolumes were read since a time of this Record's clock."""
+        """Whether the last read of PersistentVolumes began at `moment` or later."""
         return self._volumes_read >= moment
 
     def doubt(self) -> None:

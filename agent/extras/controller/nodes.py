@@ -60,8 +60,8 @@ _MOST_NAMED = 5
 # Time limit, in seconds, of one look-up of an id at the API server. The limit is longer than that
 # of a call, as PersistentVolumes that are read for one call serve the call that repeats it.
 _QUESTION_SECONDS = 120.0
-# Largest number of characters: shown of an impossible value that a node sent; kept of a node's
-# version and errors; accepted of a node's topology, and of its volume groups.
+# Limits, in characters: of an impossible value that is shown; of a node's version and errors; of a
+# node's topology, and of its volume groups, as JSON.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
 # Largest size, in bytes, of a node's answer to GetPluginInfo. A larger answer is not even parsed.
 _MOST_BYTES = 4 * _MOST_MANIFEST
@@ -438,7 +438,7 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that everything in a volume group belongs to; None unless a claim is settled."""
+        """The node that everything in a volume group belongs to; None if that is not certain."""
         claiming = self._claims.get(uuid, ())
         node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
@@ -966,8 +966,7 @@ class Nodes:
         whole = manifest.get(routes.IS_WHOLE)
         is_whole = None if whole is None else whole == routes.YES
         if is_whole is False:
-            # Volume volume groups that the node named before may be on disks that it has not
-            # scanned.
+            # Volume groups that the node named before may be on disks that it has not scanned.
             groups = {**node.groups, **groups}
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")

@@ -355,7 +355,7 @@ class Placement:
                     )
                 if _code(error) is not grpc.StatusCode.ABORTED:
                     continue
-                # The volume is there, and is being filled.
+                # ABORTED means that the volume exists, and is being filled.
             return True
         if unknown is not None:
             raise unknown

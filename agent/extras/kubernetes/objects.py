@@ -77,7 +77,7 @@ def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": kept}
 
 
-# Annotations that are read of objects that users make: names of nodes and drivers, and a UID.
+# Annotations that are kept of pods and claims: names of nodes and drivers, and a UID.
 _READ_ANNOTATIONS = (
     "volume.kubernetes.io/selected-node",
     "volume.kubernetes.io/storage-provisioner",
